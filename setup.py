@@ -2,11 +2,13 @@
 
     COMMLENS_BUILD_NATIVE=1 pip install --no-build-isolation '.[native]'
 
-compiles it against the torch that is installed already, which is why the build must not be isolated from it.
+compiles it against the torch that is installed already, which is why the build must not be isolated
+from it.
 
     COMMLENS_BUILD_NATIVE=/builds python -m build --wheel
 
-adds all builds that ``commlens build-native -o /builds`` has made for these sources, with several versions of torch and Python.
+adds all builds that ``commlens build-native -o /builds`` has made for these sources, with several
+versions of torch and Python.
 """
 
 import os
@@ -27,7 +29,10 @@ class BuildWithNative(build_py):
         if wanted in ("", "0"):
             return
         if self.editable_mode:
-            print("An editable installation has no place of its own for the native engine: commlens build-native builds it into a cache.")
+            print(
+                "An editable installation has no place of its own for the native engine: commlens"
+                " build-native builds it into a cache."
+            )
             return
         sys.path.insert(0, str(Path(__file__).parent / "src"))
         from commlens.errors import NativeEngineError
@@ -39,7 +44,10 @@ class BuildWithNative(build_py):
                 build_into(package)
             else:
                 for build in copy_builds(Path(wanted).expanduser(), package):
-                    print(f"The wheel gets the native engine for torch {build.about['for']['torch']}, {build.about['for']['python']}.")
+                    print(
+                        f"The wheel gets the native engine for torch {build.about['for']['torch']},"
+                        f" {build.about['for']['python']}."
+                    )
         except (ImportError, NativeEngineError) as error:
             raise SystemExit(f"COMMLENS_BUILD_NATIVE={wanted}: {error}") from None
 

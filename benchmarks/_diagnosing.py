@@ -1,4 +1,6 @@
-"""Shared by the benchmarks of diagnosis: run commlens and torchfrtrace on the same files, and grade their answers."""
+"""Shared by the benchmarks of diagnosis: run commlens and torchfrtrace on the same files, and grade
+their answers.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,17 @@ def commlens(folder: Path) -> Answer:
 
 
 def torchfrtrace(folder: Path, prefix: str, *, complete: bool, limit_s: float = 900) -> Answer:
-    """Return the answer of torch's own analyzer. Without ``complete``, dumps of some ranks are missing, which it has to be told."""
+    """Return the answer of torch's own analyzer. Without ``complete``, dumps of some ranks are
+    missing, which it has to be told.
+    """
     began = time.monotonic()
-    command = [*TORCHFRTRACE, str(folder), "-p", prefix, *([] if complete else ["--allow-incomplete-ranks"])]
+    command = [
+        *TORCHFRTRACE,
+        str(folder),
+        "-p",
+        prefix,
+        *([] if complete else ["--allow-incomplete-ranks"]),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
@@ -88,9 +98,11 @@ def torchfrtrace(folder: Path, prefix: str, *, complete: bool, limit_s: float = 
 def grade(answer: Answer, truth: Truth, *, kinds: bool = True) -> str:
     """Grade an answer.
 
-    ``right``: exactly the true culprits and, with ``kinds``, a true kind for each root cause; no fault for a healthy job.
-    ``vague``: the true culprits and other ranks, only some of them, the right ones with a wrong kind, or a fault without a culprit.
-    ``wrong``: other ranks are blamed, or a fault is found in a healthy job. ``silent``: the fault is not found. ``crashed``: no answer.
+    ``right``: exactly the true culprits and, with ``kinds``, a true kind for each root cause; no
+    fault for a healthy job. ``vague``: the true culprits and other ranks, only some of them, the
+    right ones with a wrong kind, or a fault without a culprit. ``wrong``: other ranks are blamed,
+    or a fault is found in a healthy job. ``silent``: the fault is not found. ``crashed``: no
+    answer.
     """
     if answer.crashed:
         return "crashed"
@@ -103,7 +115,11 @@ def grade(answer: Answer, truth: Truth, *, kinds: bool = True) -> str:
         return "right"
     if not blamed:
         return "vague" if answer.fault else "silent"
-    return "vague" if any(true and (blamed <= true or true <= blamed) for true in true_sets) else "wrong"
+    return (
+        "vague"
+        if any(true and (blamed <= true or true <= blamed) for true in true_sets)
+        else "wrong"
+    )
 
 
 def tell(text: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -115,7 +131,7 @@ def tell(text: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespac
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-# --- cost ---------------------------------------------------------------------------------------------------------------
+# --- cost
 
 
 @dataclass
@@ -130,14 +146,24 @@ class Cost:
 
     def as_row(self) -> dict[str, float]:
         """Return the cost for JSON."""
-        return {"cpu_s": round(self.cpu_s, 3), "wall_s": round(self.wall_s, 3), "peak_mb": round(self.peak_mb, 1)}
+        return {
+            "cpu_s": round(self.cpu_s, 3),
+            "wall_s": round(self.wall_s, 3),
+            "peak_mb": round(self.peak_mb, 1),
+        }
 
 
-def measure(command: Sequence[str], *, limit_s: float = 1800, environment: dict[str, str] | None = None) -> Cost:
+def measure(
+    command: Sequence[str], *, limit_s: float = 1800, environment: dict[str, str] | None = None
+) -> Cost:
     """Run a command alone, and measure its cost."""
     began = time.monotonic()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(environment or {})}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **(environment or {})},
     )
     peaks = [0.0]
     finished = threading.Event()
@@ -154,7 +180,8 @@ def measure(command: Sequence[str], *, limit_s: float = 1800, environment: dict[
     killer.cancel()
     finished.set()
     watch.join()
-    peaks.append(usage.ru_maxrss / 1024)  # of the largest single process: what the looks may have missed
+    # of the largest single process: what the looks may have missed
+    peaks.append(usage.ru_maxrss / 1024)
     return Cost(usage.ru_utime + usage.ru_stime, wall, max(peaks), process.returncode, text)
 
 
@@ -164,7 +191,9 @@ def _watch_memory(pid: int, peaks: list[float], finished: threading.Event) -> No
         for child in _family(pid):
             with suppress(OSError, StopIteration):
                 lines = Path(f"/proc/{child}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-                total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) / 1024
+                total += (
+                    int(next(line for line in lines if line.startswith("Pss:")).split()[1]) / 1024
+                )
         peaks[0] = max(peaks[0], total)
 
 
@@ -174,5 +203,8 @@ def _family(pid: int) -> list[int]:
     for member in family:
         with suppress(OSError):
             for thread in Path(f"/proc/{member}/task").iterdir():
-                family += [int(child) for child in (thread / "children").read_text(encoding="utf-8").split()]
+                family += [
+                    int(child)
+                    for child in (thread / "children").read_text(encoding="utf-8").split()
+                ]
     return family

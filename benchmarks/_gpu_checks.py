@@ -20,7 +20,8 @@ from _gpu_machine import REPOSITORY, Processes
 from _report import us
 
 Finds = dict[str, Any]
-Judged = tuple[bool | None, str]  # whether it is as it should be (None: nothing to judge), and the finding in words
+# whether it is as it should be (None: nothing to judge), and the finding in words
+Judged = tuple[bool | None, str]
 
 HERE = Path(__file__).resolve().parent
 FACTS = REPOSITORY / "tests" / "nccl_like" / "facts.py"
@@ -51,7 +52,8 @@ class Bench:
     backend: str = "nccl"
     quick: bool = False
     limit_s: float = 60.0  # of the check that runs now
-    pair: str = "no healthy job of two ranks was run"  # why two ranks cannot share the GPU; empty: they can
+    # why two ranks cannot share the GPU; empty: they can
+    pair: str = "no healthy job of two ranks was run"
 
     @property
     def is_dry(self) -> bool:
@@ -64,11 +66,26 @@ class Bench:
 
     def rank_command(self, check: str, way: str, settings: Finds | None = None) -> list[str]:
         """Return the command that runs one rank."""
-        given = {"way": way, "device": self.device, "backend": self.backend, "folder": str(self.folder()), "quick": self.quick,
-                 "settings": settings or {}}  # fmt: skip
-        return [sys.executable, "-W", "ignore", str(HERE / "_gpu_rank.py"), check, json.dumps(given)]
+        given = {
+            "way": way,
+            "device": self.device,
+            "backend": self.backend,
+            "folder": str(self.folder()),
+            "quick": self.quick,
+            "settings": settings or {},
+        }
+        return [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(HERE / "_gpu_rank.py"),
+            check,
+            json.dumps(given),
+        ]
 
-    def rank(self, check: str, way: str = "python", settings: Finds | None = None, **environ: str) -> Finds:
+    def rank(
+        self, check: str, way: str = "python", settings: Finds | None = None, **environ: str
+    ) -> Finds:
         """Run one rank and return what it saw."""
         ended = self.processes.run(self.rank_command(check, way, settings), self.limit_s, **environ)
         if ended.result is None or ended.status != 0:
@@ -77,7 +94,11 @@ class Bench:
 
     def commlens(self, *arguments: str, limit_s: float | None = None, **environ: str) -> Any:
         """Run the command line."""
-        return self.processes.run([sys.executable, "-W", "ignore", "-m", "commlens", *arguments], limit_s or self.limit_s, **environ)
+        return self.processes.run(
+            [sys.executable, "-W", "ignore", "-m", "commlens", *arguments],
+            limit_s or self.limit_s,
+            **environ,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,10 @@ def build_engine(bench: Bench) -> Finds:
 
 def judge_engine(finds: Finds) -> Judged:
     """Return whether the native engine recorded."""
-    return finds["engine"] == ENGINES["native"] and not finds["lost"], f"{finds['engine']}, built in {finds['build_s']:.0f} s"
+    return (
+        finds["engine"] == ENGINES["native"] and not finds["lost"],
+        f"{finds['engine']}, built in {finds['build_s']:.0f} s",
+    )
 
 
 def check_facts(bench: Bench) -> Finds:
@@ -119,22 +143,44 @@ def check_facts(bench: Bench) -> Finds:
         raise SkippedError("the claims are checked on an emulation by the tests")
     found = bench.folder() / "facts.json"
     ended = bench.processes.run(
-        [sys.executable, "-W", "ignore", str(FACTS), "--backend", bench.backend, "--json", str(found)], bench.limit_s
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(FACTS),
+            "--backend",
+            bench.backend,
+            "--json",
+            str(found),
+        ],
+        bench.limit_s,
     )
     with contextlib.suppress(OSError, ValueError):
-        return {"facts": json.loads(found.read_text(encoding="utf-8")), "output": ended.out[-3000:], "status": ended.status}
+        return {
+            "facts": json.loads(found.read_text(encoding="utf-8")),
+            "output": ended.out[-3000:],
+            "status": ended.status,
+        }
     raise NoResultError(ended.reason, hung=ended.status is None)
 
 
 def judge_facts(finds: Finds) -> Judged:
     """Return how it ended; its own report says which claims hold."""
-    return finds["status"] == 0, f"exit status {finds['status']}; {(finds['output'].strip().splitlines() or ['no output'])[-1][:200]}"
+    return (
+        finds["status"] == 0,
+        (
+            f"exit status {finds['status']};"
+            f" {(finds['output'].strip().splitlines() or ['no output'])[-1][:200]}"
+        ),
+    )
 
 
 # --- states
 
 
-def check_states(way: str, settings: Finds | None = None, **environ: str) -> Callable[[Bench], Finds]:
+def check_states(
+    way: str, settings: Finds | None = None, **environ: str
+) -> Callable[[Bench], Finds]:
     """Return the check of the records behind a kernel of three seconds."""
     return lambda bench: bench.rank("states", way, settings, **environ)
 
@@ -149,14 +195,19 @@ def judge_states(way: str, *, learns: bool = True) -> Callable[[Finds], Judged]:
 
     def judge(finds: Finds) -> Judged:
         during, after = (shown(finds[name]) for name in ("during", "after"))
-        words = f"returned after {finds['returned_s'] * 1000:.1f} ms; before its end {during}, after it {after}; lost {finds['lost']}"
+        words = (
+            f"returned after {finds['returned_s'] * 1000:.1f} ms; before its end {during}, after it"
+            f" {after}; lost {finds['lost']}"
+        )
         if finds["engine"] != ENGINES[way] or finds["lost"]:
             return False, f"{words}; recorded by {finds['engine']}"
         if not learns and finds["returned_s"] > KERNEL_S / 2:
             return None, words
         early = [one for one in finds["during"] if one["state"] in ("completed", "failed")]
         by_return = [one for one in [*finds["during"], *finds["after"]] if one["how"] == "return"]
-        learned = [one for one in finds["after"] if one["state"] == "completed" and one["how"] == BY_TORCH]
+        learned = [
+            one for one in finds["after"] if one["state"] == "completed" and one["how"] == BY_TORCH
+        ]
         is_right = finds["returned_s"] < KERNEL_S / 2 and not early and not by_return
         return is_right and (not learns or len(learned) == len(finds["after"]) > 0), words
 
@@ -164,8 +215,14 @@ def judge_states(way: str, *, learns: bool = True) -> Callable[[Finds], Judged]:
 
 
 def shown(states: list[Finds]) -> str:
-    """Return the states of several collectives in words: ``all_gather issued``, ``all_reduce completed (native-recorder)``."""
-    words = [f"{one['op']} {one['state']}" + (f" ({one['how']})" if one["how"] not in ("not-yet",) else "") for one in states]
+    """Return the states of several collectives in words: ``all_gather issued``, ``all_reduce
+    completed (native-recorder)``.
+    """
+    words = [
+        f"{one['op']} {one['state']}"
+        + (f" ({one['how']})" if one["how"] not in ("not-yet",) else "")
+        for one in states
+    ]
     return ", ".join(words) or "nothing recorded"
 
 
@@ -174,31 +231,41 @@ def judge_timing(finds: Finds) -> Judged:
     durations = [one["duration_us"] for one in finds["after"]]
     return (
         None,
-        f"durations {', '.join('none' if each is None else f'{each:.0f} us' for each in durations)}; after the end {shown(finds['after'])}",
+        (
+            "durations"
+            f" {', '.join('none' if each is None else f'{each:.0f} us' for each in durations)};"
+            f" after the end {shown(finds['after'])}"
+        ),
     )
 
 
 def judge_cpu(finds: Finds) -> Judged:
     """Return the main thread's share of a processor while it waits."""
-    return None, ", ".join(f"{name} {one['cpu_share']:.0%} of {one['wall_s']:.2f} s" for name, one in finds.items())
+    return None, ", ".join(
+        f"{name} {one['cpu_share']:.0%} of {one['wall_s']:.2f} s" for name, one in finds.items()
+    )
 
 
 def judge_graph(finds: Finds) -> Judged:
     """Return whether a CUDA graph was captured and replayed."""
     recorded = (
-        f"{finds.get('recorded_by_capture', 0)} records of the capture, {finds.get('recorded', 0)} in all; {shown(finds.get('after', []))}"
+        f"{finds.get('recorded_by_capture', 0)} records of the capture, {finds.get('recorded', 0)}"
+        f" in all; {shown(finds.get('after', []))}"
     )
     return not finds["error"], finds["error"] or f"captured and replayed; {recorded}"
 
 
 def judge_ring(finds: Finds) -> Judged:
     """Return what the ring buffer still holds."""
-    begins_in_flight = finds["first_in_flight"] is not None and finds["first_in_flight"] == finds["oldest_kept"]
+    begins_in_flight = (
+        finds["first_in_flight"] is not None and finds["first_in_flight"] == finds["oldest_kept"]
+    )
     all_completed = all(name.startswith("completed/") for name in finds["states_after"])
     problems = "; ".join(finds["problems"]) or "no problem named"
     words = (
-        f"3,000 issued in {finds['issued_s']:.2f} s; {finds['kept']} kept, from the {finds['oldest_kept']}th on; first in flight: "
-        f"{finds['first_in_flight']}; {finds['states']}; afterwards {finds['states_after']}; {problems}"
+        f"3,000 issued in {finds['issued_s']:.2f} s; {finds['kept']} kept, from the"
+        f" {finds['oldest_kept']}th on; first in flight: {finds['first_in_flight']};"
+        f" {finds['states']}; afterwards {finds['states_after']}; {problems}"
     )
     return begins_in_flight and all_completed and not finds["lost"], words
 
@@ -233,20 +300,44 @@ def check_pair(case: str, stall_s: float) -> Callable[[Bench], Finds]:
         folder = bench.folder()
         log, program = folder / "verdicts.jsonl", str(HERE / "_gpu_pair.py")
         ended = bench.commlens(
-            "launch", "--standalone", "--nproc-per-node", "2", "--stall-timeout", str(stall_s), "--on-stall", "abort", "--on-mismatch",
-            "abort", "--verdict-log", str(log), "--dump-dir", str(folder / "dumps"), program, case, bench.device, bench.backend,
-            # How long NCCL's watchdog waits for others' dumps before it aborts: a minute by default.
-            TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="3000", COMMLENS_BOX_DIR=str(folder / "boxes"), OMP_NUM_THREADS="1",
-        )  # fmt: skip
+            "launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--stall-timeout",
+            str(stall_s),
+            "--on-stall",
+            "abort",
+            "--on-mismatch",
+            "abort",
+            "--verdict-log",
+            str(log),
+            "--dump-dir",
+            str(folder / "dumps"),
+            program,
+            case,
+            bench.device,
+            bench.backend,
+            # How long NCCL's watchdog waits for others' dumps before it aborts: a minute by
+            # default.
+            TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="3000",
+            COMMLENS_BOX_DIR=str(folder / "boxes"),
+            OMP_NUM_THREADS="1",
+        )
         verdicts = []
         with contextlib.suppress(OSError, ValueError):
-            verdicts = [json.loads(line)["verdict"] for line in log.read_text(encoding="utf-8").splitlines()]
+            verdicts = [
+                json.loads(line)["verdict"] for line in log.read_text(encoding="utf-8").splitlines()
+            ]
         kept = ("kind", "why", "culprits", "victims", "confidence", "summary", "source")
         finds = {
-            "status": ended.status, "seconds": ended.seconds, "ended_well": ended.out.count("ended well"),
+            "status": ended.status,
+            "seconds": ended.seconds,
+            "ended_well": ended.out.count("ended well"),
             "verdicts": [{name: verdict.get(name) for name in kept} for verdict in verdicts],
-            "out": ended.out[-600:], "err": ended.err[-2500:],
-        }  # fmt: skip
+            "out": ended.out[-600:],
+            "err": ended.err[-2500:],
+        }
         if case == "healthy":
             well = finds["ended_well"] == 2 and ended.status == 0
             bench.pair = "" if well else f"the healthy job {ended.reason}"
@@ -259,18 +350,30 @@ def check_pair(case: str, stall_s: float) -> Callable[[Bench], Finds]:
 
 def judge_healthy(finds: Finds) -> Judged:
     """Return whether the healthy job ended well and without a verdict."""
-    return finds["ended_well"] == 2 and not finds["verdicts"], f"ended well in {finds['seconds']:.0f} s, {len(finds['verdicts'])} verdicts"
+    return (
+        finds["ended_well"] == 2 and not finds["verdicts"],
+        f"ended well in {finds['seconds']:.0f} s, {len(finds['verdicts'])} verdicts",
+    )
 
 
 def judge_fault(culprits: list[int] | None) -> Callable[[Finds], Judged]:
-    """Return the judge of a verdict that should name these ranks; None: no rank can be named, but the ranks disagree."""
+    """Return the judge of a verdict that should name these ranks; None: no rank can be named, but
+    the ranks disagree.
+    """
 
     def judge(finds: Finds) -> Judged:
         if not finds["verdicts"]:
-            how = "ended at its limit" if finds["status"] is None else f"ended with status {finds['status']}"
+            how = (
+                "ended at its limit"
+                if finds["status"] is None
+                else f"ended with status {finds['status']}"
+            )
             return False, f"no verdict; {how} after {finds['seconds']:.0f} s"
         first = finds["verdicts"][0]
-        words = f"{first['kind']} ({first['why']}), culprits {first['culprits']}, confidence {first['confidence']}: {first['summary']}"
+        words = (
+            f"{first['kind']} ({first['why']}), culprits {first['culprits']}, confidence"
+            f" {first['confidence']}: {first['summary']}"
+        )
         if culprits is None:
             return str(first["kind"]).startswith("mismatch") or first["culprits"] == [1], words
         return first["culprits"] == culprits, words
@@ -282,13 +385,20 @@ def judge_fault(culprits: list[int] | None) -> Callable[[Finds], Judged]:
 
 
 def check_cost(bench: Bench) -> Finds:
-    """Let bare and recorded processes take turns: each issues a block of collectives when it is its turn."""
+    """Let bare and recorded processes take turns: each issues a block of collectives when it is its
+    turn.
+    """
     rounds = 3 if bench.quick else 25
     until = time.monotonic() + bench.limit_s - 5
     with contextlib.ExitStack() as stack:
         running = {
             name: stack.enter_context(taking_turns(bench, bench.rank_command("cost", way)))
-            for name, way in {"bare": "bare", "python": "python", "native": "native", "bare again": "bare"}.items()
+            for name, way in {
+                "bare": "bare",
+                "python": "python",
+                "native": "native",
+                "bare again": "bare",
+            }.items()
         }
         for name, one in running.items():
             if one.read(until) != "ready":
@@ -305,7 +415,13 @@ def check_cost(bench: Bench) -> Finds:
             one.write("end")
             engines[name] = json.loads(one.read(until + 4))["engine"]
     figures: Finds = {
-        name: {case: {figure: statistics.median(block[case][figure] for block in found) for figure in found[0][case]} for case in found[0]}
+        name: {
+            case: {
+                figure: statistics.median(block[case][figure] for block in found)
+                for figure in found[0][case]
+            }
+            for case in found[0]
+        }
         for name, found in blocks.items()
         if found
     }
@@ -373,7 +489,10 @@ def judge_cost(finds: Finds) -> Judged:
     """Return the figures, and whether each engine recorded."""
     figures, words = finds["figures"], []
     for case in figures["bare"]:
-        each = [f"{name} {us(one[case]['p50_us'])} / {us(one[case]['p99_us'])}" for name, one in figures.items()]
+        each = [
+            f"{name} {us(one[case]['p50_us'])} / {us(one[case]['p99_us'])}"
+            for name, one in figures.items()
+        ]
         words.append(f"{case}: {', '.join(each)} us (p50 / p99)")
     right = all(finds["engines"].get(way) == engine for way, engine in ENGINES.items())
     return right, f"{'; '.join(words)}; {finds['rounds']} rounds"
@@ -385,52 +504,91 @@ def judge_cost(finds: Finds) -> Judged:
 def judge_watcher(finds: Finds) -> Judged:
     """Return whether the watcher holds no device open, and has no context by nvidia-smi."""
     smi = finds.get("nvidia_smi")
-    listed = [line for line in smi if line.split(",")[0].strip() == str(finds["watcher"])] if isinstance(smi, list) else []
+    listed = (
+        [line for line in smi if line.split(",")[0].strip() == str(finds["watcher"])]
+        if isinstance(smi, list)
+        else []
+    )
     loaded = finds.get("libraries") or "no library of CUDA"
-    words = f"the watcher holds {finds['devices'] or 'no device'} and has loaded {loaded}; nvidia-smi: {smi}"
+    words = (
+        f"the watcher holds {finds['devices'] or 'no device'} and has loaded {loaded}; nvidia-smi:"
+        f" {smi}"
+    )
     return finds["is_running"] and not finds["devices"] and not listed, words
 
 
 def judge_fork(finds: Finds) -> Judged:
     """Return whether forked children did their work, and recording went on."""
-    well = finds["seen"] == 32 and finds["child"] == 0 and finds["is_recording"] and not finds["lost"]
+    well = (
+        finds["seen"] == 32 and finds["child"] == 0 and finds["is_recording"] and not finds["lost"]
+    )
     goes_on = "goes on" if finds["is_recording"] else "stopped"
-    return well, f"{finds['seen']} of 32 samples loaded, child status {finds['child']}, recording {goes_on}"
+    return (
+        well,
+        f"{finds['seen']} of 32 samples loaded, child status {finds['child']}, recording {goes_on}",
+    )
 
 
 def judge_driver(finds: Finds) -> Judged:
-    """Return whether CUDA works in a child that was forked while the parent was recorded and verified."""
+    """Return whether CUDA works in a child that was forked while the parent was recorded and
+    verified.
+    """
     works = finds["child"] == "2.0"
-    return works and not finds["initialised"] and not finds[
-        "devices"
-    ], f"in the child: {finds['child'] or 'nothing'}; held before: {finds['devices']}"
+    return (
+        works and not finds["initialised"] and not finds["devices"],
+        f"in the child: {finds['child'] or 'nothing'}; held before: {finds['devices']}",
+    )
 
 
 def graph_check(way: str) -> Check:
     """Return the check of CUDA graphs."""
-    return Check(f"graph, {way}", f"A CUDA graph is captured and replayed ({way})", 45, lambda bench: bench.rank("graph", way), judge_graph)
+    return Check(
+        f"graph, {way}",
+        f"A CUDA graph is captured and replayed ({way})",
+        45,
+        lambda bench: bench.rank("graph", way),
+        judge_graph,
+    )
 
 
 def ring_check(way: str) -> Check:
     """Return the check of the ring buffer."""
-    claim = f"Behind a kernel of 8 s, the ring buffer begins with a collective in flight, and all complete afterwards ({way} engine)"
+    claim = (
+        "Behind a kernel of 8 s, the ring buffer begins with a collective in flight, and all"
+        f" complete afterwards ({way} engine)"
+    )
     return Check(f"ring, {way}", claim, 45, lambda bench: bench.rank("ring", way), judge_ring)
 
 
 CHECKS: list[Check] = [
-    Check("engine", "commlens build-native gives the native engine", 170, build_engine, judge_engine),
-    Check("facts", "The claims about NCCL on which commlens builds hold", 120, check_facts, judge_facts),
+    Check(
+        "engine", "commlens build-native gives the native engine", 170, build_engine, judge_engine
+    ),
+    Check(
+        "facts",
+        "The claims about NCCL on which commlens builds hold",
+        120,
+        check_facts,
+        judge_facts,
+    ),
     *(
         Check(
             f"states, {way}",
-            f"A collective behind a long kernel is in flight, then completed as torch's recorder tells ({way} engine)",
+            "A collective behind a long kernel is in flight, then completed as torch's recorder"
+            f" tells ({way} engine)",
             50,
             check_states(way),
             judge_states(way),
         )
         for way in ENGINES
     ),
-    Check("CPU share", "How busy the main thread is while it waits for the device", 45, lambda bench: bench.rank("cpu_share"), judge_cpu),
+    Check(
+        "CPU share",
+        "How busy the main thread is while it waits for the device",
+        45,
+        lambda bench: bench.rank("cpu_share"),
+        judge_cpu,
+    ),
     Check(
         "pair, healthy",
         "Two ranks share one GPU, each as a host of its own, and nothing is reported",
@@ -438,10 +596,26 @@ CHECKS: list[Check] = [
         check_pair("healthy", 20),
         judge_healthy,
     ),
-    Check("pair, asleep", "A rank that sleeps is named", 45, check_pair("asleep", 4), judge_fault([1])),
-    Check("pair, skipped", "A rank that skips a collective is named", 45, check_pair("skipped", 4), judge_fault([1])),
-    Check("pair, size", "Sizes that differ are reported", 45, check_pair("size", 4), judge_fault(None)),
-    Check("pair, order", "Two groups in another order are a cycle", 45, check_pair("order", 4), judge_fault([1])),
+    Check(
+        "pair, asleep", "A rank that sleeps is named", 45, check_pair("asleep", 4), judge_fault([1])
+    ),
+    Check(
+        "pair, skipped",
+        "A rank that skips a collective is named",
+        45,
+        check_pair("skipped", 4),
+        judge_fault([1]),
+    ),
+    Check(
+        "pair, size", "Sizes that differ are reported", 45, check_pair("size", 4), judge_fault(None)
+    ),
+    Check(
+        "pair, order",
+        "Two groups in another order are a cycle",
+        45,
+        check_pair("order", 4),
+        judge_fault([1]),
+    ),
     Check(
         "pair, timeout",
         "After NCCL's timeout and abort, the rank that did not come is named",
@@ -472,7 +646,9 @@ CHECKS: list[Check] = [
         judge_timing,
     ),
     ring_check("python"),
-    Check("cost", "What recording adds to a call that issues a collective", 90, check_cost, judge_cost),
+    Check(
+        "cost", "What recording adds to a call that issues a collective", 90, check_cost, judge_cost
+    ),
     Check(
         "watcher",
         "The watcher process does not use the GPU",
@@ -487,8 +663,20 @@ CHECKS: list[Check] = [
         lambda bench: bench.rank("driver"),
         judge_driver,
     ),
-    Check("fork", "Forked data loaders and children do not disturb recording", 45, lambda bench: bench.rank("fork"), judge_fork),
-    Check("torch's dump", "commlens diagnose reads the dump of torch's own recorder", 60, check_torch_dump, judge_torch_dump),
+    Check(
+        "fork",
+        "Forked data loaders and children do not disturb recording",
+        45,
+        lambda bench: bench.rank("fork"),
+        judge_fork,
+    ),
+    Check(
+        "torch's dump",
+        "commlens diagnose reads the dump of torch's own recorder",
+        60,
+        check_torch_dump,
+        judge_torch_dump,
+    ),
     ring_check("native"),
     graph_check("bare"),
 ]

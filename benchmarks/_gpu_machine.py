@@ -1,4 +1,6 @@
-"""What gpu_check.py needs on a machine without a network: packages in a folder, and processes that never outlive their limit."""
+"""What gpu_check.py needs on a machine without a network: packages in a folder, and processes that
+never outlive their limit.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,18 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = {
-    "msgspec": "msgspec", "numpy": "numpy", "rich": "rich", "pygments": "pygments", "markdown-it-py": "markdown_it", "mdurl": "mdurl",
-    "PyYAML": "yaml", "jinja2": "jinja2", "markupsafe": "markupsafe", "fsspec": "fsspec", "py-spy": "py_spy",
-}  # fmt: skip
+    "msgspec": "msgspec",
+    "numpy": "numpy",
+    "rich": "rich",
+    "pygments": "pygments",
+    "markdown-it-py": "markdown_it",
+    "mdurl": "mdurl",
+    "PyYAML": "yaml",
+    "jinja2": "jinja2",
+    "markupsafe": "markupsafe",
+    "fsspec": "fsspec",
+    "py-spy": "py_spy",
+}
 """Distribution -> what is imported: those of commlens, and those that torch's own imports need."""
 
 FOLDER_LIMIT = 64_000_000
@@ -40,35 +51,69 @@ def prepare(folder: Path, python: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
+    platforms = [
+        f"--platform={name}_x86_64"
+        for name in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+    ]
     chosen = ["--only-binary=:all:", f"--python-version={python}", *platforms, "--no-deps"]
-    subprocess.run([*pip, "download", *chosen, "-d", str(folder), *PACKAGES], check=True, timeout=600)
+    subprocess.run(
+        [*pip, "download", *chosen, "-d", str(folder), *PACKAGES], check=True, timeout=600
+    )
     # Without C code of this machine's: its C library may be newer than the other's.
     with tempfile.TemporaryDirectory(prefix="commlens-wheel-") as scratch:
         source = Path(scratch) / "source"
         names = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, check=True, capture_output=True, text=True
+            ["git", "ls-files", "-co", "--exclude-standard"],
+            cwd=REPOSITORY,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         for name in names.splitlines():
-            if name.startswith(("src/", "pyproject.toml", "setup.py", "README.md", "LICENSE")) and (REPOSITORY / name).exists():
+            if (
+                name.startswith(("src/", "pyproject.toml", "setup.py", "README.md", "LICENSE"))
+                and (REPOSITORY / name).exists()
+            ):
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPOSITORY / name, source / name)
         environment = {**os.environ, "CC": "/bin/false", "COMMLENS_BUILD_NATIVE": ""}
-        command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+        command = [
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(folder),
+            str(source),
+        ]
         subprocess.run(command, check=True, timeout=600, env=environment)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{folder}: {len(list(folder.iterdir()))} wheels for Python {python}, {size / 1e6:.1f} MB")
+    print(
+        f"{folder}: {len(list(folder.iterdir()))} wheels for Python {python}, {size / 1e6:.1f} MB"
+    )
     if size > FOLDER_LIMIT:
-        raise SystemExit(f"{folder} holds {size / 1e6:.1f} MB, more than the {FOLDER_LIMIT / 1e6:.0f} MB that can be carried.")
+        raise SystemExit(
+            f"{folder} holds {size / 1e6:.1f} MB, more than the {FOLDER_LIMIT / 1e6:.0f} MB that"
+            " can be carried."
+        )
 
 
 def install(wheels: Path, target: Path) -> list[str]:
-    """Unpack the wheels whose packages this Python lacks, and commlens, into a folder for PYTHONPATH. Return their names."""
+    """Unpack the wheels whose packages this Python lacks, and commlens, into a folder for
+    PYTHONPATH. Return their names.
+    """
     installed = []
     for wheel in sorted(wheels.glob("*.whl")):
         name = wheel.name.partition("-")[0]
-        imported = {distribution.replace("-", "_").lower(): module for distribution, module in PACKAGES.items()}.get(name.lower())
-        if imported is not None and imported != "py_spy" and importlib.util.find_spec(imported) is not None:
+        imported = {
+            distribution.replace("-", "_").lower(): module
+            for distribution, module in PACKAGES.items()
+        }.get(name.lower())
+        if (
+            imported is not None
+            and imported != "py_spy"
+            and importlib.util.find_spec(imported) is not None
+        ):
             continue
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(target)
@@ -104,17 +149,27 @@ class Ended:
     @property
     def reason(self) -> str:
         """Why there is no result: its exit, and the last words of its standard error."""
-        how = f"was ended after {self.seconds:.0f} s" if self.status is None else f"ended with status {self.status}"
+        how = (
+            f"was ended after {self.seconds:.0f} s"
+            if self.status is None
+            else f"ended with status {self.status}"
+        )
         lines = [line.strip() for line in self.err.strip().splitlines() if line.strip()]
         # torchrun's summary comes last, and the reason before it.
-        telling = [line for line in lines if re.search(r"NCCL|Duplicate GPU|Error: ", line) and "ChildFailedError" not in line]
+        telling = [
+            line
+            for line in lines
+            if re.search(r"NCCL|Duplicate GPU|Error: ", line) and "ChildFailedError" not in line
+        ]
         words = " / ".join([*telling[:3], *lines[-2:]])
         return f"{how}: {words[-600:]}" if words else how
 
 
 @dataclass
 class Processes:
-    """Starts processes in one environment, each with a limit. All of them, and their children, carry a mark by which they are ended."""
+    """Starts processes in one environment, each with a limit. All of them, and their children,
+    carry a mark by which they are ended.
+    """
 
     environ: dict[str, str]
     scratch: Path
@@ -125,7 +180,9 @@ class Processes:
         self.environ = {**self.environ, name: value}
 
     def run(self, command: list[str], limit_s: float, **environ: str) -> Ended:
-        """Run a command and return its output. Files take the output, so that a process stuck in a driver cannot hold us."""
+        """Run a command and return its output. Files take the output, so that a process stuck in a
+        driver cannot hold us.
+        """
         folder = Path(tempfile.mkdtemp(dir=self.scratch, prefix="process-"))
         began = time.monotonic()
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
@@ -146,11 +203,15 @@ class Processes:
                 self.end_all()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)
-        read = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")]
+        read = [
+            (folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")
+        ]
         return Ended(status, read[0], read[1], seconds)
 
     def end_all(self, patience_s: float = 5.0) -> int:
-        """End every process with our mark, and wait until they are gone. Return how many there were."""
+        """End every process with our mark, and wait until they are gone. Return how many there
+        were.
+        """
         first = left = self._kill_all()
         until = time.monotonic() + patience_s
         while left and time.monotonic() < until:

@@ -1,8 +1,10 @@
-"""A training program for two ranks on one GPU, with one fault; gpu_check.py runs it under ``commlens launch``.
+"""A training program for two ranks on one GPU, with one fault; gpu_check.py runs it under
+``commlens launch``.
 
     commlens launch --nproc-per-node 2 benchmarks/_gpu_pair.py CASE cuda|cpu BACKEND
 
-NCCL refuses two ranks on one device of one host. Each rank therefore claims to be another host, and they talk over loopback sockets.
+NCCL refuses two ranks on one device of one host. Each rank therefore claims to be another host, and
+they talk over loopback sockets.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ def ready(device: str, backend: str, timeout_s: float) -> Any:
     rank = int(os.environ["RANK"])
     if device == "cuda":
         os.environ.update(
-            NCCL_HOSTID=f"gpu-check-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
-            NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="0", NCCL_MNNVL_ENABLE="0",
-        )  # fmt: skip
+            NCCL_HOSTID=f"gpu-check-{rank}",
+            NCCL_SOCKET_IFNAME="lo",
+            NCCL_IB_DISABLE="1",
+            NCCL_P2P_DISABLE="1",
+            NCCL_SHM_DISABLE="1",
+            NCCL_CUMEM_ENABLE="0",
+            NCCL_NVLS_ENABLE="0",
+            NCCL_MNNVL_ENABLE="0",
+        )
     import torch
     import torch.distributed as dist
 

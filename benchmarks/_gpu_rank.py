@@ -1,8 +1,11 @@
-"""One rank of gpu_check.py, in a process of its own: each function is one check, and returns what it saw.
+"""One rank of gpu_check.py, in a process of its own: each function is one check, and returns what
+it saw.
 
-    python benchmarks/_gpu_rank.py CHECK '{"way": "python", "device": "cuda", "backend": "nccl", "folder": "/tmp/x", "quick": false}'
+    python benchmarks/_gpu_rank.py CHECK '{"way": "python", "device": "cuda", "backend": "nccl",
+    "folder": "/tmp/x", "quick": false}'
 
-The last line of its output is the result as JSON. With ``"device": "cpu"``, every line of this file runs except CUDA's own calls.
+The last line of its output is the result as JSON. With ``"device": "cpu"``, every line of this file
+runs except CUDA's own calls.
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ class Rank:
         self.quick: bool = given["quick"]
         self.folder = Path(given["folder"])
         self.folder.mkdir(parents=True, exist_ok=True)
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+        )
         import torch
         import torch.distributed as dist
 
@@ -48,12 +58,24 @@ class Rank:
             from commlens.launch import recording
 
             folder = str(self.folder)
-            settings = {"engine": self.way, "watched": True, "stall_timeout": 600.0, **given.get("settings", {})}
-            recording.start(config.Settings(box_dir=folder, dump_dir=folder, job=f"gpu-{self.way}", **settings))
+            settings = {
+                "engine": self.way,
+                "watched": True,
+                "stall_timeout": 600.0,
+                **given.get("settings", {}),
+            }
+            recording.start(
+                config.Settings(box_dir=folder, dump_dir=folder, job=f"gpu-{self.way}", **settings)
+            )
             self.session = session
         if self.on_gpu:
             torch.cuda.set_device(0)
-        dist.init_process_group(self.backend, store=dist.FileStore(str(self.folder / f"store-{os.getpid()}"), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(str(self.folder / f"store-{os.getpid()}"), 1),
+            rank=0,
+            world_size=1,
+        )
         if self.session is not None:
             self.recorder = self.session.session().recorder
 
@@ -88,7 +110,9 @@ class Rank:
         time.sleep(seconds if self.on_gpu else min(seconds, 0.1))
 
     def warm(self, pause_s: float = 0.0) -> None:
-        """Make the communicator, and give the recorder time to learn that the first collectives are complete."""
+        """Make the communicator, and give the recorder time to learn that the first collectives are
+        complete.
+        """
         self.dist.all_reduce(self.tensor(4))
         self.gather(4)()
         self.busy(0.01)
@@ -109,7 +133,12 @@ class Rank:
     def states(self, after: int) -> list[Finds]:
         """Return what the box says about the collectives after an index."""
         return [
-            {"op": one.op, "state": one.state.value, "how": one.learned_how.value, "duration_us": (one.duration_ns or 0) / 1000 or None}
+            {
+                "op": one.op,
+                "state": one.state.value,
+                "how": one.learned_how.value,
+                "duration_us": (one.duration_ns or 0) / 1000 or None,
+            }
             for one in self.log().collectives
             if one.index > after
         ]
@@ -123,11 +152,17 @@ class Rank:
 def engine(rank: Rank) -> Finds:
     """Record one collective, and say with which engine."""
     rank.warm()
-    return {"engine": rank.engine, "recorded": rank.recorder.writer.last_index, "lost": rank.recorder.lost}
+    return {
+        "engine": rank.engine,
+        "recorded": rank.recorder.writer.last_index,
+        "lost": rank.recorder.lost,
+    }
 
 
 def states(rank: Rank) -> Finds:
-    """Enqueue collectives behind a kernel of three seconds, and read their records before, and after it has ended."""
+    """Enqueue collectives behind a kernel of three seconds, and read their records before, and
+    after it has ended.
+    """
     rank.warm(1.3)
     before = rank.recorder.writer.last_index
     gather, reduced = rank.gather(1024), rank.tensor(1024)
@@ -148,9 +183,15 @@ def states(rank: Rank) -> Finds:
     done_s = time.perf_counter() - began
     rank.pause(LEARNS_S)
     return {
-        "engine": rank.engine, "returned_s": returned_s, "waited_s": waited_s, "done_s": done_s, "during": during,
-        "after": rank.states(before), "lost": rank.recorder.lost, "torch": what_torch_says(rank),
-    }  # fmt: skip
+        "engine": rank.engine,
+        "returned_s": returned_s,
+        "waited_s": waited_s,
+        "done_s": done_s,
+        "during": during,
+        "after": rank.states(before),
+        "lost": rank.recorder.lost,
+        "torch": what_torch_says(rank),
+    }
 
 
 def what_torch_says(rank: Rank) -> Finds:
@@ -161,7 +202,10 @@ def what_torch_says(rank: Rank) -> Finds:
     backend = rank.dist.group.WORLD._get_backend(rank.torch.device(device))
     offers = torch_offers.offers()
     return {
-        "status": [content.get("pg_status", {}) for content in torch_offers.read_recorders(entries=False, backends=[rank.backend])],
+        "status": [
+            content.get("pg_status", {})
+            for content in torch_offers.read_recorders(entries=False, backends=[rank.backend])
+        ],
         "behaviour": backends.backend_of(rank.dist.group.WORLD, device)._asdict(),
         "id": str(rank.dist.group.WORLD._id()) if hasattr(rank.dist.group.WORLD, "_id") else None,
         "sequence_number": backend._get_sequence_number_for_group(),
@@ -170,10 +214,16 @@ def what_torch_says(rank: Rank) -> Finds:
 
 
 def cpu_share(rank: Rank) -> Finds:
-    """Measure how much processor time the main thread takes while it waits for a kernel of 1.5 s in each of three ways."""
+    """Measure how much processor time the main thread takes while it waits for a kernel of 1.5 s in
+    each of three ways.
+    """
     rank.warm()
     tensor, finds = rank.tensor(16), {}
-    ways: dict[str, Callable[[], Any]] = {".item()": lambda: tensor[0].item(), "synchronize": rank.sync, "barrier": rank.dist.barrier}
+    ways: dict[str, Callable[[], Any]] = {
+        ".item()": lambda: tensor[0].item(),
+        "synchronize": rank.sync,
+        "barrier": rank.dist.barrier,
+    }
     for name, wait in ways.items():
         rank.busy(1.5)
         rank.dist.all_reduce(tensor)
@@ -186,7 +236,9 @@ def cpu_share(rank: Rank) -> Finds:
 
 
 def graph(rank: Rank) -> Finds:
-    """Capture three all_reduces in a CUDA graph, in the mode in which any query of an event ends the capture, and replay it."""
+    """Capture three all_reduces in a CUDA graph, in the mode in which any query of an event ends
+    the capture, and replay it.
+    """
     torch, dist = rank.torch, rank.dist
     rank.warm()
     tensor = rank.tensor(1024)
@@ -206,9 +258,13 @@ def graph(rank: Rank) -> Finds:
                 tensor.mul_(2)
                 for _ in range(3):
                     dist.all_reduce(tensor)
-                time.sleep(2.2)  # a recorder that asks about works from another thread would do so now, and end the capture
+                # a recorder that asks about works from another thread would do so now, and end the
+                # capture
+                time.sleep(2.2)
             tensor.fill_(1)
-            finds["recorded_by_capture"] = rank.recorder.writer.last_index - index if rank.session is not None else 0
+            finds["recorded_by_capture"] = (
+                rank.recorder.writer.last_index - index if rank.session is not None else 0
+            )
             for _ in range(5):
                 captured.replay()
             torch.cuda.synchronize()
@@ -239,15 +295,20 @@ def ring(rank: Rank) -> Finds:
     log = rank.log()
     ours = [one for one in log.collectives if one.index > before]
     finds: Finds = {
-        "issued_s": issued_s, "kept": len(ours), "oldest_kept": ours[0].index - before if ours else None,
+        "issued_s": issued_s,
+        "kept": len(ours),
+        "oldest_kept": ours[0].index - before if ours else None,
         "states": dict(Counter(f"{one.state.value}/{one.learned_how.value}" for one in ours)),
-        "first_in_flight": next((one.index - before for one in ours if one.in_flight), None), "problems": log.problems[:3],
+        "first_in_flight": next((one.index - before for one in ours if one.in_flight), None),
+        "problems": log.problems[:3],
         "still_busy_after_s": None,
-    }  # fmt: skip
+    }
     rank.sync()
     finds["still_busy_after_s"] = time.perf_counter() - began
     rank.pause(LEARNS_S)
-    finds["states_after"] = dict(Counter(f"{one['state']}/{one['how']}" for one in rank.states(before)))
+    finds["states_after"] = dict(
+        Counter(f"{one['state']}/{one['how']}" for one in rank.states(before))
+    )
     finds["lost"] = rank.recorder.lost
     return finds
 
@@ -266,11 +327,16 @@ def torch_dump(rank: Rank) -> Finds:
 
 
 def cost(rank: Rank) -> Finds:
-    """Issue a block of collectives for each line on standard input, and print how long each call took."""
+    """Issue a block of collectives for each line on standard input, and print how long each call
+    took.
+    """
     ops = 60 if rank.quick else 300
     rank.warm()
     tensor = rank.tensor(1024)
-    calls = {"all_gather 4 kB": rank.gather(1024), "all_reduce 4 kB": lambda: rank.dist.all_reduce(tensor)}
+    calls = {
+        "all_gather 4 kB": rank.gather(1024),
+        "all_reduce 4 kB": lambda: rank.dist.all_reduce(tensor),
+    }
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "end":
@@ -285,16 +351,24 @@ def cost(rank: Rank) -> Finds:
             began = time.perf_counter_ns()
             rank.sync()
             cuts = statistics.quantiles(taken, n=100)
-            block[name] = {"p50_us": cuts[49], "p99_us": cuts[98], "then_sync_us": (time.perf_counter_ns() - began) / 1000}
+            block[name] = {
+                "p50_us": cuts[49],
+                "p99_us": cuts[98],
+                "then_sync_us": (time.perf_counter_ns() - began) / 1000,
+            }
         print(json.dumps(block), flush=True)
     return {"engine": rank.engine, "lost": rank.recorder.lost if rank.session is not None else 0}
 
 
 def fork(rank: Rank) -> Finds:
-    """Load batches in forked processes while collectives are recorded, and fork a child that leaves as a program does."""
+    """Load batches in forked processes while collectives are recorded, and fork a child that leaves
+    as a program does.
+    """
     torch = rank.torch
     rank.warm()
-    loader = torch.utils.data.DataLoader(torch.arange(32.0), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        torch.arange(32.0), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    )
     seen = 0
     for batch in loader:
         tensor = batch.to("cuda" if rank.on_gpu else "cpu")
@@ -304,11 +378,18 @@ def fork(rank: Rank) -> Finds:
     child = os.fork()
     if child == 0:
         atexit._run_exitfuncs()  # these must leave the parent's box alone
-        os._exit(0)  # as multiprocessing's children do: gloo's group cannot be destroyed in one that lacks its threads (torch 2.13)
+        # as multiprocessing's children do: gloo's group cannot be destroyed in one that lacks its
+        # threads (torch 2.13)
+        os._exit(0)
     _, status = os.waitpid(child, 0)
     rank.dist.all_reduce(rank.tensor(4))
     rank.sync()
-    return {"seen": seen, "child": status, "is_recording": rank.session.session().is_recording, "lost": rank.recorder.lost}
+    return {
+        "seen": seen,
+        "child": status,
+        "is_recording": rank.session.session().is_recording,
+        "lost": rank.recorder.lost,
+    }
 
 
 def driver(given: Finds) -> Finds:
@@ -320,11 +401,17 @@ def driver(given: Finds) -> Finds:
     from commlens import config
     from commlens.launch import recording
 
-    recording.start(config.Settings(box_dir=str(folder), dump_dir=str(folder), job="gpu-driver", watched=True, debug=True))
+    recording.start(
+        config.Settings(
+            box_dir=str(folder), dump_dir=str(folder), job="gpu-driver", watched=True, debug=True
+        )
+    )
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1
+    )
     dist.all_reduce(torch.ones(2))
     dist.barrier()
     initialised = torch.cuda.is_initialized()
@@ -342,7 +429,11 @@ def driver(given: Finds) -> Finds:
         os._exit(0)
     os.waitpid(child, 0)
     dist.destroy_process_group()
-    return {"initialised": initialised, "devices": devices, "child": out.read_text(encoding="utf-8")}
+    return {
+        "initialised": initialised,
+        "devices": devices,
+        "child": out.read_text(encoding="utf-8"),
+    }
 
 
 def open_devices(pid: int) -> list[str]:
@@ -362,22 +453,40 @@ def watcher(rank: Rank) -> Finds:
     pid = rank.session.session().watcher_pid
     rank.pause(2.0)
     folder = Path(f"/proc/{pid}")
-    finds: Finds = {"watcher": pid, "is_running": folder.exists(), "devices": open_devices(pid), "own_devices": open_devices(os.getpid())}
+    finds: Finds = {
+        "watcher": pid,
+        "is_running": folder.exists(),
+        "devices": open_devices(pid),
+        "own_devices": open_devices(os.getpid()),
+    }
     with contextlib.suppress(OSError):
         mapped = (folder / "maps").read_text()
-        finds["libraries"] = [name for name in ("libcuda.so", "libnccl", "libcudart") if name in mapped]
+        finds["libraries"] = [
+            name for name in ("libcuda.so", "libnccl", "libcudart") if name in mapped
+        ]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         asked = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=15,
-        )  # fmt: skip
-        finds["nvidia_smi"] = asked.stdout.strip().splitlines() if asked.returncode == 0 else asked.stderr.strip()[:200]
+            [
+                "nvidia-smi",
+                "--query-compute-apps=pid,process_name,used_memory",
+                "--format=csv,noheader",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=15,
+        )
+        finds["nvidia_smi"] = (
+            asked.stdout.strip().splitlines()
+            if asked.returncode == 0
+            else asked.stderr.strip()[:200]
+        )
     finds["pid"] = os.getpid()
     return finds
 
 
 CHECKS: dict[str, Callable[[Rank], Finds]] = {
-    check.__name__: check for check in (engine, states, cpu_share, graph, ring, torch_dump, cost, fork, watcher)
+    check.__name__: check
+    for check in (engine, states, cpu_share, graph, ring, torch_dump, cost, fork, watcher)
 }
 
 

@@ -1,4 +1,6 @@
-"""The modes in which a benchmark's ranks run: bare, with commlens, or with another tool, switched on as a user would."""
+"""The modes in which a benchmark's ranks run: bare, with commlens, or with another tool, switched
+on as a user would.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any
 
 
 def recorder_variable() -> str:
-    """Return the variable that sizes torch's own recorder, under the name for which this torch does not warn."""
+    """Return the variable that sizes torch's own recorder, under the name for which this torch does
+    not warn.
+    """
     version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
     return "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
@@ -27,7 +31,8 @@ class Mode:
         name: in the tables.
         environment: set before anything is created.
         settings: of commlens; None: without commlens.
-        around: the context in which a step or a block of ops runs: ``dispatch mode``, ``trace``, ``torch CommDebugMode``, ``DebugMode``.
+        around: the context in which a step or a block of ops runs: ``dispatch mode``, ``trace``,
+            ``torch CommDebugMode``, ``DebugMode``.
         accelerate_debug: Accelerate's own check of its operations.
     """
 
@@ -44,7 +49,9 @@ class Mode:
 
 
 def recorded(engine: str = "python", **settings: Any) -> dict[str, Any]:
-    """Return the settings of a job that an engine records. It has no watcher unless ``watched=False`` is given."""
+    """Return the settings of a job that an engine records. It has no watcher unless
+    ``watched=False`` is given.
+    """
     return {"watched": True, **engine_setting(engine), **settings}
 
 
@@ -52,7 +59,11 @@ def engine_setting(engine: str) -> dict[str, str]:
     """Return the setting that selects an engine; empty if this commlens has only one."""
     from commlens.config import Settings
 
-    return {"engine": engine} if any(field.name == "engine" for field in dataclasses.fields(Settings)) else {}
+    return (
+        {"engine": engine}
+        if any(field.name == "engine" for field in dataclasses.fields(Settings))
+        else {}
+    )
 
 
 OFF = Mode("off")
@@ -89,7 +100,10 @@ def available(modes: list[Mode]) -> tuple[list[Mode], list[str]]:
         why = ""
         if mode.name.startswith(("native", "verified, native")):
             why = native_engine()
-        elif mode.around == "DebugMode" and importlib.util.find_spec("torch.utils._debug_mode") is None:
+        elif (
+            mode.around == "DebugMode"
+            and importlib.util.find_spec("torch.utils._debug_mode") is None
+        ):
             why = "this torch has none"
         elif mode.accelerate_debug and importlib.util.find_spec("accelerate") is None:
             why = "accelerate is not installed"
@@ -111,7 +125,11 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
         from commlens import config
         from commlens.launch import recording
 
-        recording.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
+        recording.start(
+            config.Settings(
+                box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings
+            )
+        )
 
 
 def confirm(mode: Mode, backend: str) -> None:
@@ -126,7 +144,9 @@ def confirm(mode: Mode, backend: str) -> None:
     if mode.settings is not None and (wanted := mode.settings.get("engine", "auto")) != "auto":
         from commlens.capture import session
 
-        recorder = type(session._session.recorder).__name__ if session._session is not None else "none"
+        recorder = (
+            type(session._session.recorder).__name__ if session._session is not None else "none"
+        )
         if recorder != {"python": "Recorder", "native": "NativeRecorder"}[wanted]:
             raise RuntimeError(f"{mode.name}: the recorder is {recorder}")
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
@@ -138,12 +158,16 @@ def confirm(mode: Mode, backend: str) -> None:
 
 
 def around(mode: Mode) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes the context for a step or a block of ops; CommDebugMode and DebugMode are made anew each time."""
+    """Return a function that makes the context for a step or a block of ops; CommDebugMode and
+    DebugMode are made anew each time.
+    """
     if mode.around == "dispatch mode":
         from torch.utils._python_dispatch import TorchDispatchMode
 
         class PassOn(TorchDispatchMode):  # type: ignore[misc]
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 return func(*args, **(kwargs or {}))
 
         return PassOn

@@ -1,4 +1,6 @@
-"""The report of a benchmark: tables for people, figures for machines, and the goals that the figures decide."""
+"""The report of a benchmark: tables for people, figures for machines, and the goals that the
+figures decide.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Report:
     def table(self, heading: str, columns: list[str], rows: list[list[str]]) -> None:
         """Add a table."""
         lines = [f"\n{heading}\n"] if heading else [""]
-        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
+        lines += [
+            f"| {' | '.join(columns)} |",
+            f"|{'---|' * len(columns)}",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
         self.markdown += "\n".join(lines) + "\n"
 
     def as_json(self) -> dict[str, Any]:
@@ -50,7 +56,11 @@ class Report:
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run fewer rounds, only to see whether it works: no figures to quote")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="run fewer rounds, only to see whether it works: no figures to quote",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
@@ -76,7 +86,11 @@ def finish(report: Report, given: argparse.Namespace) -> None:
 
 def command() -> str:
     """Return the command line of this benchmark."""
-    options = [word for at, word in enumerate(sys.argv[1:], 1) if word != "--json" and sys.argv[at - 1] != "--json"]
+    options = [
+        word
+        for at, word in enumerate(sys.argv[1:], 1)
+        if word != "--json" and sys.argv[at - 1] != "--json"
+    ]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options])
 
 
@@ -85,14 +99,26 @@ def machine() -> str:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    name = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, load {load}"
+    return (
+        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch"
+        f" {torch.__version__}, load {load}"
+    )
 
 
 def us(value: float) -> str:
     """Return microseconds with as many digits as are significant."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2f}"
+    )
 
 
 def between(pair: tuple[float, float], digits: int = 2) -> str:

@@ -1,7 +1,8 @@
 """Sets of real processes that take turns, one set per mode: the basis of the paired benchmarks.
 
-All sets run the same program. A round runs each set once, in a different order each time, so that a slow phase of the machine slows
-all of them. Figures are medians, over the rounds, of the difference within a round.
+All sets run the same program. A round runs each set once, in a different order each time, so that a
+slow phase of the machine slows all of them. Figures are medians, over the rounds, of the difference
+within a round.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import _modes
 from _modes import Mode
 
 Prepare = Callable[[int, int, Mode], dict[str, Callable[[], object]]]
-"""Called in a process with its rank, the world size and the mode once the process group exists; returns a function to run for each name."""
+"""Called in a process with its rank, the world size and the mode once the process group exists;
+returns a function to run for each name.
+"""
 
 PATIENCE_S = 120.0
 """How long a block may take before the benchmark fails."""
@@ -49,10 +52,22 @@ def _why(error: BaseException) -> str:
         error = error.__cause__
     where = traceback.extract_tb(error.__traceback__)[-1]
     said = str(error).strip().splitlines()
-    return f"{type(error).__name__}{f': {said[0]}' if said else ''} ({Path(where.filename).name}:{where.lineno})"
+    return (
+        f"{type(error).__name__}{f': {said[0]}' if said else ''}"
+        f" ({Path(where.filename).name}:{where.lineno})"
+    )
 
 
-def _rank(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
+def _rank(
+    mode: Mode,
+    rank: int,
+    world_size: int,
+    backend: str,
+    folder: str,
+    per_step: bool,
+    prepare: Prepare,
+    pipe: Connection,
+) -> None:
     """Run one process, and send the reason if it ends early."""
     try:
         _member(mode, rank, world_size, backend, folder, per_step, prepare, pipe)
@@ -62,9 +77,23 @@ def _rank(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per
         os._exit(1)
 
 
-def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
+def _member(
+    mode: Mode,
+    rank: int,
+    world_size: int,
+    backend: str,
+    folder: str,
+    per_step: bool,
+    prepare: Prepare,
+    pipe: Connection,
+) -> None:
     """Run one process: receive (case, number of runs), run them, send (wall, CPU) ns per run."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore")
     import torch
@@ -80,11 +109,19 @@ def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, p
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     else:
         store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=PATIENCE_S),
+        )
     cases = prepare(rank, world_size, mode)
     _modes.confirm(mode, backend)
     around = _modes.around(mode)
-    outer, inner = (contextlib.nullcontext, around) if per_step else (around, contextlib.nullcontext)
+    outer, inner = (
+        (contextlib.nullcontext, around) if per_step else (around, contextlib.nullcontext)
+    )
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         case, count = order
@@ -106,7 +143,9 @@ def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, p
 
 @dataclass
 class Measured:
-    """One case in one mode: microseconds of the slowest rank, compared with the first mode in the same round."""
+    """One case in one mode: microseconds of the slowest rank, compared with the first mode in the
+    same round.
+    """
 
     case: str
     mode: str
@@ -127,41 +166,66 @@ class Measured:
     runs: int
 
     def takes_at_most(self, limit: float) -> bool | None:
-        """Return whether its ratio is at most ``limit``; None if that is not certain with 95% confidence."""
+        """Return whether its ratio is at most ``limit``; None if that is not certain with 95%
+        confidence.
+        """
         return is_at_most(self.ratio_interval, limit)
 
     def adds_at_most(self, least: float, most: float | None = None) -> bool | None:
-        """Return whether it adds at most this much CPU time, in us (a limit from ``least`` to ``most``); None if that is uncertain."""
+        """Return whether it adds at most this much CPU time, in us (a limit from ``least`` to
+        ``most``); None if that is uncertain.
+        """
         return is_at_most(self.added_cpu_us_interval, least, most)
 
 
-def is_at_most(interval: tuple[float, float], least: float, most: float | None = None) -> bool | None:
-    """Return whether a value in ``interval`` is at most a limit between ``least`` and ``most``; None if that is uncertain."""
-    return True if interval[1] <= least else False if interval[0] > (least if most is None else most) else None
+def is_at_most(
+    interval: tuple[float, float], least: float, most: float | None = None
+) -> bool | None:
+    """Return whether a value in ``interval`` is at most a limit between ``least`` and ``most``;
+    None if that is uncertain.
+    """
+    return (
+        True
+        if interval[1] <= least
+        else False
+        if interval[0] > (least if most is None else most)
+        else None
+    )
 
 
 class Sets:
     """One set of processes per mode; the others are compared with the first."""
 
-    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int], failed: dict[str, str]) -> None:
+    def __init__(
+        self,
+        modes: Sequence[Mode],
+        pipes: list[list[Connection]],
+        watchers: dict[str, int],
+        failed: dict[str, str],
+    ) -> None:
         self._modes = modes
         self._pipes = pipes
         self._watchers = watchers
         self.failed = failed  # modes whose ranks ended, with why: the case does not run in them
 
-    def compare(self, case: str, *, rounds: int, runs: int, seconds: float, only: Sequence[Mode] = ()) -> list[Measured]:
-        """Run a case on all sets in turns: at most ``rounds`` blocks of at most ``runs`` runs each, as time allows.
+    def compare(
+        self, case: str, *, rounds: int, runs: int, seconds: float, only: Sequence[Mode] = ()
+    ) -> list[Measured]:
+        """Run a case on all sets in turns: at most ``rounds`` blocks of at most ``runs`` runs each,
+        as time allows.
 
         Args:
             case: its name.
-            rounds: at most; fewer once ``seconds`` are over, but never fewer than :data:`LEAST_ROUNDS`.
+            rounds: at most; fewer once ``seconds`` are over, but never fewer than
+                :data:`LEAST_ROUNDS`.
             runs: in a block; fewer if such blocks leave time for too few rounds.
             seconds: in all. A slow machine runs fewer rounds, not for longer.
             only: run only these modes, for more rounds of each.
         """
         turns = [number for number, mode in enumerate(self._modes) if mode in (only or self._modes)]
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
-        self._round(0, turns, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
+        # what is set up once
+        self._round(0, turns, case, max(3, runs // 20), [[] for _ in self._modes])
         tried: list[list[tuple[float, float]]] = [[] for _ in self._modes]
         self._round(0, turns, case, max(3, runs // 20), tried)
         a_round_ns = sum(block[0] for found in tried for block in found) * runs
@@ -177,7 +241,14 @@ class Sets:
             if found and mode.name not in self.failed
         ]
 
-    def _round(self, number: int, turns: list[int], case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
+    def _round(
+        self,
+        number: int,
+        turns: list[int],
+        case: str,
+        runs: int,
+        blocks: list[list[tuple[float, float]]],
+    ) -> None:
         """Run a block in each mode, starting with a different mode each time."""
         shift = number % len(turns)
         for which in turns[shift:] + turns[:shift]:
@@ -191,15 +262,33 @@ class Sets:
                 self.failed[self._modes[which].name] = _how_it_ended(error)
 
     @staticmethod
-    def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]], runs: int) -> Measured:
+    def _measured(
+        case: str,
+        mode: str,
+        found: list[tuple[float, float]],
+        base: list[tuple[float, float]],
+        runs: int,
+    ) -> Measured:
         added = sorted((one[0] - other[0]) / 1000 for one, other in zip(found, base, strict=True))
         ratios = sorted(one[0] / other[0] for one, other in zip(found, base, strict=True))
         cpu = sorted((one[1] - other[1]) / 1000 for one, other in zip(found, base, strict=True))
         return Measured(
-            case, mode, statistics.median(one[0] for one in found) / 1000, statistics.median(added), quartiles(added),
-            statistics.median(ratios), quartiles(ratios), interval(ratios), statistics.median(one[1] for one in found) / 1000,
-            statistics.median(cpu), quartiles(cpu), interval(cpu), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
-        )  # fmt: skip
+            case,
+            mode,
+            statistics.median(one[0] for one in found) / 1000,
+            statistics.median(added),
+            quartiles(added),
+            statistics.median(ratios),
+            quartiles(ratios),
+            interval(ratios),
+            statistics.median(one[1] for one in found) / 1000,
+            statistics.median(cpu),
+            quartiles(cpu),
+            interval(cpu),
+            (min(found)[0] - min(base)[0]) / 1000,
+            len(found),
+            runs,
+        )
 
     def _block(self, which: int, case: str, runs: int) -> tuple[float, float]:
         watcher = self._watchers.get(self._modes[which].name)
@@ -218,7 +307,9 @@ class Sets:
 
     def _answer(self, pipe: Connection, which: int, case: str) -> tuple[float, float]:
         if not pipe.poll(PATIENCE_S):
-            raise RuntimeError(f"{case}, {self._modes[which].name}: no answer within {PATIENCE_S:.0f} s")
+            raise RuntimeError(
+                f"{case}, {self._modes[which].name}: no answer within {PATIENCE_S:.0f} s"
+            )
         wall, cpu = _received(pipe)
         return wall, cpu
 
@@ -229,14 +320,24 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median's 95% confidence interval from sorted values (order statistics; the extremes of few values)."""
+    """Return the median's 95% confidence interval from sorted values (order statistics; the
+    extremes of few values).
+    """
     at = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
     return values[at], values[-1 - at]
 
 
 @contextmanager
-def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepare, *, per_step: bool = False) -> Iterator[Sets]:
-    """Start all sets, and end them afterwards. The fake backend has one real process for any world size.
+def running(
+    modes: Sequence[Mode],
+    backend: str,
+    world_size: int,
+    prepare: Prepare,
+    *,
+    per_step: bool = False,
+) -> Iterator[Sets]:
+    """Start all sets, and end them afterwards. The fake backend has one real process for any world
+    size.
 
     Args:
         modes: the bare one first.
@@ -260,7 +361,16 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                 pipes.append([])
                 for rank in range(1 if backend == "fake" else world_size):
                     ours, theirs = context.Pipe()
-                    arguments = (mode, rank, world_size, backend, str(own), per_step, prepare, theirs)
+                    arguments = (
+                        mode,
+                        rank,
+                        world_size,
+                        backend,
+                        str(own),
+                        per_step,
+                        prepare,
+                        theirs,
+                    )
                     process = context.Process(target=_rank, args=arguments, daemon=True)
                     process.start()
                     theirs.close()
@@ -271,9 +381,15 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                         _wait_until_ready(pipe)
                 except (EOFError, OSError, Ended) as error:
                     if not number:
-                        raise RuntimeError(f"{mode.name}: its ranks did not start: {_how_it_ended(error)}") from None
+                        raise RuntimeError(
+                            f"{mode.name}: its ranks did not start: {_how_it_ended(error)}"
+                        ) from None
                     failed[mode.name] = _how_it_ended(error)
-            watched = [(number, mode.name) for number, mode in enumerate(modes) if mode.watched and mode.name not in failed]
+            watched = [
+                (number, mode.name)
+                for number, mode in enumerate(modes)
+                if mode.watched and mode.name not in failed
+            ]
             watchers = {name: _watcher(f"set{number}-{os.getpid()}") for number, name in watched}
             for watcher in watchers.values():
                 os.kill(watcher, signal.SIGSTOP)

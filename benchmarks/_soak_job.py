@@ -30,7 +30,10 @@ END_S = 45  # how long a launcher may take to end: torchrun gives its workers 30
 NO_FAULT = ("waiting", "healthy", "undetermined", "straggler")
 
 OUTCOMES = {
-    "right": "the rank is named, and no other; nobody, if two halves disagree; a healthy job without a word",
+    "right": (
+        "the rank is named, and no other; nobody, if two halves disagree; a healthy job without a"
+        " word"
+    ),
     "undecided": "nobody is named, where the evidence does not tell who is wrong",
     "no effect": "the fault changed nothing that could be seen, and the job ended",
     "other kind": "the rank is named, with another kind of fault",
@@ -38,7 +41,10 @@ OUTCOMES = {
     "silence": "no verdict in spite of a fault",
     "wrong rank": "an innocent rank is named",
     "false word": "a verdict on a healthy job",
-    "harm": "the exit status or the results differ from those of the bare job, or commlens has an error of its own",
+    "harm": (
+        "the exit status or the results differ from those of the bare job, or commlens has an error"
+        " of its own"
+    ),
     "leftover": "processes or black boxes are left behind",
 }
 FINE = ("right", "undecided", "no effect")
@@ -53,7 +59,15 @@ class Setting:
     variables: dict[str, str]
 
     def __str__(self) -> str:
-        return " ".join([self.mode, *(f"{name.removeprefix('COMMLENS_').lower()}={value}" for name, value in self.variables.items())])
+        return " ".join(
+            [
+                self.mode,
+                *(
+                    f"{name.removeprefix('COMMLENS_').lower()}={value}"
+                    for name, value in self.variables.items()
+                ),
+            ]
+        )
 
 
 @dataclass
@@ -72,7 +86,9 @@ class Outcome:
 
 
 def draw(seed: int, backend: str) -> tuple[Program, Setting]:
-    """Return the program and the settings of a seed. The seed draws the backend, too, if it is "both"."""
+    """Return the program and the settings of a seed. The seed draws the backend, too, if it is
+    "both".
+    """
     rng = random.Random(-1 - seed)
     stall_timeout_s = rng.choice([3.0, 5.0, 8.0])
     variables = {
@@ -90,7 +106,8 @@ def draw(seed: int, backend: str) -> tuple[Program, Setting]:
 
 @functools.cache
 def nccl_like() -> dict[str, str]:
-    """Build the backend that behaves as NCCL does, and return the variables that make a program use it.
+    """Build the backend that behaves as NCCL does, and return the variables that make a program use
+    it.
 
     Raises:
         RuntimeError: it cannot be built here.
@@ -102,7 +119,9 @@ def nccl_like() -> dict[str, str]:
         sys.path.remove(str(TESTS))
     if why_not := nccl_like.why_not():
         raise RuntimeError(why_not)
-    path = os.pathsep.join([str(nccl_like.HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(nccl_like.HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     variables = {"NCCL_LIKE": "1", nccl_like.LIBRARY: str(nccl_like.build()), "PYTHONPATH": path}
     # Without this, a process whose collective timed out waits a minute before it ends.
     return {**variables, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300"}
@@ -164,20 +183,43 @@ class Job:
         return [*torchrun, *(["-m", "commlens", "run"] if mode == "run" else []), "train.py"]
 
     def _environment(self) -> dict[str, str]:
-        usual = {name: value for name, value in os.environ.items() if not name.startswith("COMMLENS") or name == "COMMLENS_NATIVE_DIR"}
-        ours = {"COMMLENS_BOX_DIR": str(self.boxes), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        usual = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("COMMLENS") or name == "COMMLENS_NATIVE_DIR"
+        }
+        ours = {
+            "COMMLENS_BOX_DIR": str(self.boxes),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "FATAL",
+        }
         if self.program.backend == NCCL_LIKE:
-            ours |= {**nccl_like(), "TORCH_FR_DUMP_TEMP_FILE": str(self.folder.absolute() / "nccl_trace_rank_")}
-            ours["COMMLENS_DUMP_DIR"] = DUMPS  # else dumps are saved beside those of torch's recorder
+            ours |= {
+                **nccl_like(),
+                "TORCH_FR_DUMP_TEMP_FILE": str(self.folder.absolute() / "nccl_trace_rank_"),
+            }
+            # else dumps are saved beside those of torch's recorder
+            ours["COMMLENS_DUMP_DIR"] = DUMPS
         if self.setting is None:
             return usual | ours
-        return usual | ours | self.setting.variables | ({"COMMLENS": "1"} if self.setting.mode == "env" else {})
+        return (
+            usual
+            | ours
+            | self.setting.variables
+            | ({"COMMLENS": "1"} if self.setting.mode == "env" else {})
+        )
 
     def _wait(self, process: subprocess.Popen[bytes], began: float) -> bool:
         """Return whether the job ended by itself. Send the signal that the truth asks for."""
         truth = self.program.truth
         stall_s = self.setting.stall_timeout_s if self.setting else 5
-        patience_s = START_S + truth.after_s + stall_s * (20 if truth.slow else 6) + (60 if truth.fault == "none" else 0)
+        patience_s = (
+            START_S
+            + truth.after_s
+            + stall_s * (20 if truth.slow else 6)
+            + (60 if truth.fault == "none" else 0)
+        )
         told_at = 0.0
         signalled = not truth.by_runner
         started_at: float | None = None
@@ -194,7 +236,8 @@ class Job:
                 self._read_verdicts()
                 if self.verdicts and not told_at:
                     told_at = now
-                if told_at and now - told_at > stall_s + 3:  # another verdict, a wrong one perhaps, would have come by now
+                # another verdict, a wrong one perhaps, would have come by now
+                if told_at and now - told_at > stall_s + 3:
                     return False
             time.sleep(0.1)
         return False
@@ -210,7 +253,14 @@ class Job:
             with suppress(OSError, ValueError):
                 text = path.read_text()
                 verdict = json.loads(text)
-                key = json.dumps([verdict["kind"], verdict["culprits"], verdict.get("collective"), verdict["summary"]])
+                key = json.dumps(
+                    [
+                        verdict["kind"],
+                        verdict["culprits"],
+                        verdict.get("collective"),
+                        verdict["summary"],
+                    ]
+                )
                 if key not in self._seen:
                     self._seen.add(key)
                     self.verdicts.append(verdict)
@@ -229,7 +279,11 @@ class Job:
         while (left := [*self._processes()]) and time.monotonic() < end:
             time.sleep(0.2)
         # SIGTERM ends a rank, but not the child that the fault made it start.
-        found = [f"process {pid} {_command_line(pid)}" for pid in left if not _command_line(pid).startswith("sleep 600")]
+        found = [
+            f"process {pid} {_command_line(pid)}"
+            for pid in left
+            if not _command_line(pid).startswith("sleep 600")
+        ]
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -249,7 +303,12 @@ class Job:
 
 def _command_line(pid: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:100]
+        )
     return ""
 
 
@@ -265,8 +324,11 @@ def try_seed(seed: int, folder: Path, backend: str) -> Outcome:
 
 def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, str]:
     """Return the outcome and its reason."""
-    errors = re.findall(r"^.*(?:File \".*/src/commlens/.*|commlens.* failed.*)$", outcome.text, re.MULTILINE)
-    refused = "DistributedOperationException" in outcome.text  # raised by commlens on purpose, through its own frames
+    errors = re.findall(
+        r"^.*(?:File \".*/src/commlens/.*|commlens.* failed.*)$", outcome.text, re.MULTILINE
+    )
+    # raised by commlens on purpose, through its own frames
+    refused = "DistributedOperationException" in outcome.text
     faults = [verdict for verdict in outcome.verdicts if verdict["kind"] not in NO_FAULT]
     told = len(re.findall(r"^(?:\[.*\]:)?VERDICT", outcome.text, re.MULTILINE))
     if truth.fault == "none":
@@ -274,12 +336,25 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
             return "right", ""
         if told or faults:
             return "false word", "; ".join(verdict["summary"] for verdict in faults)
-        if bare is not None and bare.exit_status == 0 and (outcome.exit_status, _results(outcome)) != (bare.exit_status, _results(bare)):
-            return "harm", f"exit status {outcome.exit_status}, bare {bare.exit_status}; results {_results(outcome)}, bare {_results(bare)}"
+        if (
+            bare is not None
+            and bare.exit_status == 0
+            and (outcome.exit_status, _results(outcome)) != (bare.exit_status, _results(bare))
+        ):
+            return (
+                "harm",
+                (
+                    f"exit status {outcome.exit_status}, bare {bare.exit_status}; results"
+                    f" {_results(outcome)}, bare {_results(bare)}"
+                ),
+            )
     blamed = [_blamed(verdict) for verdict in faults]
-    if (innocent := set().union(*blamed) - {truth.culprit}) and not (truth.either and all(len(ranks) < 2 for ranks in blamed)):
+    if (innocent := set().union(*blamed) - {truth.culprit}) and not (
+        truth.either and all(len(ranks) < 2 for ranks in blamed)
+    ):
         return "wrong rank", f"ranks {sorted(innocent)} instead of {truth.culprit}"
-    if errors and not refused and outcome.exit_status is not None:  # else the soak interrupted the job, wherever it was
+    # else the soak interrupted the job, wherever it was
+    if errors and not refused and outcome.exit_status is not None:
         return "harm", errors[0]
     if outcome.leftovers:
         return "leftover", "; ".join(outcome.leftovers)
@@ -293,14 +368,20 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
     if not named and truth.culprit < 0:
         return "right", ""
     if not named:
-        return ("undecided", "") if truth.undecided or truth.either else ("unnamed", faults[0]["summary"])
+        return (
+            ("undecided", "")
+            if truth.undecided or truth.either
+            else ("unnamed", faults[0]["summary"])
+        )
     if not any(verdict["kind"].startswith(truth.kinds) for verdict in named):
         return "other kind", named[0]["summary"]
     return "right", ""
 
 
 def _crashed_on_exit(outcome: Outcome, faults: list[dict[str, Any]]) -> bool:
-    """Return whether the only verdict is on a rank that torch crashed on exit, after all had printed their results."""
+    """Return whether the only verdict is on a rank that torch crashed on exit, after all had
+    printed their results.
+    """
     words = [verdict["summary"].endswith("while it was exiting") for verdict in faults]
     return words == [True] and len(_results(outcome)) == outcome.program.size
 
@@ -308,7 +389,9 @@ def _crashed_on_exit(outcome: Outcome, faults: list[dict[str, Any]]) -> bool:
 def _blamed(verdict: dict[str, Any]) -> set[int]:
     """Return the culprits of all root causes."""
     roots = [finding for finding in verdict["findings"] if finding["root_cause"]] or [verdict]
-    return {rank for finding in roots if finding["kind"] not in NO_FAULT for rank in finding["culprits"]}
+    return {
+        rank for finding in roots if finding["kind"] not in NO_FAULT for rank in finding["culprits"]
+    }
 
 
 def _results(outcome: Outcome) -> list[str]:

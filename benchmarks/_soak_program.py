@@ -1,4 +1,5 @@
-"""Random distributed programs for the soak: a script of small pieces with at most one fault, and the truth about it.
+"""Random distributed programs for the soak: a script of small pieces with at most one fault, and
+the truth about it.
 
 The truth is known because the fault is put in here. Nothing of commlens is imported.
 """
@@ -53,10 +54,12 @@ def load(step):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the program with communication: source lines that run once, and those of every step, in which ``x`` is the batch.
+    """A part of the program with communication: source lines that run once, and those of every
+    step, in which ``x`` is the batch.
 
-    ``variants`` holds disagreements that one rank can cause here: by name, the text to replace and its replacement.
-    ``{odd:a|b}`` in the source is ``a``, but ``b`` on the culprit in the fault's step if that disagreement is chosen.
+    ``variants`` holds disagreements that one rank can cause here: by name, the text to replace and
+    its replacement. ``{odd:a|b}`` in the source is ``a``, but ``b`` on the culprit in the fault's
+    step if that disagreement is chosen.
     """
 
     name: str
@@ -76,8 +79,10 @@ class Truth:
     fault: str  # its name; "none"
     culprit: int = -1  # -1: nobody, or the two halves disagree and neither is wrong
     kinds: tuple[str, ...] = ()  # beginnings of the verdict's kind
-    undecided: bool = False  # whether the evidence may not tell who is wrong: then naming nobody is right, too
-    either: bool = False  # whether one rank too few is another one too many: of two ranks that repeat one piece
+    # whether the evidence may not tell who is wrong: then naming nobody is right, too
+    undecided: bool = False
+    # whether one rank too few is another one too many: of two ranks that repeat one piece
+    either: bool = False
     silent: bool = False  # whether the fault may have no effect
     by_runner: str = ""  # signal that the runner sends to the culprit
     after_s: float = 0.0  # how long after the culprit's start it sends that
@@ -100,10 +105,13 @@ GROUPS = {
     "world": "GROUPS['world'] = dist.group.WORLD",
     "again": "GROUPS['again'] = dist.new_group(list(range(SIZE)), group_desc='again')",
     "halves": (
-        "halves = [dist.new_group(list(range(SIZE // 2))), dist.new_group(list(range(SIZE // 2, SIZE)))]\n"
-        "GROUPS['halves'] = halves[RANK >= SIZE // 2]"
+        "halves = [dist.new_group(list(range(SIZE // 2))), dist.new_group(list(range(SIZE // 2,"
+        " SIZE)))]\nGROUPS['halves'] = halves[RANK >= SIZE // 2]"
     ),
-    "parity": "parity = [dist.new_group(list(range(i, SIZE, 2))) for i in range(2)]\nGROUPS['parity'] = parity[RANK % 2]",
+    "parity": (
+        "parity = [dist.new_group(list(range(i, SIZE, 2))) for i in range(2)]\nGROUPS['parity'] ="
+        " parity[RANK % 2]"
+    ),
 }
 
 
@@ -111,41 +119,83 @@ def _collective(rng: random.Random, number: int) -> Piece:
     """Return a plain collective on one of the groups, perhaps several times in a row."""
     group = rng.choice(["world", "world", "again", "halves", "parity"])
     size, times, every = rng.choice([4, 12, 1000]), rng.choice([1, 1, 2]), rng.choice([1, 1, 1, 3])
-    op = rng.choice(["all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "all_to_all", "barrier", "async"])
+    op = rng.choice(
+        [
+            "all_reduce",
+            "all_gather",
+            "broadcast",
+            "reduce",
+            "reduce_scatter",
+            "gather",
+            "all_to_all",
+            "barrier",
+            "async",
+        ]
+    )
     root = "dist.get_global_rank(group, {odd:0|1:root})"
-    tensor = f"torch.full(({{odd:{size}|{size + 3}:shape}},), float(RANK), dtype={{odd:torch.float32|torch.float64:dtype}})"
+    tensor = (
+        f"torch.full(({{odd:{size}|{size + 3}:shape}},), float(RANK),"
+        " dtype={odd:torch.float32|torch.float64:dtype})"
+    )
     reduce_op = "op={odd:dist.ReduceOp.SUM|dist.ReduceOp.MAX:reduce-op}"
     lists = "[torch.empty_like(t) for _ in range(dist.get_world_size(group))]"
     calls = {
         "all_reduce": f"dist.all_reduce(t, {reduce_op}, group=group)",
         "all_gather": f"dist.all_gather({lists}, t, group=group)",
         "broadcast": f"dist.broadcast(t, {root}, group=group)",
-        "reduce": f"dist.reduce(t, {root}, {reduce_op}, group=group)\nt.zero_()",  # only the root's result is defined
-        "reduce_scatter": f"dist.reduce_scatter(t, [t.clone() for _ in range(dist.get_world_size(group))], {reduce_op}, group=group)",
-        "gather": f"root = {root}\ndist.gather(t, {lists} if RANK == root else None, root, group=group)",
-        "all_to_all": "n = dist.get_world_size(group)\nt = t.repeat(n)\ndist.all_to_all_single(torch.empty_like(t), t, group=group)",
+        # only the root's result is defined
+        "reduce": f"dist.reduce(t, {root}, {reduce_op}, group=group)\nt.zero_()",
+        "reduce_scatter": (
+            "dist.reduce_scatter(t, [t.clone() for _ in range(dist.get_world_size(group))],"
+            f" {reduce_op}, group=group)"
+        ),
+        "gather": (
+            f"root = {root}\ndist.gather(t, {lists} if RANK == root else None, root, group=group)"
+        ),
+        "all_to_all": (
+            "n = dist.get_world_size(group)\nt ="
+            " t.repeat(n)\ndist.all_to_all_single(torch.empty_like(t), t, group=group)"
+        ),
         "barrier": "dist.barrier(group=group)",
-        "async": f"works = [dist.all_reduce(t + i, {reduce_op}, group=group, async_op=True) for i in range(3)]\n"
-        "for work in reversed(works):\n    work.wait()",
+        "async": (
+            f"works = [dist.all_reduce(t + i, {reduce_op}, group=group, async_op=True) for i in"
+            " range(3)]\nfor work in reversed(works):\n    work.wait()"
+        ),
     }
-    other = "dist.all_gather([torch.empty(5) for _ in range(dist.get_world_size(group))], torch.ones(5), group=group)"
+    other = (
+        "dist.all_gather([torch.empty(5) for _ in range(dist.get_world_size(group))],"
+        " torch.ones(5), group=group)"
+    )
     body = f"t = {tensor}\n{calls[op]}\ntotal = float(t.sum())"
     step = (
-        f"group = GROUPS['{group}']\ntotal = 0.0\nfor _ in range({times}):\n{textwrap.indent(_or_other(body, other), '    ')}\nreturn total"
+        f"group = GROUPS['{group}']\ntotal = 0.0\nfor _ in"
+        f" range({times}):\n{textwrap.indent(_or_other(body, other), '    ')}\nreturn total"
     )
-    variants = [name for name in ("shape", "dtype", "reduce-op", "root") if f":{name}}}" in body and op != "barrier"]
+    variants = [
+        name
+        for name in ("shape", "dtype", "reduce-op", "root")
+        if f":{name}}}" in body and op != "barrier"
+    ]
     if op == "all_to_all":
-        variants = [name for name in variants if name != "shape"]  # torch itself refuses that on one rank
+        # torch itself refuses that on one rank
+        variants = [name for name in variants if name != "shape"]
     if op == "all_gather":
         other = "dist.all_reduce(torch.ones(5), group=group)"
         step = step.replace(
-            "dist.all_gather([torch.empty(5) for _ in range(dist.get_world_size(group))], torch.ones(5), group=group)", other
+            "dist.all_gather([torch.empty(5) for _ in range(dist.get_world_size(group))],"
+            " torch.ones(5), group=group)",
+            other,
         )
     is_split = group in ("halves", "parity")
     return Piece(
-        f"{op}_{group}_{number}", step, GROUPS[group], (*variants, "op"), every, not is_split,
+        f"{op}_{group}_{number}",
+        step,
+        GROUPS[group],
+        (*variants, "op"),
+        every,
+        not is_split,
         (lambda size: size >= 4 and size % 2 == 0) if is_split else lambda size: True,
-    )  # fmt: skip
+    )
 
 
 def _or_other(body: str, other: str) -> str:
@@ -165,7 +215,11 @@ def _objects(rng: random.Random, number: int) -> Piece:
         found = [None]
         dist.scatter_object_list(found, [i for i in range(SIZE)] if RANK == 0 else None, 0)
         return found[0]"""
-    return Piece(f"objects_{number}", _lines(rng.choice([gather, broadcast, scatter])), every=rng.choice([1, 3]))
+    return Piece(
+        f"objects_{number}",
+        _lines(rng.choice([gather, broadcast, scatter])),
+        every=rng.choice([1, 3]),
+    )
 
 
 def _ddp(rng: random.Random, number: int) -> Piece:
@@ -191,17 +245,24 @@ def _fsdp2(rng: random.Random, number: int) -> Piece:
 
 def _tensor_parallel(rng: random.Random, number: int) -> Piece:
     two_d = rng.random() < 0.5
-    mesh = "(2, SIZE // 2), mesh_dim_names=('dp', 'tp'))['tp']" if two_d else "(SIZE,), mesh_dim_names=('tp',))"
+    mesh = (
+        "(2, SIZE // 2), mesh_dim_names=('dp', 'tp'))['tp']"
+        if two_d
+        else "(SIZE,), mesh_dim_names=('tp',))"
+    )
     setup = f"""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
         tp{number} = torch.nn.Sequential(torch.nn.Linear(16, 60), torch.nn.ReLU(), torch.nn.Linear(60, 4))
         plan = {{'0': ColwiseParallel(), '2': RowwiseParallel()}}
         parallelize_module(tp{number}, dist.init_device_mesh('cpu', {mesh}, plan)
         optim{number} = torch.optim.SGD(tp{number}.parameters(), 0.01)"""
-    batch = "torch.randn(8, 16, generator=torch.Generator().manual_seed(step))"  # the same on all ranks
+    # the same on all ranks
+    batch = "torch.randn(8, 16, generator=torch.Generator().manual_seed(step))"
     worlds = (4, 6) if two_d else (2, 3, 4)
     step = _training(f"tp{number}({batch})", number)
-    return Piece(f"tp_{number}", step, _lines(setup), of_all=not two_d, worlds=lambda size: size in worlds)
+    return Piece(
+        f"tp_{number}", step, _lines(setup), of_all=not two_d, worlds=lambda size: size in worlds
+    )
 
 
 def _training(forward: str, number: int) -> str:
@@ -229,7 +290,9 @@ def _pipeline(rng: random.Random, number: int) -> Piece:
                 dist.send(t, RANK - 1, tag=5)
         return float(t.sum())"""
     culprits = lambda size: tuple(range(size - 1))  # noqa: E731  # the last stage only answers
-    return Piece(f"pipeline_{number}", _lines(step), variants=("tag",), of_all=False, culprits=culprits)
+    return Piece(
+        f"pipeline_{number}", _lines(step), variants=("tag",), of_all=False, culprits=culprits
+    )
 
 
 def _ring(rng: random.Random, number: int) -> Piece:
@@ -239,7 +302,13 @@ def _ring(rng: random.Random, number: int) -> Piece:
         for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, got, (RANK - 1) % SIZE)]):
             work.wait()
         return float(got.sum())"""
-    return Piece(f"ring_{number}", _lines(step), variants=("p2p",), of_all=False, worlds=lambda size: size > 2)
+    return Piece(
+        f"ring_{number}",
+        _lines(step),
+        variants=("p2p",),
+        of_all=False,
+        worlds=lambda size: size > 2,
+    )
 
 
 def _save(rng: random.Random, number: int) -> Piece:
@@ -265,24 +334,46 @@ def _evaluate(rng: random.Random, number: int) -> Piece:
 
 
 def _ahead(rng: random.Random, number: int) -> Piece:
-    """Return collectives whose results are read only every few steps: until then, a rank runs ahead of its device and of the others."""
+    """Return collectives whose results are read only every few steps: until then, a rank runs ahead
+    of its device and of the others.
+    """
     group, times, read = rng.choice(["world", "again"]), rng.choice([1, 2, 3]), rng.choice([2, 4])
-    tensor = "torch.full(({odd:8|11:shape},), float(RANK), dtype={odd:torch.float32|torch.float64:dtype})"
+    tensor = (
+        "torch.full(({odd:8|11:shape},), float(RANK),"
+        " dtype={odd:torch.float32|torch.float64:dtype})"
+    )
     body = f"""
         t = {tensor}
         for _ in range({times}):
             dist.all_reduce(t, op={{odd:dist.ReduceOp.SUM|dist.ReduceOp.MAX:reduce-op}}, group=group)
         total = float(t.sum()) if step % {read} == {read - 1} else 0.0"""
-    other = "total = 0.0\ndist.all_gather([torch.empty(5) for _ in range(SIZE)], torch.ones(5), group=group)"
+    other = (
+        "total = 0.0\ndist.all_gather([torch.empty(5) for _ in range(SIZE)], torch.ones(5),"
+        " group=group)"
+    )
     step = f"group = GROUPS['{group}']\n{_or_other(_lines(body), other)}\nreturn total"
-    return Piece(f"ahead_{group}_{number}", step, GROUPS[group], ("shape", "dtype", "reduce-op", "op"))
+    return Piece(
+        f"ahead_{group}_{number}", step, GROUPS[group], ("shape", "dtype", "reduce-op", "op")
+    )
 
 
 def _lines(source: str) -> str:
     return textwrap.dedent(source).strip("\n")
 
 
-PIECES = (_collective, _collective, _collective, _objects, _ddp, _fsdp2, _tensor_parallel, _pipeline, _ring, _save, _evaluate)
+PIECES = (
+    _collective,
+    _collective,
+    _collective,
+    _objects,
+    _ddp,
+    _fsdp2,
+    _tensor_parallel,
+    _pipeline,
+    _ring,
+    _save,
+    _evaluate,
+)
 PIECES_ON_NCCL = (*PIECES, _ahead, _ahead)
 
 LOADS = (
@@ -290,9 +381,13 @@ LOADS = (
     "time.sleep(random.random() / 10)",
     "time.sleep(random.choice([0, 0, 0, {third}]))",
     "compute(random.random() / 5)",
-    "compute({long} if step == 5 and RANK == SIZE - 1 else 0)",  # longer than a stall timeout, but it works
+    # longer than a stall timeout, but it works
+    "compute({long} if step == 5 and RANK == SIZE - 1 else 0)",
     "subprocess.run([sys.executable, '-S', '-c', 'sum(range(10**6))'], check=True)",
-    "list(torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=1)) if step % 4 == 0 else None",
+    (
+        "list(torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=1)) if step % 4 == 0"
+        " else None"
+    ),
     "threading.Thread(target=time.sleep, args=(0.2,)).start()",
 )
 
@@ -312,7 +407,7 @@ STOPS = {  # name: (source, kinds of the verdict)
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", ("dead",)),
     "SIGSTOP": ("os.kill(os.getpid(), signal.SIGSTOP)", ("missing", "stuck-inside")),
     "SIGTERM": ("subprocess.run(['kill', '-TERM', str(os.getpid())]); time.sleep(600)", ("dead",)),
-}  # fmt: skip
+}
 
 AT_START = {  # name: (source before init_process_group, source after it)
     "never-initialises": ("if RANK in ODD: time.sleep(600)", ""),
@@ -320,27 +415,35 @@ AT_START = {  # name: (source before init_process_group, source after it)
     "exits-before-init": ("if RANK in ODD: os._exit(2)", ""),
     "new-group-order": (
         "",
-        "parts = [list(range(SIZE)), [0, 1], [1, 2]]\n"
-        "for part in reversed(parts) if RANK in ODD else parts:\n    dist.new_group(part)",
+        (
+            "parts = [list(range(SIZE)), [0, 1], [1, 2]]\n"
+            "for part in reversed(parts) if RANK in ODD else parts:\n    dist.new_group(part)"
+        ),
     ),
     "new-group-on-some": ("", "if RANK not in ODD:\n    dist.new_group([0, 1])\ndist.barrier()"),
-    "mesh-shape": ("", "dist.init_device_mesh('cpu', (SIZE, 1) if RANK in ODD else (2, SIZE // 2))"),
+    "mesh-shape": (
+        "",
+        "dist.init_device_mesh('cpu', (SIZE, 1) if RANK in ODD else (2, SIZE // 2))",
+    ),
     "asleep-after-init": ("", "if RANK in ODD: time.sleep(600)"),
-}  # fmt: skip
+}
 
 
-# NCCL makes a group's communicator at its first collective, and these groups have none; new_group() itself waits for nobody.
+# NCCL makes a group's communicator at its first collective, and these groups have none; new_group()
+# itself waits for nobody.
 HARMLESS_ON_NCCL = ("new-group-order",)
-# Groups are numbered: a rank that makes more or fewer of them misses those that are made later, if any.
+# Groups are numbered: a rank that makes more or fewer of them misses those that are made later, if
+# any.
 PERHAPS_HARMLESS_ON_NCCL = ("new-group-on-some", "mesh-shape")
 
 
 def generate(seed: int, stall_timeout_s: float, backend: str = GLOO) -> Program:
     """Return the program of a seed.
 
-    Not all is drawn over a backend that behaves as NCCL does: HARMLESS_ON_NCCL says which starts, and NCCL has no tags that could differ.
-    Two things are drawn over neither: asynchronous ops on two groups in another order on each rank, which are legal but a deadlock on one
-    device, and throttled CPUs, which would slow the emulated device down as well.
+    Not all is drawn over a backend that behaves as NCCL does: HARMLESS_ON_NCCL says which starts,
+    and NCCL has no tags that could differ. Two things are drawn over neither: asynchronous ops on
+    two groups in another order on each rank, which are legal but a deadlock on one device, and
+    throttled CPUs, which would slow the emulated device down as well.
     """
     rng = random.Random(seed)
     size = rng.choice([2, 2, 3, 4, 4, 4, 5, 6])
@@ -354,7 +457,20 @@ def generate(seed: int, stall_timeout_s: float, backend: str = GLOO) -> Program:
     if all(piece.every > 1 for piece in pieces):
         pieces[0] = replace(pieces[0], every=1)
     load = rng.choice(LOADS).format(third=stall_timeout_s / 3, long=stall_timeout_s * 1.5)
-    style = rng.choice(["none", "none", "stop", "stop", "calls", "calls", "calls", "start", "runner", *["halves"] * (size % 2 == 0)])
+    style = rng.choice(
+        [
+            "none",
+            "none",
+            "stop",
+            "stop",
+            "calls",
+            "calls",
+            "calls",
+            "start",
+            "runner",
+            *["halves"] * (size % 2 == 0),
+        ]
+    )
     steps = rng.randint(8, 12)
     return _Builder(rng, seed, size, steps, pieces, load, backend).build(style)
 
@@ -362,9 +478,25 @@ def generate(seed: int, stall_timeout_s: float, backend: str = GLOO) -> Program:
 class _Builder:
     """Puts one fault into the pieces, and writes the script."""
 
-    def __init__(self, rng: random.Random, seed: int, size: int, steps: int, pieces: list[Piece], load: str, backend: str) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        seed: int,
+        size: int,
+        steps: int,
+        pieces: list[Piece],
+        load: str,
+        backend: str,
+    ) -> None:
         self.backend = backend
-        self.rng, self.seed, self.size, self.steps, self.pieces, self.load = rng, seed, size, steps, pieces, load
+        self.rng, self.seed, self.size, self.steps, self.pieces, self.load = (
+            rng,
+            seed,
+            size,
+            steps,
+            pieces,
+            load,
+        )
         self.culprit, self.fault_step = -1, -1
         self.half: list[int] = []  # the ranks that have the fault if it is of one half
         self.odd = (-1, "")  # the piece with a disagreement, and its name
@@ -373,10 +505,21 @@ class _Builder:
 
     def build(self, style: str) -> Program:
         truth = {
-            "none": self._none, "stop": self._stop, "calls": self._change_calls, "start": self._fail_at_start, "runner": self._signal,
+            "none": self._none,
+            "stop": self._stop,
+            "calls": self._change_calls,
+            "start": self._fail_at_start,
+            "runner": self._signal,
             "halves": self._part_halves,
-        }[style]()  # fmt: skip
-        return Program(self.seed, self.size, self._source(truth), truth, tuple(piece.name for piece in self.pieces), self.backend)
+        }[style]()
+        return Program(
+            self.seed,
+            self.size,
+            self._source(truth),
+            truth,
+            tuple(piece.name for piece in self.pieces),
+            self.backend,
+        )
 
     def _none(self) -> Truth:
         return Truth("none")
@@ -387,9 +530,12 @@ class _Builder:
         self.steps = 400  # the job still runs when the signal comes
         self.load = "time.sleep(0.1)"
         return Truth(
-            f"{signal_name} from outside", self.rng.randrange(self.size), kinds,
-            by_runner=signal_name, after_s=self.rng.choice([0.0, 2.0, 5.0, 8.0]) + self.rng.random(),
-        )  # fmt: skip
+            f"{signal_name} from outside",
+            self.rng.randrange(self.size),
+            kinds,
+            by_runner=signal_name,
+            after_s=self.rng.choice([0.0, 2.0, 5.0, 8.0]) + self.rng.random(),
+        )
 
     def _draw(self, piece: Piece) -> None:
         """Draw the culprit and the fault's step: often late, sometimes the first."""
@@ -401,11 +547,16 @@ class _Builder:
     def _undecided(self, *, new_line: bool = False) -> bool:
         """Return whether neither the routine nor a majority of the group tells who is wrong.
 
-        Without an optimizer, nothing shows where a step begins: what repeats may be a loop over layers, which ends once. A call at a line
-        that no rank came to before may be one that the other rank leaves out.
+        Without an optimizer, nothing shows where a step begins: what repeats may be a loop over
+        layers, which ends once. A call at a line that no rank came to before may be one that the
+        other rank leaves out.
         """
         has_steps = any("optim" in each.setup for each in self.pieces)
-        has_history = has_steps and self.fault_step >= HISTORY * max(each.every for each in self.pieces) and not new_line
+        has_history = (
+            has_steps
+            and self.fault_step >= HISTORY * max(each.every for each in self.pieces)
+            and not new_line
+        )
         has_majority = self.size > 2 and all(each.of_all for each in self.pieces)
         return not has_history and not has_majority
 
@@ -422,10 +573,17 @@ class _Builder:
         names = [name for name in AT_START if not (name.startswith("new-group") and self.size < 3)]
         if self.backend == NCCL_LIKE:
             names = [name for name in names if name not in HARMLESS_ON_NCCL]
-        name = self.rng.choice([name for name in names if name != "mesh-shape" or self.size in (4, 6)])
+        name = self.rng.choice(
+            [name for name in names if name != "mesh-shape" or self.size in (4, 6)]
+        )
         self.before, self.after = AT_START[name]
-        self.culprit = self.rng.randrange(2 if name == "new-group-on-some" else self.size)  # nobody waits there for one outside
-        kinds = ("dead",) if "before-init" in name and "never" not in name else ("missing", "mismatch", "cycle")
+        # nobody waits there for one outside
+        self.culprit = self.rng.randrange(2 if name == "new-group-on-some" else self.size)
+        kinds = (
+            ("dead",)
+            if "before-init" in name and "never" not in name
+            else ("missing", "mismatch", "cycle")
+        )
         return Truth(f"start: {name}", self.culprit, kinds, silent=self._may_pass(name))
 
     def _may_pass(self, name: str) -> bool:
@@ -453,25 +611,47 @@ class _Builder:
             self.calls[number] = [call, f"if bad(step):\n    {call}"]
         elif change == "reorder":
             both = [call, self.calls[number + 1][0]]
-            ordered, swapped = (textwrap.indent("\n".join(calls), "    ") for calls in (both, both[::-1]))
-            self.calls[number], self.calls[number + 1] = [f"if bad(step):\n{swapped}\nelse:\n{ordered}"], []
+            ordered, swapped = (
+                textwrap.indent("\n".join(calls), "    ") for calls in (both, both[::-1])
+            )
+            self.calls[number], self.calls[number + 1] = (
+                [f"if bad(step):\n{swapped}\nelse:\n{ordered}"],
+                [],
+            )
             return Truth("reorder", self.culprit, kinds, undecided=self._undecided(), silent=True)
         else:
             self.odd = number, change
         either = self.size == 2 and len(self.pieces) == 1 and change in ("skip", "extra")
-        # A message too many or too few can lie in a buffer for ever; a rooted collective less is made up for by the next one.
+        # A message too many or too few can lie in a buffer for ever; a rooted collective less is
+        # made up for by the next one.
         return Truth(
-            f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(new_line=change in ("extra", "op")),
-            silent=change in ("skip", "extra"), either=either,
-        )  # fmt: skip
+            f"{change} in {piece.name}",
+            self.culprit,
+            kinds,
+            undecided=self._undecided(new_line=change in ("extra", "op")),
+            silent=change in ("skip", "extra"),
+            either=either,
+        )
 
     def _part_halves(self) -> Truth:
-        """Let one half of the ranks do something else in the first step: neither half is known to be wrong."""
-        self.half = self.rng.choice([list(range(self.size // 2)), list(range(self.size // 2, self.size)), list(range(0, self.size, 2))])
+        """Let one half of the ranks do something else in the first step: neither half is known to
+        be wrong.
+        """
+        self.half = self.rng.choice(
+            [
+                list(range(self.size // 2)),
+                list(range(self.size // 2, self.size)),
+                list(range(0, self.size, 2)),
+            ]
+        )
         number = self.rng.randrange(len(self.pieces))
         piece = self.pieces[number]
         self.fault_step = piece.every - 1
-        changes = ["skip", "extra", *(name for name in piece.variants if name not in ("p2p", "tag"))]
+        changes = [
+            "skip",
+            "extra",
+            *(name for name in piece.variants if name not in ("p2p", "tag")),
+        ]
         at_start = ["new-group-order"] * (self.size > 2) + ["mesh-shape"] * (self.size in (4, 6))
         if self.backend == NCCL_LIKE:
             at_start = [name for name in at_start if name not in HARMLESS_ON_NCCL]
@@ -485,8 +665,13 @@ class _Builder:
             self.calls[number] = [call, f"if bad(step):\n    {call}"]
         else:
             self.odd = number, change
-        silent = change in ("skip", "extra") or not piece.of_all or self._may_pass(change)  # the half may be a whole group of the piece
-        return Truth(f"halves: {change}", kinds=("mismatch", "missing", "cycle", "stuck-inside"), silent=silent)
+        # the half may be a whole group of the piece
+        silent = change in ("skip", "extra") or not piece.of_all or self._may_pass(change)
+        return Truth(
+            f"halves: {change}",
+            kinds=("mismatch", "missing", "cycle", "stuck-inside"),
+            silent=silent,
+        )
 
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""
@@ -496,14 +681,22 @@ class _Builder:
             inside, _, rest = part.partition("}")
             values, _, name = inside.rpartition(":")
             usual, _, other = values.partition("|")
-            found.append((f"({other} if bad(step) else {usual})" if (number, name) == self.odd else usual) + rest)
+            found.append(
+                (f"({other} if bad(step) else {usual})" if (number, name) == self.odd else usual)
+                + rest
+            )
         return "".join(found)
 
     def _source(self, truth: Truth) -> str:
         rng = self.rng
-        parts = [HEADER.format(odd=self.half or [self.culprit], fault_step=self.fault_step, load=self.load)]
+        parts = [
+            HEADER.format(
+                odd=self.half or [self.culprit], fault_step=self.fault_step, load=self.load
+            )
+        ]
         parts += [
-            f"def {piece.name}(step, x):\n{textwrap.indent(self._resolve(i, piece.step), '    ')}\n" for i, piece in enumerate(self.pieces)
+            f"def {piece.name}(step, x):\n{textwrap.indent(self._resolve(i, piece.step), '    ')}\n"
+            for i, piece in enumerate(self.pieces)
         ]
         timeout = rng.choice(["", "", "", ", timeout=timedelta(seconds=60)"])
         setups = dict.fromkeys(piece.setup for piece in self.pieces if piece.setup)
@@ -511,19 +704,40 @@ class _Builder:
         for piece, calls in zip(self.pieces, self.calls, strict=True):
             text = "\n".join(calls)
             if piece.every > 1 and text:
-                text = f"if step % {piece.every} == {piece.every - 1}:\n{textwrap.indent(text, '    ')}"
+                text = (
+                    f"if step % {piece.every} =="
+                    f" {piece.every - 1}:\n{textwrap.indent(text, '    ')}"
+                )
             train.append(text)
         indented = textwrap.indent("\n".join(filter(None, train)), "    ")
         parts.append(f"def train_step(step, x):\n    result = 0.0\n{indented}\n    return result\n")
         pid_first = truth.by_runner and truth.after_s < 1.5
         main = [
-            f"dist.init_process_group('gloo'{timeout})", "" if pid_first else "write_pid()", self.after, *setups,
-            f"result = 0.0\nfor step in range({self.steps}):\n    result += train_step(step, load(step))",
-            rng.choice(["", "dist.barrier()"]), "os.write(1, f'rank {RANK} result {result:.9g}\\n'.encode())",
+            f"dist.init_process_group('gloo'{timeout})",
+            "" if pid_first else "write_pid()",
+            self.after,
+            *setups,
+            (
+                f"result = 0.0\nfor step in range({self.steps}):\n    result += train_step(step,"
+                " load(step))"
+            ),
+            rng.choice(["", "dist.barrier()"]),
+            "os.write(1, f'rank {RANK} result {result:.9g}\\n'.encode())",
             rng.choice(["", "dist.destroy_process_group()", "dist.destroy_process_group()"]),
-        ]  # fmt: skip
+        ]
         body = "\n".join(
-            filter(None, ["torch.set_num_threads(1)", "torch.manual_seed(0)", "write_pid()" if pid_first else "", self.before, *main])
+            filter(
+                None,
+                [
+                    "torch.set_num_threads(1)",
+                    "torch.manual_seed(0)",
+                    "write_pid()" if pid_first else "",
+                    self.before,
+                    *main,
+                ],
+            )
         )
-        parts.append('GROUPS = {}\n\nif __name__ == "__main__":\n' + textwrap.indent(body, "    ") + "\n")
+        parts.append(
+            'GROUPS = {}\n\nif __name__ == "__main__":\n' + textwrap.indent(body, "    ") + "\n"
+        )
         return "\n\n".join(parts)

@@ -1,9 +1,11 @@
-"""Ask ``commlens attach`` about jobs that hang under plain torchrun without commlens, and count right, wrong and missing verdicts.
+"""Ask ``commlens attach`` about jobs that hang under plain torchrun without commlens, and count
+right, wrong and missing verdicts.
 
     python benchmarks/attach_check.py [--world 8] [--only NAME ...] [--write]
 
-Each of the demo's scenarios that hang by themselves runs once. A verdict is right if it names the scenario's ranks and one of its lines,
-wrong if it names another rank. A rank may stand at a later line than that of the fault: "right rank". The time is the whole command's.
+Each of the demo's scenarios that hang by themselves runs once. A verdict is right if it names the
+scenario's ranks and one of its lines, wrong if it names another rank. A rank may stand at a later
+line than that of the fault: "right rank". The time is the whole command's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from _report import machine, write_section
 
 from commlens.scenarios.registry import SCENARIOS, Scenario
 
-ENDS_WITHOUT_COMMLENS = {"dies-exception", "dies-exit", "dies-hard-exit", "dies-sigkill", "dies-sigabrt"}
+ENDS_WITHOUT_COMMLENS = {
+    "dies-exception",
+    "dies-exit",
+    "dies-hard-exit",
+    "dies-sigkill",
+    "dies-sigabrt",
+}
 START_S = 120.0
 LONGEST_PROGRESS_S = 6.0  # the scenarios' steps are shorter
 
@@ -52,12 +60,16 @@ def cpu_s(pids: list[int]) -> float:
 def children(pid: int) -> list[int]:
     """Return the children of a process."""
     with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     return []
 
 
 def hangs(job: subprocess.Popen[bytes], log: Path, world: int) -> bool:
-    """Wait until nothing is printed any more by a job whose ranks have all begun. Return False if it ends."""
+    """Wait until nothing is printed any more by a job whose ranks have all begun. Return False if
+    it ends.
+    """
     end, size, since = time.monotonic() + START_S, -1, time.monotonic()
     while job.poll() is None and time.monotonic() < end:
         time.sleep(0.25)
@@ -72,13 +84,27 @@ def hangs(job: subprocess.Popen[bytes], log: Path, world: int) -> bool:
 def ask(scenario: Scenario, world: int, folder: Path) -> Answer:
     """Run a scenario until it hangs, and ask."""
     log = folder / "log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLENS")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "commlens.scenarios"]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("COMMLENS")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world}",
+        "-m",
+        "commlens.scenarios",
+    ]
     with log.open("wb") as output:
         job = subprocess.Popen(
-            [*command, scenario.name], stdout=output, stderr=subprocess.STDOUT, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"},
+            [*command, scenario.name],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**environment, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
-        )  # fmt: skip
+        )
     ranks: list[int] = []
     try:
         if not hangs(job, log, world):
@@ -86,7 +112,11 @@ def ask(scenario: Scenario, world: int, folder: Path) -> Answer:
         ranks = children(job.pid)
         began = time.monotonic()
         asked = subprocess.run(
-            [sys.executable, "-m", "commlens", "attach", str(job.pid), "--json"], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-m", "commlens", "attach", str(job.pid), "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         return judge(scenario, world, asked, time.monotonic() - began)
     finally:
@@ -96,7 +126,9 @@ def ask(scenario: Scenario, world: int, folder: Path) -> Answer:
         job.wait()
 
 
-def judge(scenario: Scenario, world: int, asked: subprocess.CompletedProcess[str], seconds: float) -> Answer:
+def judge(
+    scenario: Scenario, world: int, asked: subprocess.CompletedProcess[str], seconds: float
+) -> Answer:
     """Hold a verdict against the truth."""
     if not asked.stdout.strip():
         return Answer("none", f"exit {asked.returncode}", "", seconds, asked.stderr.strip())
@@ -109,12 +141,16 @@ def judge(scenario: Scenario, world: int, asked: subprocess.CompletedProcess[str
         word = "right" if line in truth.lines else "right rank"
     else:
         word = "none"
-    return Answer(word, verdict["kind"], verdict["confidence"], seconds, f"{line} {verdict['summary']}")
+    return Answer(
+        word, verdict["kind"], verdict["confidence"], seconds, f"{line} {verdict['summary']}"
+    )
 
 
 def main() -> None:
     """Ask about all, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--write", action="store_true", help="write the table into docs/attach.md")
@@ -122,29 +158,40 @@ def main() -> None:
     rows = []
     for scenario in SCENARIOS:
         world = asked.world if asked.world in scenario.worlds else max(scenario.worlds)
-        wanted = scenario.name in asked.only if asked.only else scenario.fault is not None and scenario.name not in ENDS_WITHOUT_COMMLENS
+        wanted = (
+            scenario.name in asked.only
+            if asked.only
+            else scenario.fault is not None and scenario.name not in ENDS_WITHOUT_COMMLENS
+        )
         if not wanted or scenario.impossible() is not None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             answer = ask(scenario, world, Path(folder))
         print(
-            f"{scenario.name:24} {answer.word:6} {answer.kind:18} {answer.confidence:7} {answer.seconds:5.1f} s  {answer.summary}",
+            f"{scenario.name:24} {answer.word:6} {answer.kind:18} {answer.confidence:7}"
+            f" {answer.seconds:5.1f} s  {answer.summary}",
             flush=True,
         )
         if answer.word != "ended":
             rows.append((scenario.name, world, answer))
     words = [answer.word for _, _, answer in rows]
     lines = [
-        f"| {name} | {world} | {answer.word} | {answer.kind}, {answer.confidence} | {answer.seconds:.1f} s |"
+        f"| {name} | {world} | {answer.word} | {answer.kind}, {answer.confidence} |"
+        f" {answer.seconds:.1f} s |"
         for name, world, answer in rows
     ]
     slowest = max((answer.seconds for _, _, answer in rows), default=0.0)
     counts = (
-        f"Of {len(words)}: {words.count('right')} right, {words.count('right rank')} with the right rank at another line, "
-        f"{words.count('wrong')} wrong, {words.count('none')} without a rank"
+        f"Of {len(words)}: {words.count('right')} right, {words.count('right rank')} with the right"
+        f" rank at another line, {words.count('wrong')} wrong, {words.count('none')} without a rank"
     )
-    heading = "| job that hangs | ranks | | kind, confidence | answered in |\n|---|---:|---|---|---:|"
-    text = f"{counts}; the slowest answer took {slowest:.1f} s. {machine()}\n\n{heading}\n" + "\n".join(lines)
+    heading = (
+        "| job that hangs | ranks | | kind, confidence | answered in |\n|---|---:|---|---|---:|"
+    )
+    text = (
+        f"{counts}; the slowest answer took {slowest:.1f} s. {machine()}\n\n{heading}\n"
+        + "\n".join(lines)
+    )
     print(text)
     if asked.write:
         write_section(Path(__file__).resolve().parents[1] / "docs" / "attach.md", "measured", text)

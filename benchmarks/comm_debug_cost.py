@@ -1,4 +1,5 @@
-"""Measure what tracing and PyTorch's CommDebugMode add to a step of tensor-parallel models, in turns in one process on the fake backend.
+"""Measure what tracing and PyTorch's CommDebugMode add to a step of tensor-parallel models, in
+turns in one process on the fake backend.
 
 python benchmarks/comm_debug_cost.py [--rounds 40] [--world-size 4]
 """
@@ -56,16 +57,19 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 """Ways to run a step.
 
-A trace covers several steps, of which the first, which reads each stack for the first time, is not measured; the step's share of turning
-ops into records is. Both CommDebugModes are made
-anew for each step, because PyTorch's does not survive two steps in one context.
+A trace covers several steps, of which the first, which reads each stack for the first time, is not
+measured; the step's share of turning ops into records is. Both CommDebugModes are made anew for
+each step, because PyTorch's does not survive two steps in one context.
 """
 
 
 def steps(mesh: DeviceMesh) -> dict[str, Step]:
     """Return a forward and backward pass of each model."""
     mlp, x = parallel_mlp(mesh), torch.rand(8, 10)
-    small, tokens = parallel_transformer(mesh, width=64, vocabulary=64, length=32), torch.randint(0, 64, (4, 32))
+    small, tokens = (
+        parallel_transformer(mesh, width=64, vocabulary=64, length=32),
+        torch.randint(0, 64, (4, 32)),
+    )
     large = parallel_transformer(mesh, width=256, vocabulary=512, length=64, layers=4)
     more_tokens = torch.randint(0, 512, (8, 64))
     return {
@@ -76,7 +80,9 @@ def steps(mesh: DeviceMesh) -> dict[str, Step]:
 
 
 def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and CPU milliseconds of a step for each way and round. The ways take turns, starting with a different one each time."""
+    """Return wall and CPU milliseconds of a step for each way and round. The ways take turns,
+    starting with a different one each time.
+    """
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds + 3):
@@ -99,7 +105,9 @@ def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure what tracing and PyTorch's CommDebugMode add to a step.")
+    parser = argparse.ArgumentParser(
+        description="Measure what tracing and PyTorch's CommDebugMode add to a step."
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--world-size", type=int, default=4)
     arguments = parser.parse_args()
@@ -107,19 +115,40 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.world_size)
-    frames = "in C++" if native.load() is not None else "in Python, since the native engine is not built"
-    print(f"one step, medians of {arguments.rounds} rounds in which the ways take turns; frames are read {frames}; {machine()}")
+    frames = (
+        "in C++" if native.load() is not None else "in Python, since the native engine is not built"
+    )
+    print(
+        f"one step, medians of {arguments.rounds} rounds in which the ways take turns; frames are"
+        f" read {frames}; {machine()}"
+    )
     for name, step in steps(init_device_mesh("cpu", (arguments.world_size,))).items():
         times = measure(step, arguments.rounds)
         bare = times["bare"]
-        theirs = [statistics.median(t[i] - b[i] for t, b in zip(times["torch CommDebugMode"], bare, strict=True)) for i in (0, 1)]
+        theirs = [
+            statistics.median(
+                t[i] - b[i] for t, b in zip(times["torch CommDebugMode"], bare, strict=True)
+            )
+            for i in (0, 1)
+        ]
         print(f"\n{name}\n{'':26}{'wall':>20}{'CPU':>20}   added, of what torch's adds")
         for way, found in times.items():
             medians = [statistics.median(t[i] for t in found) for i in (0, 1)]
-            added = [statistics.median(t[i] - b[i] for t, b in zip(found, bare, strict=True)) for i in (0, 1)]
-            ratios = [statistics.median(t[i] / b[i] for t, b in zip(found, bare, strict=True)) for i in (0, 1)]
-            columns = "".join(f"{ms:10.2f} ms x{ratio:5.2f}" for ms, ratio in zip(medians, ratios, strict=True))
-            print(f"  {way:24}{columns}   {added[0]:+7.2f} ms {added[0] / theirs[0]:5.2f} (CPU {added[1] / theirs[1]:.2f})")
+            added = [
+                statistics.median(t[i] - b[i] for t, b in zip(found, bare, strict=True))
+                for i in (0, 1)
+            ]
+            ratios = [
+                statistics.median(t[i] / b[i] for t, b in zip(found, bare, strict=True))
+                for i in (0, 1)
+            ]
+            columns = "".join(
+                f"{ms:10.2f} ms x{ratio:5.2f}" for ms, ratio in zip(medians, ratios, strict=True)
+            )
+            print(
+                f"  {way:24}{columns}   {added[0]:+7.2f} ms {added[0] / theirs[0]:5.2f} (CPU"
+                f" {added[1] / theirs[1]:.2f})"
+            )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""Compare the time that a preview estimates for collectives with the time measured on gloo, on one machine.
+"""Compare the time that a preview estimates for collectives with the time measured on gloo, on one
+machine.
 
 python benchmarks/estimate_check.py [--quick] [--json FILE]
 """
@@ -21,7 +22,9 @@ NETWORK_BYTES = 8_000_000
 
 
 def program(name: str) -> None:
-    """Run a program as a rank: a model of step_time.py, or ``network`` for the two figures of the network."""
+    """Run a program as a rank: a model of step_time.py, or ``network`` for the two figures of the
+    network.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
     import torch
     import torch.distributed as dist
@@ -38,7 +41,9 @@ def program(name: str) -> None:
     else:
         import step_time
 
-        step = {"DDP": step_time.ddp, "FSDP2": step_time.fsdp2, "TP": step_time.tp}[name](rank, world_size)
+        step = {"DDP": step_time.ddp, "FSDP2": step_time.fsdp2, "TP": step_time.tp}[name](
+            rank, world_size
+        )
         for _ in range(STEPS):
             step()
     dist.destroy_process_group()
@@ -48,21 +53,39 @@ def run(*words: object) -> None:
     """Run commlens on this file; raise if it fails."""
     environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-m", "commlens", *map(str, words)], env=environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "commlens", *map(str, words)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
 
 
 def measured(name: str, ranks: int, folder: Path) -> list[tuple[Any, float]]:
-    """Run a program under gloo. Return its events, and the seconds that each took on the rank that arrived last."""
+    """Run a program under gloo. Return its events, and the seconds that each took on the rank that
+    arrived last.
+    """
     from commlens import Trace
     from commlens.traces.times import time_of
 
     traces = folder / f"{name}-{ranks}"
-    run("launch", "--trace", "--trace-dir", traces, "--nproc-per-node", ranks, __file__, "--program", name)
+    run(
+        "launch",
+        "--trace",
+        "--trace-dir",
+        traces,
+        "--nproc-per-node",
+        ranks,
+        __file__,
+        "--program",
+        name,
+    )
     data = [Trace.load(traces / f"trace-rank{rank}.json").data for rank in range(ranks)]
-    # All ranks of these programs issue the same collectives. The one that arrives last waits for nobody.
+    # All ranks of these programs issue the same collectives. The one that arrives last waits for
+    # nobody.
     found = []
     for events in zip(*(each.events for each in data), strict=True):
         times = [time_of(each, event) for each, event in zip(data, events, strict=True)]
@@ -72,17 +95,25 @@ def measured(name: str, ranks: int, folder: Path) -> list[tuple[Any, float]]:
 
 
 def network_of(ranks: int, folder: Path) -> Any:
-    """Return the network whose two figures are those of an all_reduce of 8 MB and of one of 4 B here."""
+    """Return the network whose two figures are those of an all_reduce of 8 MB and of one of 4 B
+    here.
+    """
     from commlens.model.network import Network
 
     found = measured("network", ranks, folder)
-    large = statistics.median(seconds for event, seconds in found if event.input_bytes == NETWORK_BYTES)
+    large = statistics.median(
+        seconds for event, seconds in found if event.input_bytes == NETWORK_BYTES
+    )
     small = statistics.median(seconds for event, seconds in found if event.input_bytes == 4)
     hops = 2 * (ranks - 1).bit_length()
     wire = next(event.wire_bytes for event, _ in found if event.input_bytes == NETWORK_BYTES)
     bandwidth = wire / max(1e-9, large - small)
     return Network(
-        name="this machine", intra_bandwidth=bandwidth, inter_bandwidth=bandwidth, intra_latency=small / hops, ranks_per_node=ranks
+        name="this machine",
+        intra_bandwidth=bandwidth,
+        inter_bandwidth=bandwidth,
+        intra_latency=small / hops,
+        ranks_per_node=ranks,
     )
 
 
@@ -99,11 +130,13 @@ def main() -> None:
 
     report = Report(
         "A preview's estimate against measured time",
-        "Programs on gloo, on one machine. The network's bandwidth and latency are those of all_reduces of 8 MB and of 4 B, measured just "
-        "before. Measured is the time of a collective on the rank that arrives last, which waits for no other; figures are sums over the "
-        "collectives of a step, medians of the steps. Estimated is the preview's, for the same collectives.",
+        "Programs on gloo, on one machine. The network's bandwidth and latency are those of"
+        " all_reduces of 8 MB and of 4 B, measured just before. Measured is the time of a"
+        " collective on the rank that arrives last, which waits for no other; figures are sums over"
+        " the collectives of a step, medians of the steps. Estimated is the preview's, for the same"
+        " collectives.",
         command(),
-    )  # fmt: skip
+    )
     rows = []
     with tempfile.TemporaryDirectory(prefix="commlens-estimate-") as scratch:
         folder = Path(scratch)
@@ -139,7 +172,9 @@ def main() -> None:
                         )
                     real = statistics.median(sum(step) for step in steps.values())
                     estimate = statistics.median(estimates.values())
-                    agree = sum((event.sequence, event.op, event.wire_bytes) in same for event, _ in found)
+                    agree = sum(
+                        (event.sequence, event.op, event.wire_bytes) in same for event, _ in found
+                    )
                     report.rows.append(
                         {
                             "program": name,
@@ -152,12 +187,35 @@ def main() -> None:
                         }
                     )
                     rows.append(
-                        [name, str(ranks), op or "all", f"{calls / len(steps):.0f}", f"{real * 1e3:.2f} ms", f"{estimate * 1e3:.2f} ms",
-                         f"{estimate / real:.2f}", f"{agree} of {len(found)}"]
-                    )  # fmt: skip
+                        [
+                            name,
+                            str(ranks),
+                            op or "all",
+                            f"{calls / len(steps):.0f}",
+                            f"{real * 1e3:.2f} ms",
+                            f"{estimate * 1e3:.2f} ms",
+                            f"{estimate / real:.2f}",
+                            f"{agree} of {len(found)}",
+                        ]
+                    )
             bandwidth, latency = network.intra_bandwidth / 1e9, network.intra_latency * 1e6
-            report.about += f" With {ranks} ranks: {bandwidth:.2f} GB/s and {latency:.0f} us per hop."
-    report.table("", ["program", "ranks", "op", "calls a step", "measured", "estimated", "estimated / measured", "same collectives"], rows)
+            report.about += (
+                f" With {ranks} ranks: {bandwidth:.2f} GB/s and {latency:.0f} us per hop."
+            )
+    report.table(
+        "",
+        [
+            "program",
+            "ranks",
+            "op",
+            "calls a step",
+            "measured",
+            "estimated",
+            "estimated / measured",
+            "same collectives",
+        ],
+        rows,
+    )
     finish(report, given)
 
 

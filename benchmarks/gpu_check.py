@@ -1,12 +1,14 @@
 """Check on one GPU that recording tells the truth about NCCL, disturbs nothing, and what it costs.
 
-    python benchmarks/gpu_check.py --prepare build/gpu                          # here: wheels for a machine without a network
-    python benchmarks/gpu_check.py --from build/gpu --json FILE                 # there: nine minutes at most
-    python benchmarks/gpu_check.py --write FILE                                 # here: the results go to docs/performance.md
-    python benchmarks/gpu_check.py --device cpu --backend gloo --quick          # anywhere: a dry run, which judges nothing
+    python benchmarks/gpu_check.py --prepare build/gpu                          # here: wheels for a
+    machine without a network python benchmarks/gpu_check.py --from build/gpu --json FILE
+    # there: nine minutes at most python benchmarks/gpu_check.py --write FILE
+    # here: the results go to docs/performance.md python benchmarks/gpu_check.py --device cpu
+    --backend gloo --quick          # anywhere: a dry run, which judges nothing
 
-Each check runs in processes of its own with a limit, so none that fails or hangs stops the others. Results are written as they come:
-one line of JSON each to FILE with the ending .jsonl, a summary to .md, and all to FILE. Without a GPU, nothing is measured.
+Each check runs in processes of its own with a limit, so none that fails or hangs stops the others.
+Results are written as they come: one line of JSON each to FILE with the ending .jsonl, a summary to
+.md, and all to FILE. Without a GPU, nothing is measured.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Result:
 
     check: str
     claim: str
-    status: str  # "yes", "no", "seen" (nothing to judge), "dry run", "skipped", "hung", "failed", "no time"
+    # "yes", "no", "seen" (nothing to judge), "dry run", "skipped", "hung", "failed", "no time"
+    status: str
     words: str
     seconds: float = 0.0
     finds: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +93,9 @@ class Run:
         try:
             finds = check.measure(self.bench)
             right, words = check.judge(finds)
-            status = "dry run" if self.bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
+            status = (
+                "dry run" if self.bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
+            )
         except SkippedError as why:
             status, words = "skipped", str(why)
         except NoResultError as why:
@@ -107,11 +112,15 @@ class Run:
         report.table("", ["check", "claim", "", "seen"], rows)
         report.rows = [asdict(one) for one in self.results]
         report.goals = [
-            Goal(one.claim, one.words[:300], one.status == "yes") for one in self.results if one.status in ("yes", "no", "hung", "failed")
+            Goal(one.claim, one.words[:300], one.status == "yes")
+            for one in self.results
+            if one.status in ("yes", "no", "hung", "failed")
         ]
         if self.bench.is_dry:
             report.goals = []
-            report.left_out.append("This was a dry run without a GPU: it shows only that the checks run.")
+            report.left_out.append(
+                "This was a dry run without a GPU: it shows only that the checks run."
+            )
         return report
 
     def write(self) -> None:
@@ -120,23 +129,40 @@ class Run:
             return
         report = self.report()
         with self.json_path.with_suffix(".jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(self.results[-1]) if self.results else self.machine) + "\n")
-        self.json_path.with_suffix(".md").write_text(f"# {report.title}\n\n{report.about}\n{report.markdown}", encoding="utf-8")
-        self.json_path.write_text(json.dumps(as_json(report, self.machine), indent=1), encoding="utf-8")
+            lines.write(
+                json.dumps(asdict(self.results[-1]) if self.results else self.machine) + "\n"
+            )
+        self.json_path.with_suffix(".md").write_text(
+            f"# {report.title}\n\n{report.about}\n{report.markdown}", encoding="utf-8"
+        )
+        self.json_path.write_text(
+            json.dumps(as_json(report, self.machine), indent=1), encoding="utf-8"
+        )
 
 
 def about(machine: dict[str, Any], *, is_dry: bool) -> str:
     """Return what was checked, and on which card and versions."""
-    where = "no GPU" if is_dry else f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, NCCL {machine['nccl']}"
+    where = (
+        "no GPU"
+        if is_dry
+        else (
+            f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, NCCL"
+            f" {machine['nccl']}"
+        )
+    )
     return (
-        f"Each check runs in processes of its own on one GPU: {where}, torch {machine['torch']}. *yes*: the claim holds; "
-        "*no*: it does not; *seen*: there is nothing to judge. Times of a call are medians over blocks in which all ways take turns."
+        f"Each check runs in processes of its own on one GPU: {where}, torch {machine['torch']}."
+        " *yes*: the claim holds; *no*: it does not; *seen*: there is nothing to judge. Times of a"
+        " call are medians over blocks in which all ways take turns."
     )
 
 
 def as_json(report: Report, machine: dict[str, Any]) -> dict[str, Any]:
     """Return the report in the form that run_all.py keeps."""
-    words = f"{machine.get('cores')} cores, Python {machine.get('python')}, torch {machine.get('torch')}"
+    words = (
+        f"{machine.get('cores')} cores, Python {machine.get('python')}, torch"
+        f" {machine.get('torch')}"
+    )
     return {"machine": words, **asdict(report)}
 
 
@@ -153,16 +179,32 @@ def run(given: argparse.Namespace) -> int:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PATH": os.pathsep.join([str(target / "bin"), os.environ.get("PATH", "")]),
-            "COMMLENS_NATIVE_DIR": os.environ.get("COMMLENS_NATIVE_DIR", str(Path(scratch) / "native")),
-            "COMMLENS_AUTO_BUILD": "0", "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
-        bench = Bench(Processes(environ, Path(scratch)), Path(scratch), given.device, given.backend, given.quick)
+            "COMMLENS_NATIVE_DIR": os.environ.get(
+                "COMMLENS_NATIVE_DIR", str(Path(scratch) / "native")
+            ),
+            "COMMLENS_AUTO_BUILD": "0",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        bench = Bench(
+            Processes(environ, Path(scratch)),
+            Path(scratch),
+            given.device,
+            given.backend,
+            given.quick,
+        )
         with ended_with_us(bench.processes):
             asked = bench.processes.run([sys.executable, "-W", "ignore", "-c", MACHINE], 120)
-            machine = {"installed": installed, **(asked.result or {"torch": f"unknown: {asked.reason}"})}
+            machine = {
+                "installed": installed,
+                **(asked.result or {"torch": f"unknown: {asked.reason}"}),
+            }
             if not bench.is_dry and not (machine.get("gpu") and machine.get("has_nccl")):
                 why = "this torch has no NCCL" if machine.get("gpu") else "this torch sees no GPU"
-                return nothing_measured(why if "unknown" not in machine["torch"] else machine["torch"], machine, given.json)
+                return nothing_measured(
+                    why if "unknown" not in machine["torch"] else machine["torch"],
+                    machine,
+                    given.json,
+                )
             print(about(machine, is_dry=bench.is_dry), flush=True)
             if given.json is not None:
                 given.json.with_suffix(".jsonl").unlink(missing_ok=True)
@@ -172,7 +214,11 @@ def run(given: argparse.Namespace) -> int:
                 if given.only and not any(check.name.startswith(name) for name in given.only):
                     continue
                 result = running.check(check, given.limit - RESERVE_S - (time.monotonic() - began))
-                print(f"{result.status:8} {result.seconds:5.1f} s  {check.name}: {result.words[:400]}", flush=True)
+                print(
+                    f"{result.status:8} {result.seconds:5.1f} s  {check.name}:"
+                    f" {result.words[:400]}",
+                    flush=True,
+                )
     if bench.is_dry:
         return 1 if any(one.status in ("hung", "failed") for one in running.results) else 0
     return 0
@@ -209,9 +255,15 @@ def write(results: Path) -> int:
     if not found.get("rows"):
         raise SystemExit(f"{results} holds no results: {' '.join(found.get('left_out', []))}")
     kept = json.loads(run_all.FIGURES.read_text(encoding="utf-8"))
-    kept["gpu_check"] = {**found, "name": "gpu_check", "seconds": round(sum(row["seconds"] for row in found["rows"]))}
+    kept["gpu_check"] = {
+        **found,
+        "name": "gpu_check",
+        "seconds": round(sum(row["seconds"] for row in found["rows"])),
+    }
     run_all.FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    page = run_all.page([kept[benchmark.name] for benchmark in run_all.BENCHMARKS if benchmark.name in kept])
+    page = run_all.page(
+        [kept[benchmark.name] for benchmark in run_all.BENCHMARKS if benchmark.name in kept]
+    )
     run_all.PAGE.write_text(page, encoding="utf-8")
     print(f"Wrote the section On a GPU of {run_all.PAGE}.")
     return 0
@@ -220,14 +272,34 @@ def write(results: Path) -> int:
 def main() -> int:
     """Do what the options ask for."""
     parser = arguments(__doc__)
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="put the wheels for another machine into this folder")
+    parser.add_argument(
+        "--prepare",
+        type=Path,
+        metavar="FOLDER",
+        help="put the wheels for another machine into this folder",
+    )
     parser.add_argument("--python-version", default="3.12", help="of that machine (default 3.12)")
-    parser.add_argument("--from", type=Path, dest="wheels", metavar="FOLDER", help="use the wheels in this folder")
+    parser.add_argument(
+        "--from", type=Path, dest="wheels", metavar="FOLDER", help="use the wheels in this folder"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
     parser.add_argument("--backend", default="nccl", help="nccl; gloo for a dry run")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run the checks whose names begin so")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of the whole run (default 540)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results in this file to docs/performance.md")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CHECK", help="run the checks whose names begin so"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help="of the whole run (default 540)",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the results in this file to docs/performance.md",
+    )
     given = parser.parse_args()
     if given.prepare is not None:
         prepare(given.prepare, given.python_version)

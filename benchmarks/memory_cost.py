@@ -1,4 +1,5 @@
-"""Measure the memory that recording uses: of a process over 10,000 steps, which must not grow, and of the black box.
+"""Measure the memory that recording uses: of a process over 10,000 steps, which must not grow, and
+of the black box.
 
 python benchmarks/memory_cost.py [--quick] [--steps 10000] [--json FILE]
 """
@@ -25,12 +26,18 @@ FLAT_KB = 1024
 
 def resident_kb() -> int:
     """Return the private memory of this process (no files, no shared memory), in KB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if ":" in line)
+    fields = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if ":" in line
+    )
     return int(fields["RssAnon"].split()[0])
 
 
 def member(mode: Mode, steps: int, folder: str, pipe: Connection) -> None:
-    """Run one process with 10 collectives a step, from varying lines and with a few shapes; return its memory at ten times."""
+    """Run one process with 10 collectives a step, from varying lines and with a few shapes; return
+    its memory at ten times.
+    """
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -64,15 +71,19 @@ def main() -> None:
     modes, left_out = _modes.available([_modes.OFF, _modes.PYTHON, _modes.NATIVE])
     report = Report(
         "Memory of a recorded process",
-        f"One process per configuration, {steps:,} steps of {OPS} collectives on the fake backend: anonymous resident memory, sampled ten "
-        "times, and the size of the black box, which is in shared memory and fully allocated at the start.",
-        command(), left_out=left_out,
-    )  # fmt: skip
+        f"One process per configuration, {steps:,} steps of {OPS} collectives on the fake backend:"
+        " anonymous resident memory, sampled ten times, and the size of the black box, which is in"
+        " shared memory and fully allocated at the start.",
+        command(),
+        left_out=left_out,
+    )
     context, rows, grown = multiprocessing.get_context("spawn"), [], {}
     for mode in modes:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="commlens-bench-") as folder:
             ours, theirs = context.Pipe()
-            process = context.Process(target=member, args=(mode, steps, folder, theirs), daemon=True)
+            process = context.Process(
+                target=member, args=(mode, steps, folder, theirs), daemon=True
+            )
             process.start()
             held, boxes = ours.recv()
             ours.send(None)
@@ -83,13 +94,32 @@ def main() -> None:
         report.rows.append({"mode": mode.name, "resident_kb": held, "box_bytes": boxes})
         box = f"{boxes[0] / 1e6:.1f} MB" if boxes else "-"
         rows.append(
-            [mode.name, f"{held[0] / 1024:.1f} MB", f"{middle / 1024:.1f} MB", f"{held[-1] / 1024:.1f} MB", f"{end - middle:+.0f} KB", box]
+            [
+                mode.name,
+                f"{held[0] / 1024:.1f} MB",
+                f"{middle / 1024:.1f} MB",
+                f"{held[-1] / 1024:.1f} MB",
+                f"{end - middle:+.0f} KB",
+                box,
+            ]
         )
-    report.table("", ["", f"after {steps // POINTS:,} steps", "in the middle", "at the end", "growth since the middle", "black box"], rows)
+    report.table(
+        "",
+        [
+            "",
+            f"after {steps // POINTS:,} steps",
+            "in the middle",
+            "at the end",
+            "growth since the middle",
+            "black box",
+        ],
+        rows,
+    )
     recorded = {name: kb for name, kb in grown.items() if name != "off"}
     report.goals.append(
         Goal(
-            f"The memory of a recorded process does not grow (less than {FLAT_KB // 1024} MB over the second half of {steps:,} steps)",
+            f"The memory of a recorded process does not grow (less than {FLAT_KB // 1024} MB over"
+            f" the second half of {steps:,} steps)",
             ", ".join(f"{name} {kb:+.0f} KB" for name, kb in recorded.items()),
             all(kb < FLAT_KB for kb in recorded.values()),
         )

@@ -1,10 +1,12 @@
-"""What the meeting of the nodes costs at 64, 256 and 1,250 nodes of 8 ranks, and how soon a stall of 10,000 ranks has its verdict.
+"""What the meeting of the nodes costs at 64, 256 and 1,250 nodes of 8 ranks, and how soon a stall
+of 10,000 ranks has its verdict.
 
-The nodes run the real code (``commlens.watch.nodes.exchange``) in a few processes, each with its own connection, and meet in a real TCPStore in
-a process of its own.
-Each has 8 ranks and 8 channels that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records, in which
-one rank of the job has not reached the last collective. The reporter has a process to itself, so that its CPU and memory can be measured.
-As root, all run in a network namespace without DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
+The nodes run the real code (``commlens.watch.nodes.exchange``) in a few processes, each with its
+own connection, and meet in a real TCPStore in a process of its own. Each has 8 ranks and 8 channels
+that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records,
+in which one rank of the job has not reached the last collective. The reporter has a process to
+itself, so that its CPU and memory can be measured. As root, all run in a network namespace without
+DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
 
     python benchmarks/nodes_cost.py [NODES ...] [--write]     writes the table into docs/scale.md
 """
@@ -41,7 +43,11 @@ from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import meeting_places, remote_evidence
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.looks import LOOK
-from commlens.watch.nodes.remote_evidence import NodeEvidence, first_records_of_each, more_records_of_each
+from commlens.watch.nodes.remote_evidence import (
+    NodeEvidence,
+    first_records_of_each,
+    more_records_of_each,
+)
 from commlens.watch.reporting import WAITERS_ASKED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
@@ -85,14 +91,18 @@ def serve(pipe: Any) -> None:
     """Serve a store until the other side hangs up; answer with the CPU seconds used so far."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     pipe.send(store.port)
     while pipe.recv():
         pipe.send(cpu_s())
 
 
 def template(world_size: int, behind: bool, records: int) -> bytes:
-    """Return what is packed of a black box of 2,000 records, in the last of which its rank waits; a culprit's has one record less."""
+    """Return what is packed of a black box of 2,000 records, in the last of which its rank waits; a
+    culprit's has one record less.
+    """
     from boxes import MONO, WAIT_BEGAN, Box
 
     box = Box(0, world_size, capacity=RECORDS, pid=100)
@@ -126,7 +136,13 @@ def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._Ra
     layout.STATIC.pack_into(image, 0, *fields)
     struct.pack_into("<I", image, layout.STATIC_CRC_AT, zlib.crc32(image[: layout.STATIC.size]))
     packed = content[:HEAD] + zlib.compress(bytes(image), 4)
-    log = RankLog(rank=rank, world_size=world_size, host=f"node{rank // RANKS}", pid=100 + rank, captured_ns=time.time_ns())
+    log = RankLog(
+        rank=rank,
+        world_size=world_size,
+        host=f"node{rank // RANKS}",
+        pid=100 + rank,
+        captured_ns=time.time_ns(),
+    )
     log.observation = Observation(end=End.RUNNING, cpu_s=1.0)
     return remote_evidence._Rank(log, packed)
 
@@ -159,7 +175,9 @@ def start_node(number: int, address: meeting_places.Store, told: dict[str, Any])
 
 
 def run_nodes(nodes: list[meeting.Nodes]) -> None:
-    """Do for many nodes, each with its own connection, what the thread of each does: hundreds of threads would fight for one GIL."""
+    """Do for many nodes, each with its own connection, what the thread of each does: hundreds of
+    threads would fight for one GIL.
+    """
     clients = {}
     due = dict.fromkeys(range(len(nodes)), 0.0)
     while True:
@@ -185,16 +203,20 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
     }
     chosen = world_size // 2 + 1
     evidence = {
-        (number, records): msgspec.msgpack.encode([
-            pack_rank(boxes[records][rank == chosen], rank, world_size)
-            for rank in range(number * RANKS, (number + 1) * RANKS)
-        ])
+        (number, records): msgspec.msgpack.encode(
+            [
+                pack_rank(boxes[records][rank == chosen], rank, world_size)
+                for rank in range(number * RANKS, (number + 1) * RANKS)
+            ]
+        )
         for number in numbers
         for records in boxes
-    }  # fmt: skip
+    }
     nodes = {number: new_node(number, address, told) for number in numbers}
     for first in range(THREADS):
-        threading.Thread(target=run_nodes, args=(list(nodes.values())[first::THREADS],), daemon=True).start()
+        threading.Thread(
+            target=run_nodes, args=(list(nodes.values())[first::THREADS],), daemon=True
+        ).start()
 
     def answer() -> None:
         while True:
@@ -238,7 +260,9 @@ def measure(count: int) -> Row:
     for begin in range(1, count, PER_PROCESS):
         here, away = multiprocessing.Pipe()
         numbers = range(begin, min(begin + PER_PROCESS, count))
-        process = context.Process(target=simulate, args=(away, address, numbers, world_size), daemon=True)
+        process = context.Process(
+            target=simulate, args=(away, address, numbers, world_size), daemon=True
+        )
         process.start()
         pipes.append(here)
         processes.append(process)
@@ -247,7 +271,9 @@ def measure(count: int) -> Row:
     end = time.monotonic() + SETTLE_S
     while len(first.others) < count - 1 and time.monotonic() < end:
         time.sleep(0.5)
-    print(f"{count} nodes: {len(first.others)} of {count - 1} are known", file=sys.stderr, flush=True)
+    print(
+        f"{count} nodes: {len(first.others)} of {count - 1} are known", file=sys.stderr, flush=True
+    )
     time.sleep(5)
     start_cpu = used() - before
     done, at, began, own = tell(pipes, "count"), used(), time.monotonic(), cpu_s()
@@ -255,8 +281,19 @@ def measure(count: int) -> Row:
     time.sleep(REST_S)
     spent = time.monotonic() - began
     share, own_share = (used() - at) / spent, (cpu_s() - own) / spent
-    exchanges, mb_s = (tell(pipes, "count") - done) / spent, (loopback_bytes() - received) / spent / 1e6
-    rest = Row(count, start_cpu, exchanges, share, mb_s, own_share, len(msgspec.msgpack.encode(first._mine)))
+    exchanges, mb_s = (
+        (tell(pipes, "count") - done) / spent,
+        (loopback_bytes() - received) / spent / 1e6,
+    )
+    rest = Row(
+        count,
+        start_cpu,
+        exchanges,
+        share,
+        mb_s,
+        own_share,
+        len(msgspec.msgpack.encode(first._mine)),
+    )
     row = measure_stall(rest, first, pipes, processes, used)
     for process in processes:
         process.kill()
@@ -265,7 +302,13 @@ def measure(count: int) -> Row:
     return row
 
 
-def measure_stall(row: Row, first: meeting.Nodes, pipes: list[Any], processes: list[Any], used: Callable[[], float]) -> Row:
+def measure_stall(
+    row: Row,
+    first: meeting.Nodes,
+    pipes: list[Any],
+    processes: list[Any],
+    used: Callable[[], float],
+) -> Row:
     """Let all nodes' ranks wait for one, and measure what the verdict takes."""
     world_size = row.nodes * RANKS
     tell(pipes, "stall")
@@ -296,20 +339,33 @@ def measure_stall(row: Row, first: meeting.Nodes, pipes: list[Any], processes: l
             os.kill(process.pid or 0, signal.SIGSTOP)
         began = time.monotonic()
         logs = [*own, *(log for node in found.values() for log in node.logs)]
-        verdict = diagnose_logs(logs, problems=[f"Node {beat.host} did not answer." for beat in silent], stalled_after_s=1.0)
+        verdict = diagnose_logs(
+            logs,
+            problems=[f"Node {beat.host} did not answer." for beat in silent],
+            stalled_after_s=1.0,
+        )
         diagnose_s += time.monotonic() - began
         for process in processes[1:]:
             os.kill(process.pid or 0, signal.SIGCONT)
     return row._replace(
-        stall_share=stall_share, evidence_mb=sum(contents.values()) / 1e6, gather_s=gather_s, diagnose_s=diagnose_s,
+        stall_share=stall_share,
+        evidence_mb=sum(contents.values()) / 1e6,
+        gather_s=gather_s,
+        diagnose_s=diagnose_s,
         reporter_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         verdict=f"{verdict.kind} {verdict.culprits} {verdict.missing_evidence[:2]}",
-    )  # fmt: skip
+    )
 
 
 def own_evidence(rank: int, world_size: int) -> bytes:
     """Return the evidence of one rank of the reporter's node."""
-    return msgspec.msgpack.encode([pack_rank(template(world_size, False, first_records_of_each(world_size)), rank, world_size)])
+    return msgspec.msgpack.encode(
+        [
+            pack_rank(
+                template(world_size, False, first_records_of_each(world_size)), rank, world_size
+            )
+        ]
+    )
 
 
 def loopback_bytes() -> int:
@@ -326,22 +382,40 @@ def in_process(count: int, pipe: Any) -> None:
     pipe.send(measure(count))
 
 
-COLUMNS = ("nodes", "ranks", "store, at rest", "traffic", "reporter, at rest", "store, in a stall", "evidence", "gathered and read in",
-           "diagnosed in", "reporter's memory")  # fmt: skip
+COLUMNS = (
+    "nodes",
+    "ranks",
+    "store, at rest",
+    "traffic",
+    "reporter, at rest",
+    "store, in a stall",
+    "evidence",
+    "gathered and read in",
+    "diagnosed in",
+    "reporter's memory",
+)
 
 
 def cells(row: Row) -> list[str]:
     """Return a row of the table."""
     return [
-        f"{row.nodes:,}", f"{row.nodes * RANKS:,}", f"{100 * row.store_share:.1f}%",
-        f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s", f"{100 * row.reporter_share:.1f}%",
-        f"{100 * row.stall_share:.0f}%", f"{row.evidence_mb:.1f} MB", f"{row.gather_s:.1f} s", f"{row.diagnose_s:.1f} s",
+        f"{row.nodes:,}",
+        f"{row.nodes * RANKS:,}",
+        f"{100 * row.store_share:.1f}%",
+        f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s",
+        f"{100 * row.reporter_share:.1f}%",
+        f"{100 * row.stall_share:.0f}%",
+        f"{row.evidence_mb:.1f} MB",
+        f"{row.gather_s:.1f} s",
+        f"{row.diagnose_s:.1f} s",
         f"{row.reporter_mb:.0f} MB",
-    ]  # fmt: skip
+    ]
 
 
 def judge(count: int) -> str:
-    """Read and diagnose the evidence of all nodes in this process as the reporter does, without a store, and return what it costs."""
+    """Read and diagnose the evidence of all nodes in this process as the reporter does, without a
+    store, and return what it costs.
+    """
     world_size = count * RANKS
     culprit = world_size - 3
 
@@ -349,24 +423,38 @@ def judge(count: int) -> str:
         usual, behind = (template(world_size, late, records) for late in (False, True))
         ranks = (range(node * RANKS, (node + 1) * RANKS) for node in nodes)
         return [
-            msgspec.msgpack.encode([pack_rank(behind if rank == culprit else usual, rank, world_size) for rank in each]) for each in ranks
+            msgspec.msgpack.encode(
+                [pack_rank(behind if rank == culprit else usual, rank, world_size) for rank in each]
+            )
+            for each in ranks
         ]
 
-    looks = [packed(first_records_of_each(world_size), range(count)), packed(MORE, range(count - ASKED_AGAIN, count))]
+    looks = [
+        packed(first_records_of_each(world_size), range(count)),
+        packed(MORE, range(count - ASKED_AGAIN, count)),
+    ]
     size_mb = sum(len(content) for look in looks for content in look) / 1e6
     found: dict[int, NodeEvidence] = {}
     read_s = diagnose_s = 0.0
     with collector_paused():
         for look in looks:
             began = cpu_s()
-            found |= {count - len(look) + at: remote_evidence.unpack(content, f"node{at}") for at, content in enumerate(look)}
+            found |= {
+                count - len(look) + at: remote_evidence.unpack(content, f"node{at}")
+                for at, content in enumerate(look)
+            }
             read_s += cpu_s() - began
             began = cpu_s()
-            verdict = diagnose_logs([log for node in found.values() for log in node.logs], stalled_after_s=1.0)
+            verdict = diagnose_logs(
+                [log for node in found.values() for log in node.logs], stalled_after_s=1.0
+            )
             diagnose_s += cpu_s() - began
             assert verdict.culprits == [culprit], verdict
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    spent = f"read in {read_s:.1f} s of CPU time, diagnosed twice in {diagnose_s:.1f} s, {memory_mb:.0f} MB of memory"
+    spent = (
+        f"read in {read_s:.1f} s of CPU time, diagnosed twice in {diagnose_s:.1f} s,"
+        f" {memory_mb:.0f} MB of memory"
+    )
     return f"{world_size:,} ranks: {size_mb:.1f} MB {spent}"
 
 
@@ -375,10 +463,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("nodes", nargs="*", type=int, default=[64, 256, 1250])
     parser.add_argument("--write", action="store_true", help="write the table into docs/scale.md")
-    parser.add_argument("--judge", action="store_true", help="only read and diagnose the evidence, without a store")
+    parser.add_argument(
+        "--judge", action="store_true", help="only read and diagnose the evidence, without a store"
+    )
     asked = parser.parse_args()
     if os.geteuid() == 0 and "NODES_COST_NETWORK" not in os.environ:
-        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", sys.executable, *sys.argv]
+        command = [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            'ip link set lo up; exec "$@"',
+            "sh",
+            sys.executable,
+            *sys.argv,
+        ]
         os.execvpe(command[0], command, os.environ | {"NODES_COST_NETWORK": "1"})
     if asked.judge:
         print("\n".join(map(judge, asked.nodes)), f"({machine()})")
@@ -386,12 +485,18 @@ def main() -> None:
     rows = []
     for count in asked.nodes:
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=in_process, args=(count, there))
+        process = multiprocessing.get_context("spawn").Process(
+            target=in_process, args=(count, there)
+        )
         process.start()
         rows.append(here.recv())
         process.join()
         print(rows[-1], flush=True)
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS), *("| " + " | ".join(cells(row)) + " |" for row in rows)]
+    lines = [
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---:|" * len(COLUMNS),
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+    ]
     text = f"{machine()} Load while measuring: {os.getloadavg()[1]:.0f}.\n\n" + "\n".join(lines)
     print(text)
     if asked.write:

@@ -1,8 +1,10 @@
-"""The step time of a job over two emulated nodes, recorded and watched, against the same job without commlens.
+"""The step time of a job over two emulated nodes, recorded and watched, against the same job
+without commlens.
 
-Both jobs run at the same time, each on two nodes of its own with one rank each, so that both meet the same load of the machine. The steps
-that ended in the same second are a pair. The result is the median of the pairs' ratios with a bootstrap interval, over all rounds; the
-CPU time of the ranks is compared, too. Needs root, for network namespaces.
+Both jobs run at the same time, each on two nodes of its own with one rank each, so that both meet
+the same load of the machine. The steps that ended in the same second are a pair. The result is the
+median of the pairs' ratios with a bootstrap interval, over all rounds; the CPU time of the ranks is
+compared, too. Needs root, for network namespaces.
 
     python benchmarks/nodes_step.py [--rounds 3] [--seconds 60] [--write]
 """
@@ -55,10 +57,21 @@ def start(made: list[Node], watched: bool, program: Path, seconds: float, output
     launcher = ["commlens", "launch"] if watched else ["torch.distributed.run"]
     for node in made:
         node.start(
-            [sys.executable, "-m", *launcher, "--nnodes=2", f"--node-rank={made.index(node)}", "--nproc-per-node=1",
-             f"--master-addr={made[0].address}", f"--master-port={PORT}", str(program), str(seconds), str(output)],
+            [
+                sys.executable,
+                "-m",
+                *launcher,
+                "--nnodes=2",
+                f"--node-rank={made.index(node)}",
+                "--nproc-per-node=1",
+                f"--master-addr={made[0].address}",
+                f"--master-port={PORT}",
+                str(program),
+                str(seconds),
+                str(output),
+            ],
             {"COMMLENS_DUMP_DIR": str(node.folder / "dump")},
-        )  # fmt: skip
+        )
 
 
 def steps_by_second(ends: list[float]) -> dict[int, list[float]]:
@@ -71,11 +84,17 @@ def steps_by_second(ends: list[float]) -> dict[int, list[float]]:
 
 
 def one_round(seconds: float, watched_first: bool) -> tuple[list[float], list[float], float]:
-    """Return the ratios of the pairs, the bare step times, and the ratio of the ranks' CPU time a step."""
+    """Return the ratios of the pairs, the bare step times, and the ratio of the ranks' CPU time a
+    step.
+    """
     with tempfile.TemporaryDirectory() as name, nodes(4, Path(name)) as made:
         program = Path(name) / "train.py"
         program.write_text(PROGRAM)
-        jobs = {True: made[:2], False: made[2:]} if watched_first else {False: made[:2], True: made[2:]}
+        jobs = (
+            {True: made[:2], False: made[2:]}
+            if watched_first
+            else {False: made[:2], True: made[2:]}
+        )
         for watched, some in jobs.items():
             start(some, watched, program, seconds, Path(name) / f"{watched}")
         wait(made, seconds + 120)
@@ -84,8 +103,15 @@ def one_round(seconds: float, watched_first: bool) -> tuple[list[float], list[fl
             files = [Path(name) / f"{watched}{rank}" for rank in (0, 1)]
             assert all(file.exists() for file in files), made[0].output + made[2].output
             told[watched] = [json.loads(file.read_text()) for file in files]
-        bare, watched_steps = steps_by_second(told[False][0]["ends"]), steps_by_second(told[True][0]["ends"])
-        ratios = [statistics.mean(watched_steps[at]) / statistics.mean(bare[at]) for at in sorted(bare) if watched_steps.get(at)]
+        bare, watched_steps = (
+            steps_by_second(told[False][0]["ends"]),
+            steps_by_second(told[True][0]["ends"]),
+        )
+        ratios = [
+            statistics.mean(watched_steps[at]) / statistics.mean(bare[at])
+            for at in sorted(bare)
+            if watched_steps.get(at)
+        ]
         cpu = sum(each["cpu"] for each in told[True]) / sum(each["cpu"] for each in told[False])
         return ratios, [step for several in bare.values() for step in several], cpu
 
@@ -111,14 +137,18 @@ def main() -> None:
     cpu = ", ".join(f"{each[2]:.3f}" for each in rounds)
     engine = "Python" if native.load() is None else "native"
     text = (
-        f"With the {engine} engine, a step of {1000 * bare:.0f} ms takes {statistics.median(ratios):.3f} times as long "
-        "when recorded and watched "
-        f"(95% interval {low:.3f} to {high:.3f}, {len(ratios)} pairs of one second in {len(rounds)} rounds). "
-        f"The ranks' CPU time a step, by round: {cpu} times.\n{machine()}"
+        f"With the {engine} engine, a step of {1000 * bare:.0f} ms takes"
+        f" {statistics.median(ratios):.3f} times as long when recorded and watched (95% interval"
+        f" {low:.3f} to {high:.3f}, {len(ratios)} pairs of one second in {len(rounds)} rounds). The"
+        f" ranks' CPU time a step, by round: {cpu} times.\n{machine()}"
     )
     print(text)
     if asked.write:
-        write_section(Path(__file__).resolve().parents[1] / "docs" / "nodes.md", f"step, {engine} engine", text)
+        write_section(
+            Path(__file__).resolve().parents[1] / "docs" / "nodes.md",
+            f"step, {engine} engine",
+            text,
+        )
 
 
 if __name__ == "__main__":

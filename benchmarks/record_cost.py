@@ -1,9 +1,11 @@
-"""Measure what recording, torch's own recorder and a TorchDispatchMode add to one collective, in microseconds.
+"""Measure what recording, torch's own recorder and a TorchDispatchMode add to one collective, in
+microseconds.
 
 python benchmarks/record_cost.py [--quick] [--backends fake:4 gloo:1 gloo:2 gloo:4] [--json FILE]
 
-CPU time is compared, because ranks also wait for each other and for a processor. The fake backend uses no network, and neither does
-gloo with one rank, which otherwise does all that a rank does: there, a single microsecond is visible.
+CPU time is compared, because ranks also wait for each other and for a processor. The fake backend
+uses no network, and neither does gloo with one rank, which otherwise does all that a rank does:
+there, a single microsecond is visible.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ DEPTH = 5
 
 FAKE = ("all_reduce", "all_reduce async", "broadcast", "all_gather_into_tensor", "torch.add")
 ALONE = ("all_reduce", "all_reduce async", "broadcast", "all_gather_into_tensor", "coalesced, 4")
-GLOO = ("all_reduce", "all_reduce 1 MB", "all_reduce async", "send/recv", "batch_isend_irecv", "coalesced, 4")
+GLOO = (
+    "all_reduce",
+    "all_reduce 1 MB",
+    "all_reduce async",
+    "send/recv",
+    "batch_isend_irecv",
+    "coalesced, 4",
+)
 RUNS = {"all_reduce 1 MB": 0.1, "coalesced, 4": 0.5, "batch_isend_irecv": 0.5}
 
 
@@ -47,7 +56,9 @@ def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], ob
             dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
 
     def batch() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, other, before)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, other, before)]
+        ):
             work.wait()
 
     def coalesced() -> None:
@@ -58,9 +69,13 @@ def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], ob
     return {
         "all_reduce": lambda: from_a_script(lambda: dist.all_reduce(tensor)),
         "all_reduce 1 MB": lambda: from_a_script(lambda: dist.all_reduce(large)),
-        "all_reduce async": lambda: from_a_script(lambda: dist.all_reduce(tensor, async_op=True).wait()),
+        "all_reduce async": lambda: from_a_script(
+            lambda: dist.all_reduce(tensor, async_op=True).wait()
+        ),
         "broadcast": lambda: from_a_script(lambda: dist.broadcast(tensor, 0)),
-        "all_gather_into_tensor": lambda: from_a_script(lambda: dist.all_gather_into_tensor(gathered, tensor)),
+        "all_gather_into_tensor": lambda: from_a_script(
+            lambda: dist.all_gather_into_tensor(gathered, tensor)
+        ),
         "send/recv": lambda: from_a_script(message),
         "batch_isend_irecv": lambda: from_a_script(batch),
         "coalesced, 4": lambda: from_a_script(coalesced),
@@ -74,18 +89,45 @@ def goals(found: dict[tuple[str, str, str], Measured]) -> list[Goal]:
     for engine, limit in (("Python engine", 15), ("native engine", 2)):
         one = found.get(("fake x4", "all_reduce", engine))
         if one is not None:
-            goal = f"Recording with the {engine}, stacks included, adds at most {limit} us to a collective"
-            result.append(Goal(goal, f"{cpu(one)} us (all_reduce, fake backend)", one.adds_at_most(limit)))
+            goal = (
+                f"Recording with the {engine}, stacks included, adds at most {limit} us to a"
+                " collective"
+            )
+            result.append(
+                Goal(goal, f"{cpu(one)} us (all_reduce, fake backend)", one.adds_at_most(limit))
+            )
     for backend in ("gloo x1", "gloo x2", "gloo x4"):
-        native, theirs = found.get((backend, "all_reduce", "native engine")), found.get((backend, "all_reduce", "torch's recorder"))
+        native, theirs = (
+            found.get((backend, "all_reduce", "native engine")),
+            found.get((backend, "all_reduce", "torch's recorder")),
+        )
         if native is not None and theirs is not None:
-            goal = f"Recording with the native engine adds at most as much as torch's own recorder ({backend})"
-            result.append(Goal(goal, f"{cpu(native)} us, torch's {cpu(theirs)} us", native.adds_at_most(*theirs.added_cpu_us_interval)))
-    add = [one for (_, case, mode), one in found.items() if case == "torch.add" and mode in ("Python engine", "native engine")]
+            goal = (
+                "Recording with the native engine adds at most as much as torch's own recorder"
+                f" ({backend})"
+            )
+            result.append(
+                Goal(
+                    goal,
+                    f"{cpu(native)} us, torch's {cpu(theirs)} us",
+                    native.adds_at_most(*theirs.added_cpu_us_interval),
+                )
+            )
+    add = [
+        one
+        for (_, case, mode), one in found.items()
+        if case == "torch.add" and mode in ("Python engine", "native engine")
+    ]
     if add:
         shown = ", ".join(f"{one.mode} {cpu(one)} us" for one in add)
         met = all(one.added_cpu_us_quartiles[0] <= 0 or one.added_cpu_us < 0.05 for one in add)
-        result.append(Goal("Recording adds nothing to ops that are not collectives", f"{shown} (torch.add)", met))
+        result.append(
+            Goal(
+                "Recording adds nothing to ops that are not collectives",
+                f"{shown} (torch.add)",
+                met,
+            )
+        )
     return result
 
 
@@ -100,12 +142,14 @@ def main() -> None:
     seconds = 1.5 if given.quick else given.seconds
     report = Report(
         "What recording adds to a collective",
-        "One set of ranks per configuration; all run the same loop in turns, in short blocks. Figures are microseconds of CPU time "
-        "per op, on the rank that used most: the median, with quartiles, of what a block adds to the bare block of the same round. "
-        "*Least* is the shortest block minus the shortest bare block, which other load disturbed least. The last figure is the median "
-        "of the wall-clock time. Each case runs as many rounds as its time allows.",
+        "One set of ranks per configuration; all run the same loop in turns, in short blocks."
+        " Figures are microseconds of CPU time per op, on the rank that used most: the median, with"
+        " quartiles, of what a block adds to the bare block of the same round. *Least* is the"
+        " shortest block minus the shortest bare block, which other load disturbed least. The last"
+        " figure is the median of the wall-clock time. Each case runs as many rounds as its time"
+        " allows.",
         command(),
-    )  # fmt: skip
+    )
     found: dict[tuple[str, str, str], Measured] = {}
     for item in given.backends:
         backend, _, size = item.partition(":")
@@ -121,8 +165,19 @@ def main() -> None:
                     found[(label, case, one.mode)] = one
                     report.rows.append({"backend": label, **dataclasses.asdict(one)})
                 first = measured[0]
-                rows.append([case, f"{first.rounds} x {first.runs}", f"{us(first.cpu_us)}; {us(first.us)}", *map(added, measured[1:])])
-        report.table(f"**{label}** (CPU; wall)", ["op", "rounds x ops", "bare", *(f"{mode.name} adds" for mode in modes[1:])], rows)
+                rows.append(
+                    [
+                        case,
+                        f"{first.rounds} x {first.runs}",
+                        f"{us(first.cpu_us)}; {us(first.us)}",
+                        *map(added, measured[1:]),
+                    ]
+                )
+        report.table(
+            f"**{label}** (CPU; wall)",
+            ["op", "rounds x ops", "bare", *(f"{mode.name} adds" for mode in modes[1:])],
+            rows,
+        )
     report.goals = goals(found)
     finish(report, given)
 
@@ -134,7 +189,10 @@ def added(one: Measured) -> str:
 
 def cpu(one: Measured) -> str:
     """Return the CPU time that a mode adds."""
-    return f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)}; least {us(one.added_least_us)})"
+    return (
+        f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)}; least"
+        f" {us(one.added_least_us)})"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/run_all.py [--quick] [--only record_cost verify_cost ...] [--write]
 
-A benchmark that fails or takes too long is reported, and the others still run. ``--write`` rewrites the page docs/performance.md, its
-data, benchmarks/results/performance.json, and the README's table of them; all keep the earlier results of benchmarks that did not run.
+A benchmark that fails or takes too long is reported, and the others still run. ``--write`` rewrites
+the page docs/performance.md, its data, benchmarks/results/performance.json, and the README's table
+of them; all keep the earlier results of benchmarks that did not run.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ PAGE = HERE.parent / "docs" / "performance.md"
 FIGURES = HERE / "results" / "performance.json"
 
 ABOUT = (
-    "What commlens costs and how often it is right. `make bench` (`python benchmarks/run_all.py --write`) measures this and writes "
-    "the page. Each section gives its command and machine. Ratios and differences compare neighbouring runs; absolute times hold for "
-    "that machine."
+    "What commlens costs and how often it is right. `make bench` (`python benchmarks/run_all.py"
+    " --write`) measures this and writes the page. Each section gives its command and machine."
+    " Ratios and differences compare neighbouring runs; absolute times hold for that machine."
 )
 
 
@@ -45,7 +46,8 @@ class Benchmark:
         title: for a script that has none in its report.
         options: of the command; ``quick`` for a quick run.
         limit_s: when to end it.
-        reports: whether it writes a report (``_report.py``); otherwise its ``--markdown`` tables, or its output, are used.
+        reports: whether it writes a report (``_report.py``); otherwise its ``--markdown`` tables,
+            or its output, are used.
     """
 
     name: str
@@ -62,17 +64,52 @@ BENCHMARKS = (
     Benchmark("verify_cost"),
     Benchmark("step_time", quick=("--quick", "--only", "DDP", "TP")),
     Benchmark("memory_cost", limit_s=300),
-    Benchmark("comm_debug_cost", "Tracing compared with CommDebugMode", ("--rounds", "20"), quick=("--rounds", "5"), reports=False),
+    Benchmark(
+        "comm_debug_cost",
+        "Tracing compared with CommDebugMode",
+        ("--rounds", "20"),
+        quick=("--rounds", "5"),
+        reports=False,
+    ),
     Benchmark("estimate_check", limit_s=1200),
-    Benchmark("watch_cost", "What the watcher costs", quick=("--seconds", "5", "--rounds", "1"), reports=False),
-    Benchmark("diagnose_cost", "What a diagnosis costs",
-              ("--sizes", "8", "64", "256", "1024", "--faults", "stuck-before-tp", "--rival-up-to", "256", "--runs", "2"),
-              ("--sizes", "8", "--faults", "stuck-before-tp", "--runs", "1"), reports=False, markdown=True),
-    Benchmark("diagnose_score", "How often a diagnosis is right", ("--sizes", "16", "--conditions", "plain"),
-              ("--sizes", "16", "--conditions", "plain", "--only", "stuck-before-tp"), 900, reports=False, markdown=True),
+    Benchmark(
+        "watch_cost",
+        "What the watcher costs",
+        quick=("--seconds", "5", "--rounds", "1"),
+        reports=False,
+    ),
+    Benchmark(
+        "diagnose_cost",
+        "What a diagnosis costs",
+        (
+            "--sizes",
+            "8",
+            "64",
+            "256",
+            "1024",
+            "--faults",
+            "stuck-before-tp",
+            "--rival-up-to",
+            "256",
+            "--runs",
+            "2",
+        ),
+        ("--sizes", "8", "--faults", "stuck-before-tp", "--runs", "1"),
+        reports=False,
+        markdown=True,
+    ),
+    Benchmark(
+        "diagnose_score",
+        "How often a diagnosis is right",
+        ("--sizes", "16", "--conditions", "plain"),
+        ("--sizes", "16", "--conditions", "plain", "--only", "stuck-before-tp"),
+        900,
+        reports=False,
+        markdown=True,
+    ),
     Benchmark("gpu_check"),
     Benchmark("versions"),
-)  # fmt: skip
+)
 
 
 def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
@@ -87,16 +124,31 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
             command += ["--markdown", str(tables), "--json", str(figures)]
         environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         began = time.monotonic()
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
             try:
                 printed, _ = process.communicate(timeout=benchmark.limit_s)
-                failed = "" if process.returncode == 0 else f"it exited with status {process.returncode}"
+                failed = (
+                    "" if process.returncode == 0 else f"it exited with status {process.returncode}"
+                )
             except subprocess.TimeoutExpired:
                 failed = f"it did not finish within {benchmark.limit_s} s"
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
                 printed, _ = process.communicate()
-        report: dict[str, Any] = {"title": benchmark.title, "about": "", "markdown": "", "rows": [], "goals": [], "left_out": []}
-        report.update(name=benchmark.name, command=" ".join(["python", f"benchmarks/{benchmark.name}.py", *options]), machine=machine())
+        report: dict[str, Any] = {
+            "title": benchmark.title,
+            "about": "",
+            "markdown": "",
+            "rows": [],
+            "goals": [],
+            "left_out": [],
+        }
+        report.update(
+            name=benchmark.name,
+            command=" ".join(["python", f"benchmarks/{benchmark.name}.py", *options]),
+            machine=machine(),
+        )
         if failed:
             report["failed"] = f"{benchmark.name} could not be measured: {failed}."
         elif benchmark.reports:
@@ -104,8 +156,14 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         elif benchmark.markdown:
             rows = json.loads(figures.read_text(encoding="utf-8"))
             report["markdown"] = "\n" + tables.read_text(encoding="utf-8")
-            report["goals"] = [dataclasses.asdict(goal) for goal in importlib.import_module(benchmark.name).goals(rows)]
-            report["rows"] = [{name: value for name, value in row.items() if not name.endswith("_says")} for row in rows]
+            report["goals"] = [
+                dataclasses.asdict(goal)
+                for goal in importlib.import_module(benchmark.name).goals(rows)
+            ]
+            report["rows"] = [
+                {name: value for name, value in row.items() if not name.endswith("_says")}
+                for row in rows
+            ]
         else:
             report["markdown"] = f"\n```\n{printed.strip()}\n```\n"
         report["seconds"] = round(time.monotonic() - began)
@@ -113,7 +171,9 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
 
 
 def is_less(report: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Return whether a report must not replace an earlier one: it failed, or found nothing to measure, as gpu_check does without a GPU."""
+    """Return whether a report must not replace an earlier one: it failed, or found nothing to
+    measure, as gpu_check does without a GPU.
+    """
     return bool(report.get("failed")) or (not report.get("rows") and bool(before.get("rows")))
 
 
@@ -123,7 +183,9 @@ def page(reports: list[dict[str, Any]]) -> str:
     goals = [goal for report in reports for goal in report["goals"]]
     if goals:
         lines += ["## Goals", "", "| goal | measured | |", "|---|---|---|"]
-        lines += [f"| {goal['goal']} | {goal['measured']} | {WORDS[goal['met']]} |" for goal in goals] + [""]
+        lines += [
+            f"| {goal['goal']} | {goal['measured']} | {WORDS[goal['met']]} |" for goal in goals
+        ] + [""]
     for report in reports:
         lines += [f"## {report['title'] or report['name']}", ""]
         if report.get("failed"):
@@ -131,18 +193,32 @@ def page(reports: list[dict[str, Any]]) -> str:
             continue
         if report["about"]:
             lines += [report["about"], ""]
-        lines += [f"`{report['command']}`; {report['machine']}", report["markdown"], *(f"{sentence}\n" for sentence in report["left_out"])]
+        lines += [
+            f"`{report['command']}`; {report['machine']}",
+            report["markdown"],
+            *(f"{sentence}\n" for sentence in report["left_out"]),
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> int:
     """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run for some minutes, only to see whether they work: no figures to quote")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="run for some minutes, only to see whether they work: no figures to quote",
+    )
     parser.add_argument("--only", nargs="+", choices=[benchmark.name for benchmark in BENCHMARKS])
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md and benchmarks/results/performance.json")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/performance.md and benchmarks/results/performance.json",
+    )
     given = parser.parse_args()
-    before: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8")) if given.write and FIGURES.exists() else {}
+    before: dict[str, Any] = (
+        json.loads(FIGURES.read_text(encoding="utf-8")) if given.write and FIGURES.exists() else {}
+    )
     found: dict[str, dict[str, Any]] = {}
     print(machine(), flush=True)
     for benchmark in BENCHMARKS:
@@ -152,13 +228,25 @@ def main() -> int:
         report = found[benchmark.name] = run(benchmark, given.quick)
         print(report.get("failed") or report["markdown"], flush=True)
         for goal in report["goals"]:
-            print(f"{WORDS[goal['met']].strip('*')}: {goal['goal']}: {goal['measured']}", flush=True)
+            print(
+                f"{WORDS[goal['met']].strip('*')}: {goal['goal']}: {goal['measured']}", flush=True
+            )
         print(f"({report['seconds']} s)", flush=True)
     if given.write:
-        kept = {**before, **{name: report for name, report in found.items() if not (name in before and is_less(report, before[name]))}}
+        kept = {
+            **before,
+            **{
+                name: report
+                for name, report in found.items()
+                if not (name in before and is_less(report, before[name]))
+            },
+        }
         FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         _readme.write(kept)
-        PAGE.write_text(page([kept[benchmark.name] for benchmark in BENCHMARKS if benchmark.name in kept]), encoding="utf-8")
+        PAGE.write_text(
+            page([kept[benchmark.name] for benchmark in BENCHMARKS if benchmark.name in kept]),
+            encoding="utf-8",
+        )
     failed = [report["failed"] for report in found.values() if report.get("failed")]
     print("\n".join(failed))
     return 1 if failed else 0

@@ -1,18 +1,22 @@
 """Count how often slow ranks of running jobs are named, and healthy ones accused.
 
-    python benchmarks/slow_ranks.py [--healthy 20] [--ranks 2 4] [--where data forward ...] [--at-once 4] [--steps 600] [--nvrx FOLDER]
+    python benchmarks/slow_ranks.py [--healthy 20] [--ranks 2 4] [--where data forward ...]
+    [--at-once 4] [--steps 600] [--nvrx FOLDER]
 
-Each job is DDP training on gloo whose steps compute for 40 ms. One rank is made slow; healthy jobs have none. The ways:
+Each job is DDP training on gloo whose steps compute for 40 ms. One rank is made slow; healthy jobs
+have none. The ways:
 
-* data: a sleep in its data loader, of 5, 20 and 100 ms a step; loader: the same in the worker process of a DataLoader
+* data: a sleep in its data loader, of 5, 20 and 100 ms a step; loader: the same in the worker
+  process of a DataLoader
 * forward: work in its forward pass, of 5, 20 and 100 ms a step
 * gc: it makes garbage in cycles, and Python's collector takes 20 ms a step or more
 * throttle: a cgroup leaves it a tenth of a core (as root)
 * neighbour: four other programs run on the core that it is bound to
 
-Run it on a busy machine, too: that is where ranks are late by chance. With ``--nvrx``, NVIDIA's straggler detection (the folder of an
-unpacked ``nvidia-resiliency-ext``, with ``libcupti.so.12`` on LD_LIBRARY_PATH) watches the same jobs, in which the program marks its
-data loading and its forward pass as sections; it is asked for its relative scores every 100 steps, with its own threshold.
+Run it on a busy machine, too: that is where ranks are late by chance. With ``--nvrx``, NVIDIA's
+straggler detection (the folder of an unpacked ``nvidia-resiliency-ext``, with ``libcupti.so.12`` on
+LD_LIBRARY_PATH) watches the same jobs, in which the program marks its data loading and its forward
+pass as sections; it is asked for its relative scores every 100 steps, with its own threshold.
 """
 
 from __future__ import annotations
@@ -135,8 +139,13 @@ def main():
 main()
 """
 FUNCTIONS = {
-    "data": "load_batch", "loader": "load_batch", "forward": "burn", "gc": "make_garbage", "throttle": "CPU limit", "neighbour": "no CPU",
-}  # fmt: skip
+    "data": "load_batch",
+    "loader": "load_batch",
+    "forward": "burn",
+    "gc": "make_garbage",
+    "throttle": "CPU limit",
+    "neighbour": "no CPU",
+}
 """What a notice is to say of each way."""
 AMOUNTS = {"data": (5, 20, 100), "forward": (5, 20, 100), "loader": (100,), "gc": (20, 100)}
 ALONE = ("throttle", "neighbour")  # they would make the other jobs slow
@@ -167,11 +176,23 @@ def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
         environment |= {"NVRX": "1", "PYTHONPATH": f"{nvrx}:{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
-        command = [sys.executable, "-m", "commlens", "launch", f"--nproc-per-node={case.ranks}", "train.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "commlens",
+            "launch",
+            f"--nproc-per-node={case.ranks}",
+            "train.py",
+        ]
         done = subprocess.run(
-            [*command, case.where, str(case.ms), str(steps)], cwd=folder, capture_output=True, text=True, timeout=900, check=False,
+            [*command, case.where, str(case.ms), str(steps)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
             env=environment,
-        )  # fmt: skip
+        )
     if done.returncode:
         raise RuntimeError(done.stderr)
     said = re.sub(r"\s+", " ", done.stderr)
@@ -179,27 +200,48 @@ def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
     cost = re.search(r"wait for (\d+%) of the time", said)
     theirs = re.findall(r"^NVRX (.*)$", done.stdout, re.M)
     notice = re.search(r"Ranks? [\d,-]+ makes? the job slow.*", said)
-    return Outcome(named, FUNCTIONS.get(case.where, "-") in said, cost[1] if cost else "", theirs, notice[0] if notice else "")
+    return Outcome(
+        named,
+        FUNCTIONS.get(case.where, "-") in said,
+        cost[1] if cost else "",
+        theirs,
+        notice[0] if notice else "",
+    )
 
 
 def main() -> int:
     """Run all jobs and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--healthy", type=int, default=20, help="healthy jobs of each size")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--where", nargs="*", choices=list(FUNCTIONS), default=["data", "forward"])
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--nvrx", type=Path, help="folder with nvidia_resiliency_ext, to compare with")
+    parser.add_argument(
+        "--nvrx", type=Path, help="folder with nvidia_resiliency_ext, to compare with"
+    )
     asked = parser.parse_args()
     cases = [Case(ranks, "none", 0) for ranks in asked.ranks for _ in range(asked.healthy)]
-    cases += [Case(ranks, where, ms) for ranks in asked.ranks for where in asked.where for ms in AMOUNTS.get(where, (0,))]
+    cases += [
+        Case(ranks, where, ms)
+        for ranks in asked.ranks
+        for where in asked.where
+        for ms in AMOUNTS.get(where, (0,))
+    ]
     together = [case for case in cases if case.where not in ALONE]
     with ThreadPoolExecutor(asked.at_once) as pool:
-        outcomes = dict(enumerate(pool.map(lambda case: run(case, asked.steps, asked.nvrx), together)))
+        outcomes = dict(
+            enumerate(pool.map(lambda case: run(case, asked.steps, asked.nvrx), together))
+        )
     load = os.getloadavg()[1]
     cases = together + [case for case in cases if case.where in ALONE]
-    outcomes |= {number: run(case, asked.steps, asked.nvrx) for number, case in enumerate(cases) if case.where in ALONE}
+    outcomes |= {
+        number: run(case, asked.steps, asked.nvrx)
+        for number, case in enumerate(cases)
+        if case.where in ALONE
+    }
     healthy = [outcomes[number] for number, case in enumerate(cases) if case.where == "none"]
     accused = [outcome.words for outcome in healthy if outcome.named]
     print(f"load average {load:.1f} on {os.cpu_count()} cores, {asked.steps} steps")
@@ -209,9 +251,15 @@ def main() -> int:
             outcome = outcomes[number]
             amount = f"{case.ms} ms" if case.ms else ""
             nvrx = "; ".join(f"{what} {count}x" for what, count in Counter(outcome.nvrx).items())
-            cells = f"{','.join(outcome.named) or '-':5}  {outcome.cost or '-':>4}  {'yes' if outcome.why else 'no':3}  {nvrx}"
+            cells = (
+                f"{','.join(outcome.named) or '-':5}  {outcome.cost or '-':>4} "
+                f" {'yes' if outcome.why else 'no':3}  {nvrx}"
+            )
             print(f"{case.ranks:>5}  {case.where:9} {amount:>6}  {cells}")
-    print(f"healthy jobs: {len(healthy)}, of which a rank was accused in: {len(accused)} {accused or ''}")
+    print(
+        f"healthy jobs: {len(healthy)}, of which a rank was accused in: {len(accused)}"
+        f" {accused or ''}"
+    )
     if asked.nvrx:
         theirs = [outcome.nvrx for outcome in healthy if outcome.nvrx]
         print(f"by NVRx in: {len(theirs)} {theirs or ''}")

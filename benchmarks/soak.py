@@ -1,7 +1,9 @@
-"""Run random distributed jobs, healthy and with one fault, and count what commlens says about them: ``make soak MINUTES=60``.
+"""Run random distributed jobs, healthy and with one fault, and count what commlens says about them:
+``make soak MINUTES=60``.
 
-Every job is a real one of 2 to 6 processes, over gloo or over a backend that behaves as NCCL does (tests/nccl_like). A miss keeps its
-folder, with the program, the output and the dump; its seed replays it.
+Every job is a real one of 2 to 6 processes, over gloo or over a backend that behaves as NCCL does
+(tests/nccl_like). A miss keeps its folder, with the program, the output and the dump; its seed
+replays it.
 """
 
 from __future__ import annotations
@@ -29,25 +31,43 @@ BEGIN, END = "<!-- soak over {} -->", "<!-- end of soak over {} -->"
 def main() -> int:
     """Run the soak, print the table, and return 1 if there was a miss."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60, help="start no more jobs after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="start no more jobs after this time"
+    )
     parser.add_argument("--jobs", type=int, default=10**6, help="the number of jobs")
-    parser.add_argument("--first", type=int, default=int(time.time()), help="the first seed; the next jobs have the next ones")
-    parser.add_argument("--seed", type=int, help="run this seed alone, and print all that it printed")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=int(time.time()),
+        help="the first seed; the next jobs have the next ones",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="run this seed alone, and print all that it printed"
+    )
     parser.add_argument(
         "--backend",
         choices=[GLOO, NCCL_LIKE, "both"],
         default="both",
-        help=f"of the jobs; both: one job in {1 / NCCL_LIKE_SHARE:.0f} is over {NCCL_LIKE}, as the seed draws",
+        help=(
+            f"of the jobs; both: one job in {1 / NCCL_LIKE_SHARE:.0f} is over {NCCL_LIKE}, as the"
+            " seed draws"
+        ),
     )
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
-    parser.add_argument("--keep", type=Path, default=Path("soak-misses"), help="the folder for misses")
-    parser.add_argument("--write", action="store_true", help=f"write the tables into {DOCUMENT.name}")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("soak-misses"), help="the folder for misses"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the tables into {DOCUMENT.name}"
+    )
     arguments = parser.parse_args()
     if arguments.backend != GLOO:
         try:
             nccl_like()
         except RuntimeError as error:
-            parser.error(f"--backend {arguments.backend}: {error}. --backend {GLOO} runs without it.")
+            parser.error(
+                f"--backend {arguments.backend}: {error}. --backend {GLOO} runs without it."
+            )
     if arguments.seed is not None:
         return _replay(arguments.seed, arguments.keep, arguments.backend)
     load = _Load()
@@ -82,7 +102,11 @@ def _run(arguments: argparse.Namespace) -> list[Outcome]:
     running: set[Future[Outcome]] = set()
     with ThreadPoolExecutor(arguments.at_once) as pool:
         while True:
-            while len(running) < arguments.at_once and time.monotonic() < end and (seed := next(seeds, None)) is not None:
+            while (
+                len(running) < arguments.at_once
+                and time.monotonic() < end
+                and (seed := next(seeds, None)) is not None
+            ):
                 running.add(pool.submit(_one, seed, arguments.keep, arguments.backend))
             if not running:
                 return outcomes
@@ -111,8 +135,9 @@ def _line(outcome: Outcome) -> str:
     pieces = ",".join(program.pieces)
     judged = outcome.outcome if outcome.outcome in FINE else outcome.outcome.upper()
     return (
-        f"{judged:10} seed {program.seed}: {what}; {program.size} ranks over {program.backend}; "
-        f"{outcome.setting}; {pieces}; {outcome.seconds:.0f} s{'; ' * bool(outcome.why)}{outcome.why}"
+        f"{judged:10} seed {program.seed}: {what}; {program.size} ranks over {program.backend};"
+        f" {outcome.setting}; {pieces}; {outcome.seconds:.0f}"
+        f" s{'; ' * bool(outcome.why)}{outcome.why}"
     )
 
 
@@ -139,7 +164,10 @@ def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
     for outcome in outcomes:
         counts[_fault_class(outcome.program.truth.fault)][outcome.outcome] += 1
     columns = [
-        name for name in OUTCOMES if name in (*FINE, "silence", "wrong rank", "false word", "harm") or any(c[name] for c in counts.values())
+        name
+        for name in OUTCOMES
+        if name in (*FINE, "silence", "wrong rank", "false word", "harm")
+        or any(c[name] for c in counts.values())
     ]
     import torch
 
@@ -147,17 +175,25 @@ def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
 
     when = datetime.now(timezone.utc).date().isoformat()
     lines = [
-        f"{len(outcomes)} jobs over {backend} on {when}: commlens {commlens.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {os.cpu_count()} cores with a mean load of {load:.1f}.",
+        (
+            f"{len(outcomes)} jobs over {backend} on {when}: commlens {commlens.__version__}, torch"
+            f" {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores with"
+            f" a mean load of {load:.1f}."
+        ),
         "",
         f"| fault | jobs | {' | '.join(columns)} |",
         "|---|---:|" + "---:|" * len(columns),
     ]
     for name in sorted(counts):
         row = counts[name]
-        lines.append(f"| {name} | {row.total()} | {' | '.join(str(row[column] or '') for column in columns)} |")
+        lines.append(
+            f"| {name} | {row.total()} |"
+            f" {' | '.join(str(row[column] or '') for column in columns)} |"
+        )
     total = sum(counts.values(), Counter())
-    lines.append(f"| **all** | {total.total()} | {' | '.join(str(total[column]) for column in columns)} |")
+    lines.append(
+        f"| **all** | {total.total()} | {' | '.join(str(total[column]) for column in columns)} |"
+    )
     return "\n".join(lines) + "\n\n"
 
 

@@ -1,7 +1,9 @@
-"""What strict verification costs with several nodes. They are emulated: each has a folder of black boxes, and a relay on the loopback.
+"""What strict verification costs with several nodes. They are emulated: each has a folder of black
+boxes, and a relay on the loopback.
 
-One set of ranks for each number of nodes; in turns, all of them run blocks of an all_reduce of 4 bytes that is only recorded, verified,
-and verified in samples. The ratios are of blocks of the same round.
+One set of ranks for each number of nodes; in turns, all of them run blocks of an all_reduce of 4
+bytes that is only recorded, verified, and verified in samples. The ratios are of blocks of the same
+round.
 
     python benchmarks/strict_nodes.py [--nodes 1 2 4 8] [--ranks 2] [--rounds 15] [--engine native]
 """
@@ -49,12 +51,21 @@ def run_rank(folder: Path, nodes: int, per_node: int, rank: int, given: argparse
 
     size, node = nodes * per_node, rank // per_node
     box_dir = folder / f"node{node}"
-    places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    places = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+    }
     os.environ.update({name: str(value) for name, value in places.items()})
     commlens.enable(debug=True, watched=True, box_dir=str(box_dir), job="job", engine=given.engine)
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    inside = [dist.new_group(list(range(first, first + per_node))) for first in range(0, size, per_node)][node]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
+    inside = [
+        dist.new_group(list(range(first, first + per_node))) for first in range(0, size, per_node)
+    ][node]
     verifier: Any = session.session().recorder.verifier
     groups = {"all ranks": None, "within the node": inside} if nodes > 1 else {"all ranks": None}
     tensor = torch.ones(1)
@@ -102,21 +113,45 @@ def measure(nodes: int, given: argparse.Namespace) -> None:
         if any(codes):
             print(f"{nodes} nodes: the ranks ended with {codes}")
             return
-        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nodes * given.ranks)]
+        found = [
+            json.loads((folder / f"{rank}.json").read_text()) for rank in range(nodes * given.ranks)
+        ]
     for where in ("all ranks", "within the node"):
         if f"{where}, strict" not in found[0]["took"]:
             continue
-        # A collective ends on all ranks at about the same time: the slowest rank of each block says how long the block took.
+        # A collective ends on all ranks at about the same time: the slowest rank of each block says
+        # how long the block took.
         blocks = {
-            mode: [max(times) for times in zip(*(one["took"][f"{where}, {mode}"] for one in found), strict=True)][2:] for mode in MODES
+            mode: [
+                max(times)
+                for times in zip(*(one["took"][f"{where}, {mode}"] for one in found), strict=True)
+            ][2:]
+            for mode in MODES
         }
         cells = [f"{statistics.median(blocks['recorded']) * 1e6:.0f} us"]
         for mode in MODES[1:]:
-            ratios = sorted(one / bare for one, bare in zip(blocks[mode], blocks["recorded"], strict=True))
+            ratios = sorted(
+                one / bare for one, bare in zip(blocks[mode], blocks["recorded"], strict=True)
+            )
             quarter, three = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-            added = statistics.median(one - bare for one, bare in zip(blocks[mode], blocks["recorded"], strict=True)) * 1e6
-            cpu = statistics.mean(one["relays"][f"{where}, {mode}"][2:][i] for one in found for i in range(given.rounds)) * 1e6
-            cells.append(f"{statistics.median(ratios):.2f} ({quarter:.2f}-{three:.2f}), +{added:.0f} us, relay {cpu:.0f} us")
+            added = (
+                statistics.median(
+                    one - bare for one, bare in zip(blocks[mode], blocks["recorded"], strict=True)
+                )
+                * 1e6
+            )
+            cpu = (
+                statistics.mean(
+                    one["relays"][f"{where}, {mode}"][2:][i]
+                    for one in found
+                    for i in range(given.rounds)
+                )
+                * 1e6
+            )
+            cells.append(
+                f"{statistics.median(ratios):.2f} ({quarter:.2f}-{three:.2f}), +{added:.0f} us,"
+                f" relay {cpu:.0f} us"
+            )
         print(f"| {nodes} x {given.ranks} | {where} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -133,8 +168,13 @@ def main() -> None:
     import commlens.capture.watchdog
     import commlens.verification.verifier  # noqa: F401
 
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {given.engine} engine, load {os.getloadavg()[0]:.1f}")
-    print("| nodes x ranks | group | recorded | strict | sample |\n|---|---|---|---|---|", flush=True)
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {given.engine} engine, load"
+        f" {os.getloadavg()[0]:.1f}"
+    )
+    print(
+        "| nodes x ranks | group | recorded | strict | sample |\n|---|---|---|---|---|", flush=True
+    )
     for nodes in given.nodes:
         measure(nodes, given)
 

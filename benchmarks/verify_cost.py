@@ -1,4 +1,5 @@
-"""Measure what strict verification, TORCH_DISTRIBUTED_DEBUG=DETAIL and Accelerate's debug mode add to a synchronous collective on gloo.
+"""Measure what strict verification, TORCH_DISTRIBUTED_DEBUG=DETAIL and Accelerate's debug mode add
+to a synchronous collective on gloo.
 
 python benchmarks/verify_cost.py [--quick] [--ranks 2 4] [--json FILE]
 """
@@ -51,15 +52,29 @@ def runs(case: str, quick: bool) -> int:
 def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list[Goal]:
     """Return the goals of the design, with the better engine's figures."""
     result = []
-    for case, limit in (("all_reduce 4 B", 1.5), ("all_reduce 1 MB", 1.05), ("all_reduce 16 MB", 1.05)):
+    for case, limit in (
+        ("all_reduce 4 B", 1.5),
+        ("all_reduce 1 MB", 1.05),
+        ("all_reduce 16 MB", 1.05),
+    ):
         for count in ranks:
-            ours = [one for (size, name, mode), one in found.items() if (size, name) == (count, case) and mode.startswith("verified")]
+            ours = [
+                one
+                for (size, name, mode), one in found.items()
+                if (size, name) == (count, case) and mode.startswith("verified")
+            ]
             if ours:
                 best = min(ours, key=lambda one: one.ratio)
                 theirs = found.get((count, case, _modes.DETAIL.name))
                 beside = f"; DETAIL {theirs.ratio:.2f}" if theirs is not None else ""
-                measured = f"{best.ratio:.2f} ({between(best.ratio_quartiles)}; {best.mode.removeprefix('verified, ')}{beside})"
-                goal = f"A verified {case} takes at most {limit} times as long as a bare one, {count} ranks"
+                measured = (
+                    f"{best.ratio:.2f} ({between(best.ratio_quartiles)};"
+                    f" {best.mode.removeprefix('verified, ')}{beside})"
+                )
+                goal = (
+                    f"A verified {case} takes at most {limit} times as long as a bare one, {count}"
+                    " ranks"
+                )
                 result.append(Goal(goal, measured, best.takes_at_most(limit)))
     return result
 
@@ -69,32 +84,57 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=6, help="seconds for each operation and number of ranks")
+    parser.add_argument(
+        "--seconds", type=float, default=6, help="seconds for each operation and number of ranks"
+    )
     given = parser.parse_args()
     seconds = 1.5 if given.quick else given.seconds
     modes, left_out = _modes.available(MODES)
     others, more = _modes.available(ACCELERATED)
     report = Report(
         "What strict verification costs",
-        "One set of ranks per configuration; all issue the same operation in turns. Figures are medians, with quartiles, of the ratio "
-        "to the bare operation of the same round. Each operation runs as many rounds as its time allows.",
-        command(), left_out=list(dict.fromkeys([*left_out, *more])),
-    )  # fmt: skip
+        "One set of ranks per configuration; all issue the same operation in turns. Figures are"
+        " medians, with quartiles, of the ratio to the bare operation of the same round. Each"
+        " operation runs as many rounds as its time allows.",
+        command(),
+        left_out=list(dict.fromkeys([*left_out, *more])),
+    )
     found: dict[tuple[int, str, str], Measured] = {}
-    for these, make, cases in ((modes, prepare, [f"all_reduce {name}" for name in SIZES]),
-                               (others, prepare_accelerate, [f"accelerate {op} {size}" for op in ("reduce", "broadcast")
-                                                             for size in ("4 B", "1 MB")])):  # fmt: skip
+    for these, make, cases in (
+        (modes, prepare, [f"all_reduce {name}" for name in SIZES]),
+        (
+            others,
+            prepare_accelerate,
+            [
+                f"accelerate {op} {size}"
+                for op in ("reduce", "broadcast")
+                for size in ("4 B", "1 MB")
+            ],
+        ),
+    ):
         rows = []
         for ranks in given.ranks:
             with running(these, "gloo", ranks, make) as sets:
                 for case in cases:
-                    patience = 3 * seconds if case == "all_reduce 4 B" else seconds  # where ranks wait for each other most, it varies most
-                    measured = sets.compare(case, rounds=given.rounds, runs=runs(case, given.quick), seconds=patience)
+                    # where ranks wait for each other most, it varies most
+                    patience = 3 * seconds if case == "all_reduce 4 B" else seconds
+                    measured = sets.compare(
+                        case, rounds=given.rounds, runs=runs(case, given.quick), seconds=patience
+                    )
                     for one in measured:
                         found[(ranks, case, one.mode)] = one
                         report.rows.append({"ranks": ranks, **dataclasses.asdict(one)})
-                    ratios = [f"{one.ratio:.2f} ({between(one.ratio_quartiles)})" for one in measured[1:]]
-                    rows.append([f"{case}, {ranks} ranks", str(measured[0].rounds), f"{us(measured[0].us)} us", *ratios])
+                    ratios = [
+                        f"{one.ratio:.2f} ({between(one.ratio_quartiles)})" for one in measured[1:]
+                    ]
+                    rows.append(
+                        [
+                            f"{case}, {ranks} ranks",
+                            str(measured[0].rounds),
+                            f"{us(measured[0].us)} us",
+                            *ratios,
+                        ]
+                    )
         report.table("", ["operation", "rounds", "bare", *(mode.name for mode in these[1:])], rows)
     report.goals = goals(found, given.ranks)
     finish(report, given)

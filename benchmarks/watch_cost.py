@@ -1,7 +1,7 @@
 """Measure the watcher's CPU time per minute, with and without deferred verification.
 
-The ranks are small processes without torch that write black boxes at a given rate, so that only the watcher is measured. Runs with
-and without alternate.
+The ranks are small processes without torch that write black boxes at a given rate, so that only the
+watcher is measured. Runs with and without alternate.
 
     python benchmarks/watch_cost.py [--ranks 8] [--rate 1000] [--seconds 20] [--rounds 2]
 """
@@ -18,28 +18,70 @@ import threading
 import time
 from pathlib import Path
 
-OPS = [("all_reduce", 4_194_304), ("all_reduce", 1_048_576), ("all_gather", 65_536), ("reduce_scatter", 65_536), ("all_reduce", 1)]
+OPS = [
+    ("all_reduce", 4_194_304),
+    ("all_reduce", 1_048_576),
+    ("all_gather", 65_536),
+    ("reduce_scatter", 65_536),
+    ("all_reduce", 1),
+]
 
 
-def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object) -> None:
-    """Announce ``rate`` collectives a second, in batches of ten, with a watchdog's heartbeat and reduce ops that are recorded later."""
+def rank_process(
+    folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object
+) -> None:
+    """Announce ``rate`` collectives a second, in batches of ten, with a watchdog's heartbeat and
+    reduce ops that are recorded later.
+    """
     from commlens.blackbox import job_dirs
     from commlens.blackbox import layout as L
     from commlens.blackbox.writer import BoxWriter
 
-    about = {"job": folder.name, "host": os.uname().nodename, "pid_namespace": str(Path("/proc/self/ns/pid").readlink()), "prefixes": {}}
+    about = {
+        "job": folder.name,
+        "host": os.uname().nodename,
+        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "prefixes": {},
+    }
     box = BoxWriter(
-        folder / job_dirs.box_name(rank, os.getpid()), capacity=2000, rank=rank, world_size=ranks, local_rank=rank,
-        start_ticks=job_dirs.start_ticks(os.getpid()), about=about,
-    )  # fmt: skip
+        folder / job_dirs.box_name(rank, os.getpid()),
+        capacity=2000,
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        start_ticks=job_dirs.start_ticks(os.getpid()),
+        about=about,
+    )
     box.word(L.PHASE, 1)
     name = f"0-{ranks - 1}"
-    group = box.add_blob({"k": "group", "name": "0", "desc": "default_pg", "ranks": name, "backend": "gloo", "device": "cpu", "inc": 0})
+    group = box.add_blob(
+        {
+            "k": "group",
+            "name": "0",
+            "desc": "default_pg",
+            "ranks": name,
+            "backend": "gloo",
+            "device": "cpu",
+            "inc": 0,
+        }
+    )
     asked = [
-        box.add_blob({"k": "asked", "op": op, "dop": op, "in": [[[size], "float32", "cpu", "strided", None]], "out": [], "rop": None})
+        box.add_blob(
+            {
+                "k": "asked",
+                "op": op,
+                "dop": op,
+                "in": [[[size], "float32", "cpu", "strided", None]],
+                "out": [],
+                "rop": None,
+            }
+        )
         for op, size in OPS
     ]
-    stacks = [box.add_blob({"k": "stack", "f": [["/home/me/train.py", 80 + i, "step"]]}) for i in range(len(OPS))]
+    stacks = [
+        box.add_blob({"k": "stack", "f": [["/home/me/train.py", 80 + i, "step"]]})
+        for i in range(len(OPS))
+    ]
     barrier.wait()  # type: ignore[attr-defined]
     began, beat, pending, number = time.monotonic(), 0.0, [], 0
     while (now := time.monotonic()) - began < seconds:
@@ -49,9 +91,16 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
             index = box.next_index()
             at = time.monotonic_ns()
             record = L.Record(
-                index, at, group, asked[kind], stacks[kind],
-                sequence_number=number, step=number // 100, thread=os.getpid(), flags=L.FLAG_ENTERED,
-            )  # fmt: skip
+                index,
+                at,
+                group,
+                asked[kind],
+                stacks[kind],
+                sequence_number=number,
+                step=number // 100,
+                thread=os.getpid(),
+                flags=L.FLAG_ENTERED,
+            )
             offset = box.announce(record)
             box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
             pending.append((offset, index))
@@ -66,7 +115,9 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
 
 
 def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
-    """Run the watcher in a process of its own, and send its CPU seconds per minute, without its start and the job's end."""
+    """Run the watcher in a process of its own, and send its CPU seconds per minute, without its
+    start and the job's end.
+    """
     from commlens.config import Settings
     from commlens.watch.mismatches.deferred_verification import DeferredVerification
     from commlens.watch.watcher import Watcher
@@ -98,24 +149,38 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
         use()
     cpu = (looks[1][0] - looks[0][0]) / (looks[1][1] - looks[0][1]) * 60
     compared = made[0] if made else None
-    pipe.send((cpu, compared.records if compared else 0, compared.missed if compared else 0, watcher.reporter.verdict is not None))  # type: ignore[attr-defined]
+    pipe.send(
+        (
+            cpu,
+            compared.records if compared else 0,
+            compared.missed if compared else 0,
+            watcher.reporter.verdict is not None,
+        )
+    )  # type: ignore[attr-defined]
 
 
 def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:
-    """Return a watcher's CPU seconds per minute, the records compared and missed, and whether it printed a verdict."""
+    """Return a watcher's CPU seconds per minute, the records compared and missed, and whether it
+    printed a verdict.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="commlens-watch-cost-", dir="/dev/shm") as root:
         folder = Path(root) / "job"
         folder.mkdir()
         barrier = context.Barrier(ranks + 1)
         processes = [
-            context.Process(target=rank_process, args=(folder, rank, ranks, rate, seconds, barrier), daemon=True) for rank in range(ranks)
+            context.Process(
+                target=rank_process, args=(folder, rank, ranks, rate, seconds, barrier), daemon=True
+            )
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
         barrier.wait()
         ours, theirs = context.Pipe()
-        watcher = context.Process(target=watch, args=(folder, seconds, compares, theirs), daemon=True)
+        watcher = context.Process(
+            target=watch, args=(folder, seconds, compares, theirs), daemon=True
+        )
         watcher.start()
         theirs.close()
         result = ours.recv()
@@ -127,7 +192,9 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure the watcher's CPU time, with and without deferred verification.")
+    parser = argparse.ArgumentParser(
+        description="Measure the watcher's CPU time, with and without deferred verification."
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20)
@@ -137,14 +204,17 @@ def main() -> None:
     records = missed = 0
     for _ in range(arguments.rounds):
         for compares in (False, True):
-            cpu, read, lost, spoke = measure(arguments.ranks, arguments.rate, arguments.seconds, compares)
+            cpu, read, lost, spoke = measure(
+                arguments.ranks, arguments.rate, arguments.seconds, compares
+            )
             figures[compares].append(cpu)
             records, missed = records + read, missed + lost
             assert not spoke, "the watcher printed a verdict on a healthy job"
     without, with_it = statistics.median(figures[False]), statistics.median(figures[True])
     print(
-        f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a minute without deferred verification, "
-        f"{with_it:.2f} s with it ({(with_it - without) / 60:.2%} of a core); {records} records compared, {missed} not"
+        f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a"
+        f" minute without deferred verification, {with_it:.2f} s with it"
+        f" ({(with_it - without) / 60:.2%} of a core); {records} records compared, {missed} not"
     )
 
 

@@ -1,7 +1,7 @@
 """Build the documentation as a site: `make docs`.
 
-The Markdown files are the source, readable as they are. ``index.md`` lists every page once, in sections; the site's navigation is made from
-these lists.
+The Markdown files are the source, readable as they are. ``index.md`` lists every page once, in
+sections; the site's navigation is made from these lists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ author = "the commlens contributors"
 copyright = "the commlens contributors, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["make"]
 templates_path: list[str] = []
 suppress_warnings = ["autodoc.import_cycle"]
@@ -65,7 +71,20 @@ def navigation(text: str) -> str:
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         links = re.findall(r"\[([^\]]+)\]\(([\w./-]+)\.md\)", section)
         pages = [f"{text[0].upper()}{text[1:]} <{page}>" for text, page in links]
-        parts.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {section.splitlines()[0]}", "", *pages, "```", ""]))
+        parts.append(
+            "\n".join(
+                [
+                    "",
+                    "```{toctree}",
+                    ":hidden:",
+                    f":caption: {section.splitlines()[0]}",
+                    "",
+                    *pages,
+                    "```",
+                    "",
+                ]
+            )
+        )
     return "".join(parts)
 
 
@@ -75,7 +94,11 @@ def schemas_page() -> str:
     for path in sorted((REPOSITORY / "src/commlens/reports/schemas").glob("*.schema.json")):
         schema = json.loads(path.read_text())
         name = schema["$id"].removeprefix("urn:commlens:").replace(":", "/")
-        parts += [f"## {name}\n", schema["description"] + "\n", f'The whole schema: <a href="{path.name}">{path.name}</a>\n']
+        parts += [
+            f"## {name}\n",
+            schema["description"] + "\n",
+            f'The whole schema: <a href="{path.name}">{path.name}</a>\n',
+        ]
         parts += ["| key | type | meaning |", "|---|---|---|"]
         for key, about in schema["properties"].items():
             meaning = about.get("description", "").replace("|", "\\|")
@@ -100,13 +123,17 @@ def _type(about: dict[str, Any]) -> str:
 
 
 def outside(text: str) -> str:
-    """Name files outside this folder instead of linking to them: they are not part of the site, except CONTRIBUTING.md."""
+    """Name files outside this folder instead of linking to them: they are not part of the site,
+    except CONTRIBUTING.md.
+    """
     text = text.replace("](../CONTRIBUTING.md", "](contributing.md")
     return re.sub(r"\[`?[^\]]*?`?\]\((?:\.\./)+([\w./-]+)\)", r"`\1`", text)
 
 
 def contributing_page() -> str:
-    """Return CONTRIBUTING.md, which is not in this folder, with its links as they are seen from here."""
+    """Return CONTRIBUTING.md, which is not in this folder, with its links as they are seen from
+    here.
+    """
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     return re.sub(r"\]\(docs/", "](", re.sub(r"\[[^\]]*\]\((\.[\w.-]+)\)", r"`\1`", text))
 

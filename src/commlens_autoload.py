@@ -1,8 +1,10 @@
-"""The module that PyTorch loads at the end of ``import torch``, through the entry point group ``torch.backends`` (torch 2.5 and later).
+"""The module that PyTorch loads at the end of ``import torch``, through the entry point group
+``torch.backends`` (torch 2.5 and later).
 
-It is outside the package ``commlens``, imports only the standard library, and returns at once unless ``COMMLENS`` is set. If any
-entry point fails, ``import torch`` fails for every program in the environment, so ``start`` lets no exception out.
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch from loading it (and every other extension of torch).
+It is outside the package ``commlens``, imports only the standard library, and returns at once
+unless ``COMMLENS`` is set. If any entry point fails, ``import torch`` fails for every program in
+the environment, so ``start`` lets no exception out. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch
+from loading it (and every other extension of torch).
 """
 
 import contextlib
@@ -21,6 +23,7 @@ def start() -> None:
         recording.start_from_environment()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: torch must be importable, whatever fails in commlens
+    except BaseException as error:
+        # SystemExit too: torch must be importable, whatever fails in commlens
         with contextlib.suppress(Exception):  # no standard error, or a closed one
             sys.stderr.write(f"commlens: not recording: {type(error).__name__}: {error}\n")

@@ -1,4 +1,6 @@
-"""What all tests share: a clean environment, hard timeouts (pyproject.toml), and a look for processes that were left behind."""
+"""What all tests share: a clean environment, hard timeouts (pyproject.toml), and a look for
+processes that were left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The same examples each time, so that a run says something of the change that it tests. `make explore` draws new ones.
+# The same examples each time, so that a run says something of the change that it tests. `make
+# explore` draws new ones.
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("explore", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-# torch's stores look up the name of each client in DNS before they answer anybody: 5 s where DNS drops the question.
+# torch's stores look up the name of each client in DNS before they answer anybody: 5 s where DNS
+# drops the question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 REPOSITORY = Path(__file__).parents[1]
@@ -31,16 +35,19 @@ GRACE_S = 10.0  # watchers end by themselves, with the job
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def clean_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """No setting of the person who runs the tests reaches them."""
     for name in list(os.environ):
-        if (name.startswith("COMMLENS") and name not in ("COMMLENS_TEST_DATA", NATIVE)) or name.startswith(
-            ("TORCH_NCCL_", "TORCH_FR_", "ACCELERATE_")
-        ):
+        if (
+            name.startswith("COMMLENS") and name not in ("COMMLENS_TEST_DATA", NATIVE)
+        ) or name.startswith(("TORCH_NCCL_", "TORCH_FR_", "ACCELERATE_")):
             monkeypatch.delenv(name)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
-    monkeypatch.setenv("COMMLENS_AUTO_BUILD", "0")  # no launched job builds the native engine, except in the tests of that
+    # no launched job builds the native engine, except in the tests of that
+    monkeypatch.setenv("COMMLENS_AUTO_BUILD", "0")
     monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(tmp_path_factory.getbasetemp() / "no-native"))
 
 
@@ -53,12 +60,15 @@ def shared_data() -> Path:
     return Path(folder)
 
 
-NATIVE = "COMMLENS_TEST_NATIVE"  # a folder that keeps the native engine from one test run to the next
+# a folder that keeps the native engine from one test run to the next
+NATIVE = "COMMLENS_TEST_NATIVE"
 _native_cache = pytest.StashKey[tuple[Path, str]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the native engine, where a test of this run needs it: before any of them, since it takes longer than a test may."""
+    """Build the native engine, where a test of this run needs it: before any of them, since it
+    takes longer than a test may.
+    """
     if session.config.option.collectonly or not any(map(_needs_native, session.items)):
         return
     base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
@@ -85,14 +95,18 @@ def _why_not_built(cache: Path) -> str:
     try:
         build.build(cache.resolve())
     except NativeEngineError as error:
-        can = shutil.which("c++") is not None and not any(word in str(error) for word in ("headers", "Killed", "No space", "out of memory"))
+        can = shutil.which("c++") is not None and not any(
+            word in str(error) for word in ("headers", "Killed", "No space", "out of memory")
+        )
         return f"!{error}" if can else str(error)
     return ""
 
 
 @pytest.fixture(scope="session")
 def native_cache(request: pytest.FixtureRequest) -> Path:
-    """A cache with the native engine in it, built once for a test run. Skips where nothing here can build it."""
+    """A cache with the native engine in it, built once for a test run. Skips where nothing here can
+    build it.
+    """
     cache, why_not = request.config.stash[_native_cache]
     assert not why_not.startswith("!"), why_not
     if why_not:
@@ -102,10 +116,15 @@ def native_cache(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module", params=["python", "native"])
 def engine_environment(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What makes a process record in Python, and what makes it record natively: a test that asks for it runs under both."""
+    """What makes a process record in Python, and what makes it record natively: a test that asks
+    for it runs under both.
+    """
     if request.param == "python":
         return {"COMMLENS_ENGINE": "python"}
-    return {"COMMLENS_ENGINE": "native", "COMMLENS_NATIVE_DIR": str(request.getfixturevalue("native_cache"))}
+    return {
+        "COMMLENS_ENGINE": "native",
+        "COMMLENS_NATIVE_DIR": str(request.getfixturevalue("native_cache")),
+    }
 
 
 RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -113,9 +132,13 @@ RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_commlens(tmp_path: Path) -> RunCommlens:
-    """Call the command line in a process of its own: ``run_commlens("config", "show", environ={...})``."""
+    """Call the command line in a process of its own: ``run_commlens("config", "show",
+    environ={...})``.
+    """
 
-    def run(*arguments: str, environ: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, environ: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "commlens", *arguments],
             env={**os.environ, "PYTHONPATH": str(SOURCE), **(environ or {})},
@@ -135,7 +158,14 @@ def _left_behind(mark: str) -> Iterator[tuple[int, str]]:
             continue
         with contextlib.suppress(OSError):
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                yield (
+                    int(folder.name),
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip(),
+                )
 
 
 def pytest_sessionstart() -> None:

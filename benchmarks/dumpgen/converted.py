@@ -1,4 +1,6 @@
-"""Real runs over gloo, recorded by commlens, as the files that the Flight Recorder would have left had they run over NCCL."""
+"""Real runs over gloo, recorded by commlens, as the files that the Flight Recorder would have left
+had they run over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,27 @@ NAMES = {
 """The dispatcher's names to those that torch's NCCL backend records."""
 
 DTYPES = {
-    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
-    "int8": "Char", "uint8": "Byte", "bool": "Bool",
-}  # fmt: skip
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "int64": "Long",
+    "int32": "Int",
+    "int16": "Short",
+    "int8": "Char",
+    "uint8": "Byte",
+    "bool": "Bool",
+}
 
 
-def write(logs: Sequence[RankLog], folder: Path, *, timing: bool, without: Collection[int] = (), prefix: str = "rank_") -> None:
+def write(
+    logs: Sequence[RankLog],
+    folder: Path,
+    *,
+    timing: bool,
+    without: Collection[int] = (),
+    prefix: str = "rank_",
+) -> None:
     """One file of each rank.
 
     Args:
@@ -68,25 +85,33 @@ def pickled(log: RankLog, *, timing: bool, version: str = "2.10") -> bytes:
         group, p2p = op.channel.group, op.is_point_to_point
         done, count = state == "completed", counts[group.name]
         began = timing and state != "scheduled"
-        entries.append((
-            Record(
-                frames=tuple((frame.function, frame.file, frame.line) for frame in op.stack),
-                pg_id=ids[group.name],
-                group=(group.name, group.description),
-                name=f"nccl:{name}",
-                inputs=() if closing else tuple(spec.shape for spec in op.args.inputs),
-                outputs=() if closing else tuple(spec.shape for spec in op.args.outputs or op.args.inputs),
-                dtype=_dtype(op),
-                state=state,
-                timed_start=began,
-                timed_end=done,
-                retired=done,
-                is_p2p=p2p,
-                duration_ms=max(0, op.done_ns - op.entered_ns) / 1e6 if timing and done else None,
-                thread=0,
-            ),
-            (len(entries), count[0], count[1], count[2]),
-        ))  # fmt: skip
+        entries.append(
+            (
+                Record(
+                    frames=tuple((frame.function, frame.file, frame.line) for frame in op.stack),
+                    pg_id=ids[group.name],
+                    group=(group.name, group.description),
+                    name=f"nccl:{name}",
+                    inputs=() if closing else tuple(spec.shape for spec in op.args.inputs),
+                    outputs=(
+                        ()
+                        if closing
+                        else tuple(spec.shape for spec in op.args.outputs or op.args.inputs)
+                    ),
+                    dtype=_dtype(op),
+                    state=state,
+                    timed_start=began,
+                    timed_end=done,
+                    retired=done,
+                    is_p2p=p2p,
+                    duration_ms=(
+                        max(0, op.done_ns - op.entered_ns) / 1e6 if timing and done else None
+                    ),
+                    thread=0,
+                ),
+                (len(entries), count[0], count[1], count[2]),
+            )
+        )
         times.append((op.announced_ns, op.entered_ns or op.announced_ns, _ended_ns(op)))
 
     heads: set[str] = set()
@@ -100,8 +125,16 @@ def pickled(log: RankLog, *, timing: bool, version: str = "2.10") -> bytes:
             count[1 if op.is_point_to_point else 0] += 1
         batch = open_batch
         count[2] += 1
-        completed = op.state is State.COMPLETED or (op.state is State.UNKNOWN and _followed(log, op))
-        state = "completed" if completed else "started" if timing and group.name not in heads else "scheduled"
+        completed = op.state is State.COMPLETED or (
+            op.state is State.UNKNOWN and _followed(log, op)
+        )
+        state = (
+            "completed"
+            if completed
+            else "started"
+            if timing and group.name not in heads
+            else "scheduled"
+        )
         if op.coalesced_members:
             batch = None
             add(op, "coalesced", state, closing=True)
@@ -152,14 +185,18 @@ def _ended_ns(op: Collective) -> int:
 
 def _followed(log: RankLog, op: Collective) -> bool:
     """Whether something later in the same group completed."""
-    return any(o.index > op.index and o.channel == op.channel and o.state is State.COMPLETED for o in log.collectives)
+    return any(
+        o.index > op.index and o.channel == op.channel and o.state is State.COMPLETED
+        for o in log.collectives
+    )
 
 
 def truth_in_dumps(name: str, world_size: int) -> Truth:
     """The verdict that a scenario's dumps must get: they hold less than a black box does.
 
-    The Flight Recorder does not write down reduce ops and roots: with another reduce op nothing hangs and nothing shows; with another root
-    everybody is seen inside one broadcast. How a process ended is not in them either: it left no dump.
+    The Flight Recorder does not write down reduce ops and roots: with another reduce op nothing
+    hangs and nothing shows; with another root everybody is seen inside one broadcast. How a process
+    ended is not in them either: it left no dump.
     """
     scenario = find(name)
     truth = scenario.truth(world_size)

@@ -28,7 +28,8 @@ class Injection:
     truth: Truth
     edits: dict[int, Edit] = field(default_factory=dict)  # rank to what becomes of its step
     stops: dict[int, int] = field(default_factory=dict)  # rank to the op that its host never calls
-    late: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, op of each step) to seconds
+    # (rank, op of each step) to seconds
+    late: dict[tuple[int, int], float] = field(default_factory=dict)
     jams: frozenset[tuple[str, int, int]] = frozenset()
     no_dump: frozenset[int] = frozenset()
     steps: int = 2  # that are executed with the fault
@@ -50,7 +51,9 @@ class Site:
 
     @property
     def culprit(self) -> int:
-        """In the middle of the mesh, neither first nor last in any of its groups where that is possible."""
+        """In the middle of the mesh, neither first nor last in any of its groups where that is
+        possible.
+        """
         return self.at(self.stage, self.mesh.dp // 2, self.mesh.tp // 2)
 
     @property
@@ -63,14 +66,22 @@ class Site:
         return self.mesh.rank(stage % self.mesh.pp, dp % self.mesh.dp, tp % self.mesh.tp)
 
     def index(self, role: str, name: str, number: int, stage: int | None = None) -> int:
-        """Where in the step the ``number``-th op of this role and name is; negative numbers count from the end."""
+        """Where in the step the ``number``-th op of this role and name is; negative numbers count
+        from the end.
+        """
         ops = self.steps[self.stage if stage is None else stage]
         return [i for i, op in enumerate(ops) if op.role == role and op.name == name][number]
 
     def message(self, name: str, stage: int, number: int) -> int:
-        """The ``number``-th op of the culprit that sends to this stage or receives from it, alone or in a batch."""
+        """The ``number``-th op of the culprit that sends to this stage or receives from it, alone
+        or in a batch.
+        """
         ops = self.steps[self.stage]
-        return [i for i, op in enumerate(ops) if any(m.name == name and m.stage == stage for m in op.members or (op,))][number]
+        return [
+            i
+            for i, op in enumerate(ops)
+            if any(m.name == name and m.stage == stage for m in op.members or (op,))
+        ][number]
 
     def neighbour(self, towards: int) -> int:
         """The culprit's in its pipeline."""
@@ -79,7 +90,9 @@ class Site:
 
     def twin(self, role: str) -> int:
         """The other member of the culprit's group, where there is only one."""
-        others = [rank for rank in self.mesh.group(role, self.culprit).ranks if rank != self.culprit]
+        others = [
+            rank for rank in self.mesh.group(role, self.culprit).ranks if rank != self.culprit
+        ]
         return others[0] if len(others) == 1 else -1
 
 
@@ -92,7 +105,9 @@ def without(ops: list[Op], index: int) -> list[Op]:
     """The step with an op left out; nobody waits for it."""
     kept = [replace(op, waits=tuple(w - (w > index) for w in op.waits if w != index)) for op in ops]
     if index + 1 < len(kept):  # what it had waited for, the next one waits for
-        kept[index + 1] = replace(kept[index + 1], waits=tuple(sorted({*kept[index + 1].waits, *kept[index].waits})))
+        kept[index + 1] = replace(
+            kept[index + 1], waits=tuple(sorted({*kept[index + 1].waits, *kept[index].waits}))
+        )
     return [*kept[:index], *kept[index + 1 :]]
 
 
@@ -100,7 +115,12 @@ def inserted(ops: list[Op], index: int, op: Op) -> list[Op]:
     """The step with one op more, which is waited for."""
     shifted = [replace(o, waits=tuple(w + (w >= index) for w in o.waits)) for o in ops]
     following = replace(shifted[index], waits=(*shifted[index].waits, index))
-    return [*shifted[:index], replace(op, waits=shifted[index].waits, host_syncs=False), following, *shifted[index + 1 :]]
+    return [
+        *shifted[:index],
+        replace(op, waits=shifted[index].waits, host_syncs=False),
+        following,
+        *shifted[index + 1 :],
+    ]
 
 
 def swapped(ops: list[Op], index: int) -> list[Op]:
@@ -112,24 +132,35 @@ def swapped(ops: list[Op], index: int) -> list[Op]:
 
 def _stuck(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
-        return Injection(Truth(("missing",), (site.culprit,)), stops={site.culprit: site.index(role, name, number)})
+        return Injection(
+            Truth(("missing",), (site.culprit,)),
+            stops={site.culprit: site.index(role, name, number)},
+        )
 
     return inject
 
 
 def _stuck_at_the_start(site: Site) -> Injection:
-    return Injection(Truth(("missing",), (site.culprit,)), stops={site.culprit: len(site.steps[site.stage])})
+    return Injection(
+        Truth(("missing",), (site.culprit,)), stops={site.culprit: len(site.steps[site.stage])}
+    )
 
 
 def _dead(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
         stuck = _stuck(role, name, number)(site)
-        return replace(stuck, truth=Truth(("dead", "missing"), (site.culprit,)), no_dump=frozenset({site.culprit}))
+        return replace(
+            stuck,
+            truth=Truth(("dead", "missing"), (site.culprit,)),
+            no_dump=frozenset({site.culprit}),
+        )
 
     return inject
 
 
-def _mismatch(kind: str, role: str, name: str, number: int, change: Callable[[Op], Op], *others: str) -> Inject:
+def _mismatch(
+    kind: str, role: str, name: str, number: int, change: Callable[[Op], Op], *others: str
+) -> Inject:
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
@@ -141,20 +172,32 @@ def _mismatch(kind: str, role: str, name: str, number: int, change: Callable[[Op
 
 
 def _shorter(op: Op) -> Op:
-    return replace(op, inputs=tuple((s[0] // 2, *s[1:]) for s in op.inputs), outputs=tuple((s[0] // 2, *s[1:]) for s in op.outputs))
+    return replace(
+        op,
+        inputs=tuple((s[0] // 2, *s[1:]) for s in op.inputs),
+        outputs=tuple((s[0] // 2, *s[1:]) for s in op.outputs),
+    )
 
 
 def _swap(site: Site) -> Injection:
-    """The two last reductions of the step: over the pipeline or data parallel group, and over everybody."""
+    """The two last reductions of the step: over the pipeline or data parallel group, and over
+    everybody.
+    """
     index = site.index(WORLD, "all_reduce", -1) - 1
-    return Injection(Truth(("cycle",), (site.culprit,)), edits={site.culprit: lambda ops: swapped(ops, index)})
+    return Injection(
+        Truth(("cycle",), (site.culprit,)), edits={site.culprit: lambda ops: swapped(ops, index)}
+    )
 
 
 def _skip(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
-            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,), twin=site.twin(role)),
+            Truth(
+                ("mismatch/op", "mismatch/shape", "missing", "cycle"),
+                (site.culprit,),
+                twin=site.twin(role),
+            ),
             edits={site.culprit: lambda ops: without(ops, index)},
         )
 
@@ -165,7 +208,11 @@ def _extra(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
-            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,), twin=site.twin(role)),
+            Truth(
+                ("mismatch/op", "mismatch/shape", "missing", "cycle"),
+                (site.culprit,),
+                twin=site.twin(role),
+            ),
             edits={site.culprit: lambda ops: inserted(ops, index, ops[index])},
         )
 
@@ -184,9 +231,15 @@ def _lost_message(name: str, towards: int) -> Inject:
 
         def edit(ops: list[Op]) -> list[Op]:
             left = tuple(m for m in ops[index].members if not (m.name == name and m.stage == other))
-            return replaced(ops, index, replace(ops[index], members=left)) if left else without(ops, index)
+            return (
+                replaced(ops, index, replace(ops[index], members=left))
+                if left
+                else without(ops, index)
+            )
 
-        return Injection(Truth(_P2P, (site.culprit,), twin=site.neighbour(towards)), edits={site.culprit: edit})
+        return Injection(
+            Truth(_P2P, (site.culprit,), twin=site.neighbour(towards)), edits={site.culprit: edit}
+        )
 
     return inject
 
@@ -197,10 +250,16 @@ def _wrong_peer(site: Site) -> Injection:
 
     def edit(ops: list[Op]) -> list[Op]:
         op = ops[index]
-        members = tuple(replace(m, stage=site.stage + 1) if m.name == "recv" else m for m in op.members)
-        return replaced(ops, index, replace(op, members=members, stage=op.stage if members else site.stage + 1))
+        members = tuple(
+            replace(m, stage=site.stage + 1) if m.name == "recv" else m for m in op.members
+        )
+        return replaced(
+            ops, index, replace(op, members=members, stage=op.stage if members else site.stage + 1)
+        )
 
-    return Injection(Truth(_P2P, (site.culprit,), twin=site.neighbour(1)), edits={site.culprit: edit})
+    return Injection(
+        Truth(_P2P, (site.culprit,), twin=site.neighbour(1)), edits={site.culprit: edit}
+    )
 
 
 def _jammed(role: str, name: str, number: int) -> Inject:
@@ -228,7 +287,8 @@ def _healthy(*, runs: bool, spread_s: float = 0.0) -> Inject:
 def _two(first: Inject, second: Inject) -> Inject:
     """Two faults far from each other, in groups of their own; neither waits for the other.
 
-    The second is in the first pipeline stage, so late that what the first one's stage needs has been sent.
+    The second is in the first pipeline stage, so late that what the first one's stage needs has
+    been sent.
     """
 
     def inject(site: Site) -> Injection:
@@ -236,7 +296,11 @@ def _two(first: Inject, second: Inject) -> Inject:
         elsewhere = _Elsewhere(site.mesh, site.steps)
         b = second(elsewhere)
         return Injection(
-            Truth((*a.truth.kinds, *b.truth.kinds), tuple(sorted((*a.truth.culprits, *b.truth.culprits))), twin=b.truth.twin),
+            Truth(
+                (*a.truth.kinds, *b.truth.kinds),
+                tuple(sorted((*a.truth.culprits, *b.truth.culprits))),
+                twin=b.truth.twin,
+            ),
             edits={**a.edits, **b.edits},
             stops={**a.stops, **b.stops},
         )
@@ -295,7 +359,9 @@ def _partial(site: Site) -> Injection:
     """Only the dumps of the culprit's replica are there, as of one node or one rack."""
     stuck = _stuck("tp", "_reduce_scatter_base", 5)(site)
     mine = site.mesh.place(site.culprit)[1]
-    return replace(stuck, no_dump=frozenset(r for r in range(site.mesh.size) if site.mesh.place(r)[1] != mine))
+    return replace(
+        stuck, no_dump=frozenset(r for r in range(site.mesh.size) if site.mesh.place(r)[1] != mine)
+    )
 
 
 @dataclass(frozen=True)
@@ -309,47 +375,137 @@ class Fault:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("stuck-before-tp", "a rank is stuck in its own code in the middle of a forward", _stuck("tp", "_all_gather_base", 7)),
-    Fault("stuck-before-dp", "a rank is stuck before it reduces its gradients", _stuck("dp", "_reduce_scatter_base", 1)),
-    Fault("stuck-before-world", "a rank is stuck before the last reduction of the step", _stuck(WORLD, "all_reduce", -1)),
+    Fault(
+        "stuck-before-tp",
+        "a rank is stuck in its own code in the middle of a forward",
+        _stuck("tp", "_all_gather_base", 7),
+    ),
+    Fault(
+        "stuck-before-dp",
+        "a rank is stuck before it reduces its gradients",
+        _stuck("dp", "_reduce_scatter_base", 1),
+    ),
+    Fault(
+        "stuck-before-world",
+        "a rank is stuck before the last reduction of the step",
+        _stuck(WORLD, "all_reduce", -1),
+    ),
     Fault("stuck-at-the-start", "a rank never begins the next step", _stuck_at_the_start),
-    Fault("dead", "a rank died in the middle of a forward: no dump", _dead("tp", "_all_gather_base", 7)),
-    Fault("dead-before-world", "a rank died before the last reduction: no dump", _dead(WORLD, "all_reduce", -1)),
-    Fault("mismatch-shape", "a rank's gradient is shorter", _mismatch("shape", "dp", "_reduce_scatter_base", 1, _shorter)),
-    Fault("mismatch-shape-tp", "a rank's activation is shorter", _mismatch("shape", "tp", "_all_gather_base", 9, _shorter)),
-    Fault("mismatch-dtype", "a rank reduces another dtype",
-          _mismatch("dtype", "dp", "all_reduce", -1, lambda op: replace(op, dtype="BFloat16"))),
-    Fault("mismatch-op", "a rank reduces where the others reduce and scatter",
-          _mismatch("op", "tp", "_reduce_scatter_base", 6, lambda op: replace(op, name="all_reduce", outputs=op.inputs))),
+    Fault(
+        "dead",
+        "a rank died in the middle of a forward: no dump",
+        _dead("tp", "_all_gather_base", 7),
+    ),
+    Fault(
+        "dead-before-world",
+        "a rank died before the last reduction: no dump",
+        _dead(WORLD, "all_reduce", -1),
+    ),
+    Fault(
+        "mismatch-shape",
+        "a rank's gradient is shorter",
+        _mismatch("shape", "dp", "_reduce_scatter_base", 1, _shorter),
+    ),
+    Fault(
+        "mismatch-shape-tp",
+        "a rank's activation is shorter",
+        _mismatch("shape", "tp", "_all_gather_base", 9, _shorter),
+    ),
+    Fault(
+        "mismatch-dtype",
+        "a rank reduces another dtype",
+        _mismatch("dtype", "dp", "all_reduce", -1, lambda op: replace(op, dtype="BFloat16")),
+    ),
+    Fault(
+        "mismatch-op",
+        "a rank reduces where the others reduce and scatter",
+        _mismatch(
+            "op",
+            "tp",
+            "_reduce_scatter_base",
+            6,
+            lambda op: replace(op, name="all_reduce", outputs=op.inputs),
+        ),
+    ),
     Fault("swap", "a rank calls two reductions in the other order", _swap),
-    Fault("skipped-tp", "a rank leaves out a collective of its forward", _skip("tp", "_reduce_scatter_base", 5)),
-    Fault("skipped-dp", "a rank leaves out a reduction of gradients", _skip("dp", "_reduce_scatter_base", 1)),
-    Fault("skipped-last", "a rank leaves out the last reduction of the step", _skip(WORLD, "all_reduce", -1)),
+    Fault(
+        "skipped-tp",
+        "a rank leaves out a collective of its forward",
+        _skip("tp", "_reduce_scatter_base", 5),
+    ),
+    Fault(
+        "skipped-dp",
+        "a rank leaves out a reduction of gradients",
+        _skip("dp", "_reduce_scatter_base", 1),
+    ),
+    Fault(
+        "skipped-last",
+        "a rank leaves out the last reduction of the step",
+        _skip(WORLD, "all_reduce", -1),
+    ),
     Fault("extra-tp", "a rank calls a collective twice", _extra("tp", "_all_gather_base", 5)),
     Fault("extra-world", "a rank calls the last reduction twice", _extra(WORLD, "all_reduce", -1)),
-    Fault("lost-send", "a pipeline stage leaves out a send of activations", _lost_message("send", 1), stages=3),
-    Fault("lost-send-backward", "a pipeline stage leaves out a send of gradients", _lost_message("send", -1), stages=2),
-    Fault("lost-recv", "a pipeline stage leaves out a receive", _lost_message("recv", -1), stages=2),
+    Fault(
+        "lost-send",
+        "a pipeline stage leaves out a send of activations",
+        _lost_message("send", 1),
+        stages=3,
+    ),
+    Fault(
+        "lost-send-backward",
+        "a pipeline stage leaves out a send of gradients",
+        _lost_message("send", -1),
+        stages=2,
+    ),
+    Fault(
+        "lost-recv", "a pipeline stage leaves out a receive", _lost_message("recv", -1), stages=2
+    ),
     Fault("wrong-peer", "a pipeline stage receives from the wrong one", _wrong_peer, stages=3),
-    Fault("stuck-inside-tp", "everybody is in a tensor parallel collective that does not complete", _jammed("tp", "_all_gather_base", 8)),
-    Fault("stuck-inside-dp", "everybody is in a reduction of gradients that does not complete", _jammed("dp", "_reduce_scatter_base", 1)),
-    Fault("stuck-inside-world", "everybody is in the last reduction, which does not complete", _jammed(WORLD, "all_reduce", -1)),
-    Fault("two-stuck", "two ranks are stuck, independently",
-          _two(_stuck("tp", "_all_gather_base", 7), _stuck("tp", "_reduce_scatter_base", 10))),
-    Fault("stuck-and-mismatch", "one rank is stuck, another's activation is shorter, independently",
-          _two(_stuck("tp", "_all_gather_base", 7), _mismatch("shape", "tp", "_all_gather_base", 10, _shorter))),
+    Fault(
+        "stuck-inside-tp",
+        "everybody is in a tensor parallel collective that does not complete",
+        _jammed("tp", "_all_gather_base", 8),
+    ),
+    Fault(
+        "stuck-inside-dp",
+        "everybody is in a reduction of gradients that does not complete",
+        _jammed("dp", "_reduce_scatter_base", 1),
+    ),
+    Fault(
+        "stuck-inside-world",
+        "everybody is in the last reduction, which does not complete",
+        _jammed(WORLD, "all_reduce", -1),
+    ),
+    Fault(
+        "two-stuck",
+        "two ranks are stuck, independently",
+        _two(_stuck("tp", "_all_gather_base", 7), _stuck("tp", "_reduce_scatter_base", 10)),
+    ),
+    Fault(
+        "stuck-and-mismatch",
+        "one rank is stuck, another's activation is shorter, independently",
+        _two(
+            _stuck("tp", "_all_gather_base", 7),
+            _mismatch("shape", "tp", "_all_gather_base", 10, _shorter),
+        ),
+    ),
     Fault("several-stuck", "all ranks of one host are stuck", _several),
     Fault("several-apart", "two ranks are stuck before the same reduction", _several_apart),
     Fault("far-behind", "a rank is stuck and the others have enqueued 1,700 more", _far_behind),
-    Fault("overwritten", "a rank is stuck and the rings of the others have lost where", _overwritten),
+    Fault(
+        "overwritten", "a rank is stuck and the rings of the others have lost where", _overwritten
+    ),
     Fault("lost-dumps", "a rank is stuck, and the dumps of two others are lost", _with_lost_dumps),
     Fault("partial", "a rank is stuck, and only one replica's dumps are there", _partial),
     Fault("straggler", "healthy but slow: a rank is late in every step", _straggler),
     Fault("healthy-done", "healthy: everything has completed", _healthy(runs=False)),
     Fault("healthy-running", "healthy: dumped in the middle of a step", _healthy(runs=True)),
-    Fault("healthy-spread", "healthy: dumped in the middle of a step, the ranks one after the other within 50 ms",
-          _healthy(runs=True, spread_s=0.05)),
-)  # fmt: skip
+    Fault(
+        "healthy-spread",
+        "healthy: dumped in the middle of a step, the ranks one after the other within 50 ms",
+        _healthy(runs=True, spread_s=0.05),
+    ),
+)
 """Every fault, healthy jobs last."""
 
 

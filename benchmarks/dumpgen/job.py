@@ -59,7 +59,8 @@ class Program:
 
     ops: list[Op]
     rows: list[Row]
-    counts: dict[str, tuple[int, int, int]]  # of each role: collectives, p2p and op ids of all of it
+    # of each role: collectives, p2p and op ids of all of it
+    counts: dict[str, tuple[int, int, int]]
 
     @classmethod
     def of(cls, ops: list[Op]) -> Program:
@@ -141,22 +142,31 @@ class Job:
             os.utime(path, ns=(self.captured_ns(rank),) * 2)
 
     def captured_ns(self, rank: int) -> int:
-        """When the rank's dump was made, Unix ns by the clock of its host; files are given this time."""
+        """When the rank's dump was made, Unix ns by the clock of its host; files are given this
+        time.
+        """
         if self._injection.runs:
             return self._clock(rank) + self._cut_of(rank)
         return self._clock(rank) + (TIMEOUT_NS if self._hangs else HEALTHY_PAUSE_NS)
 
     @cached_property
     def _hangs(self) -> bool:
-        return any(when < 0 for course in self._courses.values() for when in course.completed) or bool(self._injection.stops)
+        return any(
+            when < 0 for course in self._courses.values() for when in course.completed
+        ) or bool(self._injection.stops)
 
     def _clock(self, rank: int) -> int:
         """Of the rank's host, at the beginning of the step with the fault."""
-        skew = random.Random(f"{self.conditions.seed} host {rank // GPUS_OF_A_HOST}").gauss(0, 1) * self.conditions.skew_s
+        skew = (
+            random.Random(f"{self.conditions.seed} host {rank // GPUS_OF_A_HOST}").gauss(0, 1)
+            * self.conditions.skew_s
+        )
         return BEGAN_NS + round(skew * 1e9)
 
     def _cut_of(self, rank: int) -> int:
-        spread = random.Random(f"{self.conditions.seed} cut {rank}").uniform(0, self._injection.spread_s)
+        spread = random.Random(f"{self.conditions.seed} cut {rank}").uniform(
+            0, self._injection.spread_s
+        )
         return self._cut + round(spread * 1e9)
 
     def files(self, ranks: list[int] | None = None) -> Iterator[tuple[int, bytes]]:
@@ -164,18 +174,22 @@ class Job:
         for rank in self.ranks() if ranks is None else ranks:
             yield rank, self._file(rank)
 
-    # --- what happens ------------------------------------------------------------------------------------------------
+    # --- what happens
 
     @cached_property
     def _injection(self) -> Injection:
-        return self.fault.inject(Site(self.mesh, {stage: self._step(stage, 0) for stage in range(self.mesh.pp)}))
+        return self.fault.inject(
+            Site(self.mesh, {stage: self._step(stage, 0) for stage in range(self.mesh.pp)})
+        )
 
     @cached_property
     def _shape(self) -> Shape:
         return replace(self.shape, batched_p2p=self.conditions.batched_p2p)
 
     def _step(self, stage: int, expert: int) -> list[Op]:
-        return step(self.mesh, stage, replace(self.shape, batched_p2p=self.conditions.batched_p2p), expert)
+        return step(
+            self.mesh, stage, replace(self.shape, batched_p2p=self.conditions.batched_p2p), expert
+        )
 
     def _kind(self, rank: int) -> tuple[int, int]:
         stage, dp, _ = self.mesh.place(rank)
@@ -183,7 +197,9 @@ class Job:
 
     @cached_property
     def _plain(self) -> dict[tuple[int, int], list[Op]]:
-        return {kind: self._step(*kind) for kind in {self._kind(rank) for rank in range(self.mesh.size)}}
+        return {
+            kind: self._step(*kind) for kind in {self._kind(rank) for rank in range(self.mesh.size)}
+        }
 
     @cached_property
     def _tail_programs(self) -> dict[int, Program]:
@@ -195,7 +211,12 @@ class Job:
             for ops in [first, *[others] * (self._injection.steps - 1)]:
                 begin = len(joined)
                 joined += [
-                    replace(op, waits=tuple(w + begin for w in op.waits), host_syncs=op.host_syncs and syncs and begin > 0) for op in ops
+                    replace(
+                        op,
+                        waits=tuple(w + begin for w in op.waits),
+                        host_syncs=op.host_syncs and syncs and begin > 0,
+                    )
+                    for op in ops
                 ]
             return Program.of(joined)
 
@@ -212,22 +233,41 @@ class Job:
         made: dict[int, Plan] = {}
         for rank, program in self._tail_programs.items():
             plans[rank] = made.setdefault(id(program), Plan(program.ops))
-        lengths = {rank: len(self._plain[self._kind(rank)]) for rank in {rank for rank, _ in self._injection.late}}
+        lengths = {
+            rank: len(self._plain[self._kind(rank)])
+            for rank in {rank for rank, _ in self._injection.late}
+        }
         delays = {
             (rank, op + number * lengths[rank]): round(seconds * 1e9)
             for (rank, op), seconds in self._injection.late.items()
             for number in range(self._injection.steps)
         }
         return Simulation(
-            self.mesh, plans, stops=self._injection.stops, delays=delays, jams=self._injection.jams, run_ahead=self._injection.run_ahead
+            self.mesh,
+            plans,
+            stops=self._injection.stops,
+            delays=delays,
+            jams=self._injection.jams,
+            run_ahead=self._injection.run_ahead,
         ).run()
 
     @cached_property
     def _usual(self) -> tuple[dict[int, Course], int]:
-        """A healthy step of each stage, with the smallest groups that show its times, and how long it takes."""
+        """A healthy step of each stage, with the smallest groups that show its times, and how long
+        it takes.
+        """
         small = Mesh(self.mesh.pp, self.mesh.ep, 1, ep=self.mesh.ep, megatron=self.mesh.megatron)
-        plans = {kind: Plan([replace(op, host_syncs=False) for op in ops]) for kind, ops in self._plain.items()}
-        courses = Simulation(small, {rank: plans[(small.place(rank)[0], small.place(rank)[1])] for rank in range(small.size)}).run()
+        plans = {
+            kind: Plan([replace(op, host_syncs=False) for op in ops])
+            for kind, ops in self._plain.items()
+        }
+        courses = Simulation(
+            small,
+            {
+                rank: plans[(small.place(rank)[0], small.place(rank)[1])]
+                for rank in range(small.size)
+            },
+        ).run()
         length = max(max(course.completed) for course in courses.values()) + 1_000_000
         return {small.place(rank)[0]: course for rank, course in courses.items()}, length
 
@@ -237,7 +277,7 @@ class Job:
         _, length = self._usual
         return round(length * 1.43)
 
-    # --- files -------------------------------------------------------------------------------------------------------
+    # --- files
 
     @cached_property
     def _pasts(self) -> dict[tuple[int, int], Past]:
@@ -248,17 +288,27 @@ class Job:
         course = courses[kind[0]]
         program = Program.of(self._plain[kind])
         history = self.conditions.history
-        tail = max(len(self._tail_programs[r].rows) for r in self._tail_programs if self._kind(r) == kind)
+        tail = max(
+            len(self._tail_programs[r].rows) for r in self._tail_programs if self._kind(r) == kind
+        )
         tail = min(tail, self._injection.run_ahead) if self._injection.syncs else 0
-        wanted = min(max(self.conditions.ring, tail) + len(program.rows), history * len(program.rows))
+        wanted = min(
+            max(self.conditions.ring, tail) + len(program.rows), history * len(program.rows)
+        )
         first = (history * len(program.rows) - wanted) // len(program.rows)
         numbers = np.array([row.op for row in program.rows])
         end = np.array(course.completed)[numbers]
         begin = np.array(course.started)[numbers]
         call = np.array(course.created)[numbers]
         offsets = (np.arange(first, history) - history) * length
-        entries = [(row, self._numbers(row, program, s, i)) for s in range(first, history) for i, row in enumerate(program.rows)]
-        return Past(entries, *((offsets[:, None] + times[None, :]).ravel() for times in (call, begin, end)))
+        entries = [
+            (row, self._numbers(row, program, s, i))
+            for s in range(first, history)
+            for i, row in enumerate(program.rows)
+        ]
+        return Past(
+            entries, *((offsets[:, None] + times[None, :]).ravel() for times in (call, begin, end))
+        )
 
     @staticmethod
     def _numbers(row: Row, program: Program, steps_before: int, number: int) -> Numbers:
@@ -271,7 +321,9 @@ class Job:
             steps_before * ids + row.op_id,
         )
 
-    def _record(self, row: Row, state: str, stage: int, pg_id: int, group: tuple[str, str]) -> Record:
+    def _record(
+        self, row: Row, state: str, stage: int, pg_id: int, group: tuple[str, str]
+    ) -> Record:
         op, timing = row.part, self.conditions.timing
         name = op.name
         if op.is_p2p:
@@ -309,13 +361,23 @@ class Job:
         tail, times = tail[-conditions.ring :], times[:, -conditions.ring :]
         first = len(past.entries) - keep
         if conditions.in_flight_only:
-            first, chosen = len(past.entries), [i for i, (_, state) in enumerate(tail) if state != "completed" or not tail[i][0].closes]
+            first, chosen = (
+                len(past.entries),
+                [
+                    i
+                    for i, (_, state) in enumerate(tail)
+                    if state != "completed" or not tail[i][0].closes
+                ],
+            )
             tail, times = [tail[i] for i in chosen], times[:, chosen]
 
         status = self._status(program, course, kind, ids)
-        head = header(conditions.version, [(g.name, g.description, g.rank_list) for g in groups], status)
+        head = header(
+            conditions.version, [(g.name, g.description, g.rank_list) for g in groups], status
+        )
         known = tuple(head.memo[text] for pair in names.values() for text in pair)
-        stand_ins = {role: (f"name of {role}", f"description of {role}") for role in names}  # ranks share bytes, not names of groups
+        # ranks share bytes, not names of groups
+        stand_ins = {role: (f"name of {role}", f"description of {role}") for role in names}
         shared = (kind, first, head.puts, known)
         records: dict[tuple[int, str], Record] = {}
 
@@ -323,30 +385,48 @@ class Job:
             made = records.get((id(row), state))
             if made is None:
                 role = row.part.role
-                made = records[id(row), state] = self._record(row, state, kind[0], ids[role], stand_ins[role])
+                made = records[id(row), state] = self._record(
+                    row, state, kind[0], ids[role], stand_ins[role]
+                )
             return made
 
         if shared not in self._templates:
             texts = [text for pair in stand_ins.values() for text in pair]
-            body = Stream(memo={**head.memo, **dict(zip(texts, known, strict=True))}, puts=head.puts)
+            body = Stream(
+                memo={**head.memo, **dict(zip(texts, known, strict=True))}, puts=head.puts
+            )
             entries = [(record(row, "completed"), numbers) for row, numbers in past.entries[first:]]
-            self._templates[shared] = (template(conditions.version, body, entries, opens=True), body)
+            self._templates[shared] = (
+                template(conditions.version, body, entries, opens=True),
+                body,
+            )
         begin, memory = self._templates[shared]
         states = (shared, id(program), tuple((id(row), state) for row, state in tail))
         if states not in self._tails:
             stream = Stream(memo={**memory.memo, **head.memo}, puts=memory.puts)
-            steps, places = Program.of(self._plain[kind]), {id(row): number for number, row in enumerate(program.rows)}
-            entries = [(record(row, state), self._numbers(row, steps, conditions.history, places[id(row)])) for row, state in tail]
+            steps, places = (
+                Program.of(self._plain[kind]),
+                {id(row): number for number, row in enumerate(program.rows)},
+            )
+            entries = [
+                (record(row, state), self._numbers(row, steps, conditions.history, places[id(row)]))
+                for row, state in tail
+            ]
             self._tails[states] = template(conditions.version, stream, entries, closes=True)
         jitter = np.random.default_rng(conditions.seed * 100_003 + rank)
-        old = [past.created[first:] + jitter.integers(0, 30_000, keep if first < len(past.entries) else 0)]
+        old = [
+            past.created[first:]
+            + jitter.integers(0, 30_000, keep if first < len(past.entries) else 0)
+        ]
         phase = chance.randrange(WATCHDOG_TURN_NS)
         old += [_noticed(past.started[first:], phase), _noticed(past.completed[first:], phase)]
         parts = [head.getvalue(), begin.fill(*(clock + t for t in old)).tobytes()]
         parts.append(self._tails[states].fill(*(clock + t for t in times)).tobytes())
         return b"".join(parts)
 
-    def _tail_rows(self, rank: int, program: Program, course: Course, chance: random.Random) -> tuple[list[tuple[Row, str]], np.ndarray]:
+    def _tail_rows(
+        self, rank: int, program: Program, course: Course, chance: random.Random
+    ) -> tuple[list[tuple[Row, str]], np.ndarray]:
         """The rows since the fault's step began with their states, and their times: 3 x n."""
         rows: list[tuple[Row, str]] = []
         times: list[tuple[int, int, int]] = []
@@ -355,8 +435,14 @@ class Job:
         for row in program.rows:
             if row.op >= len(course.created) or course.created[row.op] > cut:
                 break
-            created, started, completed = course.created[row.op], course.started[row.op], course.completed[row.op]
-            noticed_start, noticed_end = (_turn(t, phase) if t >= 0 else -1 for t in (started, completed))
+            created, started, completed = (
+                course.created[row.op],
+                course.started[row.op],
+                course.completed[row.op],
+            )
+            noticed_start, noticed_end = (
+                _turn(t, phase) if t >= 0 else -1 for t in (started, completed)
+            )
             ended, began = 0 <= noticed_end <= cut, 0 <= noticed_start <= cut
             rows.append((row, "completed" if ended else "started" if began else "scheduled"))
             times.append((created, max(noticed_start, 0), max(noticed_end, 0)))
@@ -365,8 +451,14 @@ class Job:
     def _status(
         self, program: Program, course: Course, kind: tuple[int, int], ids: dict[str, int]
     ) -> list[tuple[str, tuple[int, int, int]]]:
-        """``pg_status``: messages and collectives of a group write over each other there, as in torch."""
-        usual = Program.of(self._plain[kind]) if kind not in self._usual_programs else self._usual_programs[kind]
+        """``pg_status``: messages and collectives of a group write over each other there, as in
+        torch.
+        """
+        usual = (
+            Program.of(self._plain[kind])
+            if kind not in self._usual_programs
+            else self._usual_programs[kind]
+        )
         self._usual_programs[kind] = usual
         last: dict[str, list[int]] = {}
         for role, (collectives, messages, _) in usual.counts.items():

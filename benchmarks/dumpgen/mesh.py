@@ -1,4 +1,6 @@
-"""Ranks on a mesh of pipeline x data x tensor parallelism, and the process groups that each belongs to."""
+"""Ranks on a mesh of pipeline x data x tensor parallelism, and the process groups that each belongs
+to.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Which rank is where. Tensor parallel ranks are neighbours, pipeline stages are furthest apart."""
+    """Which rank is where. Tensor parallel ranks are neighbours, pipeline stages are furthest
+    apart.
+    """
 
     pp: int
     dp: int
@@ -66,11 +70,16 @@ class Mesh:
         members["tp"] = [[self.rank(p, d, t) for t in tp] for p in pp for d in dp]
         members["pp"] = [[self.rank(p, d, t) for p in pp] for d in dp for t in tp]
         if self.megatron:
-            members["embedding"] = [[self.rank(p, d, t) for p in sorted({0, self.pp - 1})] for d in dp for t in tp]
+            members["embedding"] = [
+                [self.rank(p, d, t) for p in sorted({0, self.pp - 1})] for d in dp for t in tp
+            ]
             members["stage"] = [[self.rank(p, d, t) for d in dp for t in tp] for p in pp]
         if self.ep > 1:
             members["ep"] = [
-                [self.rank(p, d, t) for d in range(first, first + self.ep)] for p in pp for t in tp for first in range(0, self.dp, self.ep)
+                [self.rank(p, d, t) for d in range(first, first + self.ep)]
+                for p in pp
+                for t in tp
+                for first in range(0, self.dp, self.ep)
             ]
         of: dict[str, dict[int, Group]] = {}
         number = 0
@@ -83,7 +92,13 @@ class Mesh:
         return of
 
 
-_DEVICE_MESH = {WORLD: "default_pg", "dp": "mesh_fsdp", "tp": "mesh_tp", "pp": "mesh_pp", "ep": "mesh_ep"}
+_DEVICE_MESH = {
+    WORLD: "default_pg",
+    "dp": "mesh_fsdp",
+    "tp": "mesh_tp",
+    "pp": "mesh_pp",
+    "ep": "mesh_ep",
+}
 _MEGATRON = {
     WORLD: "default_pg",
     "dp": "DATA_PARALLEL_GROUP_WITH_CP",

@@ -1,6 +1,8 @@
-"""Writes dumps opcode by opcode as torch's own pickler does: protocol 2, strings and frames memoised, nothing but plain data.
+"""Writes dumps opcode by opcode as torch's own pickler does: protocol 2, strings and frames
+memoised, nothing but plain data.
 
-A template is a whole file with the places of its times noted, so that thousands of ranks that did the same differ only by a few copies.
+A template is a whole file with the places of its times noted, so that thousands of ranks that did
+the same differ only by a few copies.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MARK, LIST, DICT, APPENDS, SETITEMS, NONE, STOP, TUPLE2 = b"(", b"]", b"}", b"e", b"u", b"N", b".", b"\x86"
+MARK, LIST, DICT, APPENDS, SETITEMS, NONE, STOP, TUPLE2 = (
+    b"(",
+    b"]",
+    b"}",
+    b"e",
+    b"u",
+    b"N",
+    b".",
+    b"\x86",
+)
 TRUE, FALSE = b"\x88", b"\x89"
 SOME_TIME = b"\x8a\x08" + bytes(8)
 
@@ -36,7 +47,9 @@ class Stream:
         """Memoise what is on top of the stack."""
         number = self.puts
         self.puts += 1
-        self.memo[key] = b"h" + bytes((number,)) if number < 256 else b"j" + struct.pack("<I", number)
+        self.memo[key] = (
+            b"h" + bytes((number,)) if number < 256 else b"j" + struct.pack("<I", number)
+        )
         self.write(b"q" + bytes((number,)) if number < 256 else b"r" + struct.pack("<I", number))
 
     def text(self, value: str) -> None:
@@ -69,7 +82,9 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One entry of the ring, but for its numbers and times. Entries that differ only in those share it."""
+    """One entry of the ring, but for its numbers and times. Entries that differ only in those share
+    it.
+    """
 
     frames: tuple[Frame, ...]
     pg_id: int
@@ -103,16 +118,26 @@ class Template:
     def fill(self, created: np.ndarray, started: np.ndarray, completed: np.ndarray) -> np.ndarray:
         """The bytes with these times (Unix ns, one of each row)."""
         data = self.data.copy()
-        for (rows, offsets), times in ((self.created, created), (self.started, started), (self.completed, completed)):
+        for (rows, offsets), times in (
+            (self.created, created),
+            (self.started, started),
+            (self.completed, completed),
+        ):
             if len(rows):
-                data[offsets[:, None] + np.arange(8)] = np.ascontiguousarray(times[rows], dtype="<i8").view(np.uint8).reshape(-1, 8)
+                data[offsets[:, None] + np.arange(8)] = (
+                    np.ascontiguousarray(times[rows], dtype="<i8").view(np.uint8).reshape(-1, 8)
+                )
         return data
 
 
 THREADS = (("python3", "139845123456832"), ("pt_autograd_0", "139843987654336"))
 
 
-def header(version: str, config: Sequence[tuple[str, str, str]], status: Sequence[tuple[str, tuple[int, int, int]]]) -> Stream:
+def header(
+    version: str,
+    config: Sequence[tuple[str, str, str]],
+    status: Sequence[tuple[str, tuple[int, int, int]]],
+) -> Stream:
     """Everything before the entries.
 
     Args:
@@ -145,7 +170,13 @@ def header(version: str, config: Sequence[tuple[str, str, str]], status: Sequenc
             s.text(pg_id)
             s.write(DICT + MARK)
             for key, value in zip(
-                ("last_enqueued_collective", "last_started_collective", "last_completed_collective"), values, strict=True
+                (
+                    "last_enqueued_collective",
+                    "last_started_collective",
+                    "last_completed_collective",
+                ),
+                values,
+                strict=True,
             ):
                 s.text(key)
                 s.number(value)
@@ -155,8 +186,17 @@ def header(version: str, config: Sequence[tuple[str, str, str]], status: Sequenc
     return s
 
 
-def template(version: str, s: Stream, entries: Sequence[tuple[Record, Numbers]], *, opens: bool = False, closes: bool = False) -> Template:
-    """Some entries as they come after what ``s`` remembers; ``opens``: they are the first, ``closes``: the file's last."""
+def template(
+    version: str,
+    s: Stream,
+    entries: Sequence[tuple[Record, Numbers]],
+    *,
+    opens: bool = False,
+    closes: bool = False,
+) -> Template:
+    """Some entries as they come after what ``s`` remembers; ``opens``: they are the first,
+    ``closes``: the file's last.
+    """
     minor = int(version.split(".")[1])
     times: tuple[list[tuple[int, int]], ...] = ([], [], [])
     known: dict[Record, list[bytes]] = {}
@@ -167,7 +207,8 @@ def template(version: str, s: Stream, entries: Sequence[tuple[Record, Numbers]],
         if pieces is None:
             puts = s.puts
             pieces = _pieces(s, record, minor)
-            if s.puts == puts:  # everything in it is memoised by now: the next one will have the same bytes
+            # everything in it is memoised by now: the next one will have the same bytes
+            if s.puts == puts:
                 known[record] = pieces
         for piece, number in zip(pieces, numbers, strict=False):
             s.write(piece)
@@ -183,13 +224,19 @@ def template(version: str, s: Stream, entries: Sequence[tuple[Record, Numbers]],
         s.write(STOP)
     data = np.frombuffer(s.getvalue(), dtype=np.uint8)
     created, started, completed = (
-        (np.array([row for row, _ in found], dtype=np.int64), np.array([at for _, at in found], dtype=np.int64)) for found in times
+        (
+            np.array([row for row, _ in found], dtype=np.int64),
+            np.array([at for _, at in found], dtype=np.int64),
+        )
+        for found in times
     )
     return Template(data, created, started, completed)
 
 
 def _pieces(outer: Stream, record: Record, minor: int) -> list[bytes]:
-    """The bytes up to each of the four numbers, up to each of the three times (with them), and the rest."""
+    """The bytes up to each of the four numbers, up to each of the three times (with them), and the
+    rest.
+    """
     s = Stream(memo=outer.memo, puts=outer.puts)
     pieces: list[bytes] = []
 

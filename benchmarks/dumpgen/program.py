@@ -22,7 +22,8 @@ class Op:
     site: str = ""  # the line of the program that calls it
     stage: int = -1  # the other end of a send or receive, as a pipeline stage
     members: tuple[Op, ...] = ()
-    waits: tuple[int, ...] = ()  # indices of earlier ops of the step whose results the compute stream needs before this one
+    # indices of earlier ops of the step whose results the compute stream needs before this one
+    waits: tuple[int, ...] = ()
     host_syncs: bool = False  # the host waits for everything before it calls this one
     gap_us: int = 60  # of host time before the call
     takes_us: int = 150  # on the device, once everybody is there
@@ -35,7 +36,11 @@ class Op:
     @property
     def signature(self) -> tuple[object, ...]:
         """What the members of the group must agree on."""
-        return (self.name, self.dtype, *((self.inputs, self.outputs) if self.name != "all_to_all" else ()))
+        return (
+            self.name,
+            self.dtype,
+            *((self.inputs, self.outputs) if self.name != "all_to_all" else ()),
+        )
 
 
 @dataclass
@@ -75,7 +80,8 @@ class Shape:
 
 
 def step(mesh: Mesh, stage: int, shape: Shape, expert: int = 0) -> list[Op]:
-    """The ops of one training step on a pipeline stage: one forward, one backward in turns, as soon as the pipeline is full.
+    """The ops of one training step on a pipeline stage: one forward, one backward in turns, as soon
+    as the pipeline is full.
 
     ``expert`` is the rank's place among its experts: each gets another number of tokens.
     """
@@ -145,7 +151,8 @@ def _layer(b: Builder, mesh: Mesh, direction: str, expert: int) -> None:
     part, whole = ((SEQUENCE // mesh.tp, 1, HIDDEN),), ((SEQUENCE, 1, HIDDEN),)
     b.add(Op("tp", "_all_gather_base", part, whole, site=f"attention_{direction}"))
     if mesh.ep > 1:
-        uneven = ((SEQUENCE + 16 * (2 * expert - (mesh.ep - 1)), HIDDEN),)  # of all ranks together, as much as they send
+        # of all ranks together, as much as they send
+        uneven = ((SEQUENCE + 16 * (2 * expert - (mesh.ep - 1)), HIDDEN),)
         b.add(Op("ep", "all_to_all", ((SEQUENCE, HIDDEN),), uneven, site=f"experts_{direction}"))
     b.add(Op("tp", "_reduce_scatter_base", whole, part, site=f"mlp_{direction}"))
 
@@ -156,8 +163,13 @@ def _p2p(b: Builder, name: str, stage: int, site: str, shape: Shape) -> None:
     last = b.ops[-1] if b.ops else op
     if not shape.batched_p2p:
         b.add(op, wait=name == "recv")
-    elif name == "recv" and [m.name for m in last.members] == ["send"] and last.members[0].stage == stage:
-        b.ops[-1] = replace(last, members=(*last.members, op))  # send there, receive from there: one batch
+    elif (
+        name == "recv"
+        and [m.name for m in last.members] == ["send"]
+        and last.members[0].stage == stage
+    ):
+        # send there, receive from there: one batch
+        b.ops[-1] = replace(last, members=(*last.members, op))
         b.wait(len(b.ops) - 1)
     else:
         b.add(Op("pp", "coalesced", members=(op,), site=site), wait=name == "recv")

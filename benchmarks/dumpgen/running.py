@@ -1,8 +1,9 @@
 """Executes the programs of all ranks on simulated streams until nothing moves any more.
 
-The rules are those of NCCL. The host issues and runs ahead. An op starts when the op before it on its stream has completed, and all that
-the compute stream had been told to wait for when it was issued. A collective completes when all members have started it and ask for the
-same; a message when both ends have. An op that has not started has not arrived: it is only enqueued.
+The rules are those of NCCL. The host issues and runs ahead. An op starts when the op before it on
+its stream has completed, and all that the compute stream had been told to wait for when it was
+issued. A collective completes when all members have started it and ask for the same; a message when
+both ends have. An op that has not started has not arrived: it is only enqueued.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ WATCHDOG_TURN_NS = 100_000_000
 
 
 class Plan:
-    """A rank's ops with what can be known of them before anything runs. Ranks that run the same share it."""
+    """A rank's ops with what can be known of them before anything runs. Ranks that run the same
+    share it.
+    """
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.before: list[int] = []  # the op before it on its stream, -1
         self.needs: list[tuple[int, ...]] = []
-        self.numbers: list[tuple[int, ...]] = []  # for each message or collective in it: which of its kind this is
+        # for each message or collective in it: which of its kind this is
+        self.numbers: list[tuple[int, ...]] = []
         last: dict[Hashable, int] = {}
         counts: dict[Hashable, int] = {}
         for index, op in enumerate(ops):
@@ -46,7 +50,8 @@ class Meeting:
     """A collective or message that takes place once all are there."""
 
     wanted: int
-    arrived: list[tuple[int, int, int, tuple[object, ...]]] = field(default_factory=list)  # rank, op, when, signature
+    # rank, op, when, signature
+    arrived: list[tuple[int, int, int, tuple[object, ...]]] = field(default_factory=list)
 
 
 @dataclass
@@ -87,7 +92,10 @@ class Simulation:
             run_ahead: how many ops a host may be ahead of its oldest one that is not complete.
         """
         self.mesh, self.run_ahead, self.delays, self.jams = mesh, run_ahead, delays or {}, jams
-        self.courses = {rank: Course(plan, (stops or {}).get(rank, len(plan.ops))) for rank, plan in plans.items()}
+        self.courses = {
+            rank: Course(plan, (stops or {}).get(rank, len(plan.ops)))
+            for rank, plan in plans.items()
+        }
         self.meetings: dict[Key, Meeting] = {}
         self.jammed = {(mesh.group(role, member).name, number) for role, member, number in jams}
 
@@ -121,7 +129,11 @@ class Simulation:
             before = plan.before[index]
             if before >= 0 and completed[before] < 0:
                 continue
-            ready = max(course.created[index], completed[before] if before >= 0 else 0, self._compute_ready(course, index))
+            ready = max(
+                course.created[index],
+                completed[before] if before >= 0 else 0,
+                self._compute_ready(course, index),
+            )
             started[index] = ready
             woken += self._arrive(rank, course, index, ready)
         if woken and rank not in woken:
@@ -136,7 +148,11 @@ class Simulation:
         while len(created) < course.stops_at and len(created) - course.base < self.run_ahead:
             index = len(created)
             op = plan.ops[index]
-            clock = (created[-1] if created else 0) + op.gap_us * 1000 + self.delays.get((rank, index), 0)
+            clock = (
+                (created[-1] if created else 0)
+                + op.gap_us * 1000
+                + self.delays.get((rank, index), 0)
+            )
             if op.host_syncs:
                 if course.base < index:
                     return
@@ -156,7 +172,9 @@ class Simulation:
             meeting = self.meetings.get(key)
             if meeting is None:
                 meeting = self.meetings[key] = Meeting(wanted)
-            meeting.arrived.append((rank, index, when, part.signature[1:] if part.is_p2p else part.signature))
+            meeting.arrived.append(
+                (rank, index, when, part.signature[1:] if part.is_p2p else part.signature)
+            )
             if len(meeting.arrived) < wanted:
                 continue
             if key in self.jammed or len({arrival[3] for arrival in meeting.arrived}) > 1:

@@ -15,11 +15,17 @@ WIDTH = 90
 def page_of(command: str) -> str:
     """Return the page that explains a command: the one whose first line names it."""
     pages = sorted(DOCS.glob("*.md"))
-    return next(page.name for page in pages if re.search(rf"\bcommlens {command}\b", page.read_text().partition("\n")[0]))
+    return next(
+        page.name
+        for page in pages
+        if re.search(rf"\bcommlens {command}\b", page.read_text().partition("\n")[0])
+    )
 
 
 def commands_page() -> str:
-    """Return ``commlens --help``, and under a heading for each command what ``commlens COMMAND --help`` prints."""
+    """Return ``commlens --help``, and under a heading for each command what ``commlens COMMAND
+    --help`` prints.
+    """
     import os
 
     os.environ["COLUMNS"] = str(WIDTH)
@@ -30,5 +36,8 @@ def commands_page() -> str:
         parts.append(f"## {purpose}\n")
         for entry in entries:
             help_of = parsers[entry.name].format_help().rstrip()
-            parts.append(f"### commlens {entry.name}\n\n{entry.help} [More]({page_of(entry.name)}).\n\n```text\n{help_of}\n```\n")
+            parts.append(
+                f"### commlens {entry.name}\n\n{entry.help}"
+                f" [More]({page_of(entry.name)}).\n\n```text\n{help_of}\n```\n"
+            )
     return "\n".join(parts)

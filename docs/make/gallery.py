@@ -34,7 +34,9 @@ Try one yourself: `commlens demo NAME`. The programs are in `src/commlens/scenar
 
 
 def main(names: list[str]) -> int:
-    """Run the scenarios with these names, all without any, and write the page. Returns 1 if a verdict was wrong."""
+    """Run the scenarios with these names, all without any, and write the page. Returns 1 if a
+    verdict was wrong.
+    """
     sections = read()
     wrong = []
     for scenario in SCENARIOS:
@@ -63,7 +65,11 @@ def page(sections: dict[str, str]) -> str:
     parts = [HEAD]
     for kind, heading in KINDS.items():
         parts.append(f"## {heading}\n")
-        parts += [sections[each.name] for each in SCENARIOS if kind_of(each) == kind and each.name in sections]
+        parts += [
+            sections[each.name]
+            for each in SCENARIOS
+            if kind_of(each) == kind and each.name in sections
+        ]
     return "\n".join(parts)
 
 
@@ -80,16 +86,27 @@ def sentence(summary: str) -> str:
 
 
 def run(scenario: Scenario) -> str | None:
-    """Return what the demo printed about a scenario, as Markdown; None if it was wrong or could not run."""
+    """Return what the demo printed about a scenario, as Markdown; None if it was wrong or could not
+    run.
+    """
     if scenario.impossible():
         return None
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "commlens", "demo", scenario.name, "--dump-dir", folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "80"}, cwd=folder)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "COLUMNS": "80"},
+            cwd=folder,
+        )
     if done.returncode:
         print(done.stdout + done.stderr, file=sys.stderr)
         return None
-    if verdict := re.search(r"^VERDICT .*?(?=^$|^Looked at)", done.stdout, flags=re.MULTILINE | re.DOTALL):
+    if verdict := re.search(
+        r"^VERDICT .*?(?=^$|^Looked at)", done.stdout, flags=re.MULTILINE | re.DOTALL
+    ):
         return f"```text\n{verdict[0].rstrip()}\n```"
     if notice := re.search(r"^commlens: (?!demo).*(\n {10}.*)*", done.stdout, flags=re.MULTILINE):
         return f"No verdict, but a notice while the ranks wait:\n\n```text\n{notice[0]}\n```"

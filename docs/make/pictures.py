@@ -1,6 +1,7 @@
 """Take the pictures in docs/pictures from real runs: the terminal as SVG, the pages by Chromium.
 
-``python docs/make/pictures.py`` takes all, in about two minutes; ``python docs/make/pictures.py NAME ...`` only these.
+``python docs/make/pictures.py`` takes all, in about two minutes; ``python docs/make/pictures.py
+NAME ...`` only these.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ def on_terminal(arguments: list[str], folder: Path) -> str:
     environment = {**os.environ, **size, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     environment.pop("NO_COLOR", None)
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*COMMLENS, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        [*COMMLENS, *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
     os.close(theirs)
     shown = b""
     try:
@@ -54,12 +62,15 @@ def draw(name: str, title: str, shown: str) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(shown.strip("\n")))
     svg = console.export_svg(title=title)
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # they would be loaded from a network
+    # they would be loaded from a network
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     (PICTURES / name).write_text(svg)
 
 
 def photograph(name: str, page: Path, *, height: int = 900) -> None:
-    """Write a picture of a page as wide as a laptop's screen. The folder of this checkout is shown as ``~/commlens``."""
+    """Write a picture of a page as wide as a laptop's screen. The folder of this checkout is shown
+    as ``~/commlens``.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -74,7 +85,16 @@ def photograph(name: str, page: Path, *, height: int = 900) -> None:
 
 def chromium() -> str | None:
     """Return the system's Chromium; None for the one that Playwright has."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+    return next(
+        filter(
+            None,
+            map(
+                shutil.which,
+                ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),
+            ),
+        ),
+        None,
+    )
 
 
 def demo(folder: Path) -> None:
@@ -84,16 +104,38 @@ def demo(folder: Path) -> None:
     verdict = next(number for number, line in enumerate(lines) if "VERDICT" in line)
     training = [line for line in lines[:verdict] if "step" in line][-2:]
     end = next(number for number, line in enumerate(lines) if "dump saved" in line)
-    draw("terminal.svg", "commlens demo", "\n".join(["$ commlens demo", "...", *training, *lines[verdict:end]]))
+    draw(
+        "terminal.svg",
+        "commlens demo",
+        "\n".join(["$ commlens demo", "...", *training, *lines[verdict:end]]),
+    )
     photograph("verdict.png", next(dumps.glob("*/index.html")))
 
 
 def trace(folder: Path) -> None:
     """The page of a trace: a step of a large model, previewed."""
     script = REPOSITORY / "examples" / "preview_llama.py"
-    preview = ["preview", "--world-size", "512", "--fake-tensors", "--network", "h100-ib", "--output", "llama.json", str(script)]
-    subprocess.run([*COMMLENS, *preview], cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=200)
-    subprocess.run([*COMMLENS, "view", "llama.json", "-o", "llama.html"], cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    preview = [
+        "preview",
+        "--world-size",
+        "512",
+        "--fake-tensors",
+        "--network",
+        "h100-ib",
+        "--output",
+        "llama.json",
+        str(script),
+    ]
+    subprocess.run(
+        [*COMMLENS, *preview], cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=200
+    )
+    subprocess.run(
+        [*COMMLENS, "view", "llama.json", "-o", "llama.html"],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=100,
+    )
     photograph("trace.png", folder / "llama.html")
 
 

@@ -1,7 +1,7 @@
 """commlens: which rank, which collective, which line stopped a distributed PyTorch job.
 
-These are the public names. They are loaded when they are first used: importing commlens imports neither torch nor anything
-else that is heavy, and changes nothing in the process.
+These are the public names. They are loaded when they are first used: importing commlens imports
+neither torch nor anything else that is heavy, and changes nothing in the process.
 """
 
 from __future__ import annotations
@@ -62,8 +62,20 @@ __all__ = [
     "verify_operation",
 ]
 
-_ERRORS = ("CommandError", "CommlensError", "ConfigError", "DistributedOperationException", "DumpError", "EvidenceError", "FormatError",
-           "MissingDependency", "NativeEngineError", "OutputError", "RanksFailed", "SelectionError")  # fmt: skip
+_ERRORS = (
+    "CommandError",
+    "CommlensError",
+    "ConfigError",
+    "DistributedOperationException",
+    "DumpError",
+    "EvidenceError",
+    "FormatError",
+    "MissingDependency",
+    "NativeEngineError",
+    "OutputError",
+    "RanksFailed",
+    "SelectionError",
+)
 _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "CommDebugMode": "tracing.comm_debug.mode",
     "Trace": "traces.trace",

@@ -10,8 +10,11 @@ from pathlib import Path
 from commlens.errors import OutputError
 
 
-def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "without --force") -> None:
-    """Write a temporary file beside the target and rename it. The target's folder is created if missing.
+def write_whole(
+    path: Path, content: bytes, *, overwrite: bool = True, hint: str = "without --force"
+) -> None:
+    """Write a temporary file beside the target and rename it. The target's folder is created if
+    missing.
 
     ``hint`` ends the error message "will not overwrite <hint>".
 
@@ -46,4 +49,6 @@ def replacing(path: Path) -> Iterator[Path]:
                 temporary.unlink()
             raise
     except (OSError, ValueError) as error:
-        raise OutputError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error
+        raise OutputError(
+            f"{path} could not be written: {getattr(error, 'strerror', None) or error}."
+        ) from error

@@ -1,9 +1,11 @@
 """Settings: their values and where each value came from.
 
-From lowest to highest priority: defaults, a YAML file, the environment (torch's and Accelerate's variables, then ``COMMLENS_*``),
-the command line or arguments in code. docs/settings.md explains each setting.
+From lowest to highest priority: defaults, a YAML file, the environment (torch's and Accelerate's
+variables, then ``COMMLENS_*``), the command line or arguments in code. docs/settings.md explains
+each setting.
 
-Standard library only, because the training process imports it; PyYAML is imported only to read a file.
+Standard library only, because the training process imports it; PyYAML is imported only to read a
+file.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ DEBUG_VARIABLE: Final = "COMMLENS_DEBUG_MODE"
 """The variable of the setting ``debug``, named like Accelerate's."""
 
 ACCELERATE_VARIABLE: Final = "ACCELERATE_DEBUG_MODE"
-"""Accelerate's variable for verifying operations. With commlens enabled, it enables ``debug`` for all operations."""
+"""Accelerate's variable for verifying operations. With commlens enabled, it enables ``debug`` for
+all operations.
+"""
 
 SAMPLE: Final = "sample"
 """The value of the setting ``debug`` that verifies a part of the collectives."""
 
-_ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # values that Accelerate 1.15 accepts
+# values that Accelerate 1.15 accepts
+_ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 WARNED_VARIABLE: Final = "COMMLENS_WARNED"
@@ -43,7 +48,9 @@ RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SI
 """Torch's variables for the size of its recorder, the newer name last."""
 
 RECORDER_ENTRIES: Final = 2000
-"""The size that commlens gives torch's recorder, which is torch's own default where the recorder is on by default."""
+"""The size that commlens gives torch's recorder, which is torch's own default where the recorder is
+on by default.
+"""
 
 RECORDER_MARK: Final = "COMMLENS_RECORDER_SET"
 """Marks that commlens, not the user, set that size: it says nothing about the user's wishes."""
@@ -68,30 +75,40 @@ COMMAND_LINE: Final = "command line"
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings with their defaults. Names are YAML keys; the environment variable is ``COMMLENS_<NAME>``."""
+    """All settings with their defaults. Names are YAML keys; the environment variable is
+    ``COMMLENS_<NAME>``.
+    """
 
-    box_dir: str | None = None  # folder of the black boxes; None: /dev/shm, else another memory-backed folder
+    # folder of the black boxes; None: /dev/shm, else another memory-backed folder
+    box_dir: str | None = None
     box_entries: int = 2000  # records per rank; 0: no recording
     dump_dir: str = "commlens-dumps"  # parent of one folder per job
     keep_dumps: int = 10  # number of job folders to keep; commlens deletes its older ones
     dump_mode: str = "0600"  # permissions of a dump's files, in octal digits
     dump_on_timeout: bool = True  # dump just before a process group times out
-    stall_timeout: float = 60.0  # seconds that a rank may wait for a collective before the watcher reports a stall
+    # seconds that a rank may wait for a collective before the watcher reports a stall
+    stall_timeout: float = 60.0
     on_stall: str = "warn"  # "warn" or "abort"
-    debug: bool | str = False  # compare every collective with the peers' before it is issued; "sample": a part of them
-    verify_timeout: float | None = None  # seconds to wait for a peer while verifying; None: the process group's timeout
+    # compare every collective with the peers' before it is issued; "sample": a part of them
+    debug: bool | str = False
+    # seconds to wait for a peer while verifying; None: the process group's timeout
+    verify_timeout: float | None = None
     on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
-    engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
-    auto_build: bool = True  # `commlens launch` builds the native engine in the background where none was built
+    # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
+    engine: str = "auto"
+    # `commlens launch` builds the native engine in the background where none was built
+    auto_build: bool = True
     cpp_stack: bool = False  # also record C++ frames
     timing: bool = False  # record durations
     dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
     dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
-    on_verdict: str | None = None  # a command, or a function as "module:function", that gets each verdict as JSON
+    # a command, or a function as "module:function", that gets each verdict as JSON
+    on_verdict: str | None = None
     verdict_log: str | None = None  # a file to which each verdict is appended as a line of JSON
     metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
     metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
-    trace: str | None = None  # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
+    # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
+    trace: str | None = None
     trace_dir: str = "commlens-trace"  # folder of the ranks' traces
     job: str | None = None  # job id; set by the launcher
     watched: bool = False  # the launcher already watches the job
@@ -102,7 +119,8 @@ class Resolved:
     """The effective settings."""
 
     settings: Settings
-    origins: dict[str, str]  # for each setting: "default", a file path, a variable name, "command line"
+    # for each setting: "default", a file path, a variable name, "command line"
+    origins: dict[str, str]
     warnings: list[str]  # sentences about ignored values
 
 
@@ -118,15 +136,17 @@ def load_settings(
 
     Args:
         environ: the environment; by default the process's.
-        config_file: a YAML file; by default ``$COMMLENS_CONFIG_FILE``, else ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME``
-            (``~/.config``) if it exists.
+        config_file: a YAML file; by default ``$COMMLENS_CONFIG_FILE``, else
+            ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME`` (``~/.config``) if it exists.
         overrides: values from the command line or from arguments in code; None if not given.
         overrides_from: the origin of the overrides.
-        strict: whether an unknown key, an invalid value or an unreadable file is an error, as in commands. Otherwise each is a
-            warning and the value of the next lower priority is used, as in a worker that its environment enabled.
+        strict: whether an unknown key, an invalid value or an unreadable file is an error, as in
+            commands. Otherwise each is a warning and the value of the next lower priority is used,
+            as in a worker that its environment enabled.
 
     Raises:
-        ConfigError: with ``strict``. The message names the key, where it was set, and the accepted values.
+        ConfigError: with ``strict``. The message names the key, where it was set, and the accepted
+            values.
         MissingDependency: with ``strict``, if there is a file and PyYAML is not installed.
     """
     environ = os.environ if environ is None else environ
@@ -136,7 +156,11 @@ def load_settings(
     if environ.get(ACCELERATE_VARIABLE, "").strip().lower() in _ACCELERATE_ON:
         layers.apply("debug", True, ACCELERATE_VARIABLE)  # off concerns only Accelerate
     for variable in sorted(environ):
-        if variable.startswith(PREFIX) and variable not in NOT_SETTINGS and environ[variable].strip():
+        if (
+            variable.startswith(PREFIX)
+            and variable not in NOT_SETTINGS
+            and environ[variable].strip()
+        ):
             name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
             layers.apply(name, environ[variable], variable, written=variable)
     for name, value in (overrides or {}).items():
@@ -146,14 +170,16 @@ def load_settings(
     return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
 
 
-_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log", "metrics_file"})
+_PATHS: Final = frozenset(
+    {"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log", "metrics_file"}
+)
 
 
 def settings_environment(settings: Settings) -> dict[str, str]:
     """Return the ``COMMLENS_*`` variables that pass a launcher's settings to its workers.
 
-    They include defaults, so that the launcher's values override a worker's file and torch's variables. Folders become absolute,
-    because a script may change its working directory.
+    They include defaults, so that the launcher's values override a worker's file and torch's
+    variables. Folders become absolute, because a script may change its working directory.
     """
     variables = {}
     for name in NAMES:
@@ -162,12 +188,16 @@ def settings_environment(settings: Settings) -> dict[str, str]:
             continue
         if name in _PATHS:
             value = absolute(value)
-        variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+        variables[variable_of(name)] = (
+            {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+        )
     return variables
 
 
 def absolute(path: str) -> str:
-    """Return an absolute path, with its last slash; below the folder for temporary files if the working directory is gone."""
+    """Return an absolute path, with its last slash; below the folder for temporary files if the
+    working directory is gone.
+    """
     try:
         whole = os.path.abspath(path)  # noqa: PTH100 - does not follow links
     except FileNotFoundError:
@@ -292,7 +322,12 @@ def _command(value: Any) -> str:
 
 def _port(value: Any) -> str:
     host, _, port = str(value).strip().rpartition(":")
-    if isinstance(value, bool) or not port.isdigit() or not 0 < int(port) < 65536 or re.search(r"[\s/]", host):
+    if (
+        isinstance(value, bool)
+        or not port.isdigit()
+        or not 0 < int(port) < 65536
+        or re.search(r"[\s/]", host)
+    ):
         raise ValueError
     return str(value).strip()
 
@@ -306,10 +341,14 @@ def _job(value: Any) -> str:
 
 ACCEPTED: Final[dict[str, Accepts]] = {
     "box_dir": Accepts(_path, "a folder"),
-    "box_entries": Accepts(_integer(0, CAPACITY_MAX), f"an integer from 0 (no recording) to {CAPACITY_MAX}"),
+    "box_entries": Accepts(
+        _integer(0, CAPACITY_MAX), f"an integer from 0 (no recording) to {CAPACITY_MAX}"
+    ),
     "dump_dir": Accepts(_path, "a folder"),
     "keep_dumps": Accepts(_integer(1, 1_000_000), "an integer of at least 1"),
-    "dump_mode": Accepts(_mode, "the permissions of a file as octal digits, 0600 or more, such as 0640"),
+    "dump_mode": Accepts(
+        _mode, "the permissions of a file as octal digits, 0600 or more, such as 0640"
+    ),
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
@@ -322,13 +361,19 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
     "dump_pipe": Accepts(_path, "a path prefix"),
-    "on_verdict": Accepts(_command, "a command, or a function of an importable module as MODULE:FUNCTION"),
+    "on_verdict": Accepts(
+        _command, "a command, or a function of an importable module as MODULE:FUNCTION"
+    ),
     "verdict_log": Accepts(_path, "a file"),
     "metrics_file": Accepts(_path, "a file or a folder"),
     "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
     "trace_dir": Accepts(_path, "a folder"),
-    "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),
+    "job": Accepts(
+        _job,
+        "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash",
+        internal=True,
+    ),
     "watched": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)", internal=True),
 }
 
@@ -354,7 +399,10 @@ class _Layers:
             self.values[name] = accepts.parse(value)
         except (ValueError, TypeError, OverflowError):
             place = written if written else f"{name} ({origin})"
-            self.refuse(f"{place} is {_shown(value)}, which is not accepted: it takes {accepts.words}.", or_else=f"{name} is unchanged.")
+            self.refuse(
+                f"{place} is {_shown(value)}, which is not accepted: it takes {accepts.words}.",
+                or_else=f"{name} is unchanged.",
+            )
             return
         self.origins[name] = origin
 
@@ -370,27 +418,38 @@ def _shown(value: Any) -> str:
 
 
 def _unknown(name: str, origin: str, written: str | None) -> str:
-    known = [variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal]
+    known = [
+        variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal
+    ]
     subject = f"The variable {written} is" if written else f"{name!r} ({origin}) is"
-    return f"{subject} not a commlens setting." + (did_you_mean(written or name, known) or f" The settings are {', '.join(known)}.")
+    return f"{subject} not a commlens setting." + (
+        did_you_mean(written or name, known) or f" The settings are {', '.join(known)}."
+    )
 
 
 # --- the file
 
 
-def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None) -> None:
+def _apply_file(
+    layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None
+) -> None:
     path, named_by = config_path(environ, config_file)
     if path is None:
         return
     origin = f" ({named_by})" if named_by else ""
     try:
-        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):  # reading it may block forever
+        # reading it may block forever
+        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
             raise OSError(0, "it is not a regular file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        reason = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else "it is not UTF-8 text"
+        )
         layers.refuse(f"The settings file {path}{origin} cannot be read: {reason}.")
         return
     try:
@@ -406,8 +465,12 @@ def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | 
         layers.apply(str(key), value, str(path))
 
 
-def config_path(environ: Mapping[str, str], config_file: str | Path | None) -> tuple[Path | None, str | None]:
-    """Return the settings file and the option or variable that names it; None for a default path, which need not exist."""
+def config_path(
+    environ: Mapping[str, str], config_file: str | Path | None
+) -> tuple[Path | None, str | None]:
+    """Return the settings file and the option or variable that names it; None for a default path,
+    which need not exist.
+    """
     if config_file is not None:
         return Path(config_file).expanduser(), "--config-file"
     if environ.get(CONFIG_FILE_VARIABLE):
@@ -423,7 +486,9 @@ def _parse_yaml(text: str, path: Path) -> dict[Any, Any]:
     try:
         import yaml
     except ImportError:
-        raise MissingDependency(f"The settings file {path} needs PyYAML to be read: pip install PyYAML") from None
+        raise MissingDependency(
+            f"The settings file {path} needs PyYAML to be read: pip install PyYAML"
+        ) from None
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -434,28 +499,41 @@ def _parse_yaml(text: str, path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"The settings file {path} must hold lines like 'stall_timeout: 60', but holds a {type(content).__name__}.")
+        raise ConfigError(
+            f"The settings file {path} must hold lines like 'stall_timeout: 60', but holds a"
+            f" {type(content).__name__}."
+        )
     return content
 
 
-# --- torch's variables configure torch's recorder; values that make sense for commlens apply to it, too. Each pair is (old name,
-# new name); the new name wins, and any COMMLENS_* variable wins over both. Torch reports invalid values; here they are warnings.
+# --- torch's variables configure torch's recorder; values that make sense for commlens apply to it,
+# too. Each pair is (old name, new name); the new name wins, and any COMMLENS_* variable wins over
+# both. Torch reports invalid values; here they are warnings.
 
 
 def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
     def given(*variables: str) -> list[tuple[str, str]]:
-        return [(variable, environ[variable].strip()) for variable in variables if environ.get(variable, "").strip()]
+        return [
+            (variable, environ[variable].strip())
+            for variable in variables
+            if environ.get(variable, "").strip()
+        ]
 
     for variable, text in given(*RECORDER_VARIABLES):
         if RECORDER_MARK in environ and text == str(RECORDER_ENTRIES):
             continue
         if not re.fullmatch(r"\d{1,18}", text):
-            layers.warnings.append(f"{variable} is {_shown(text)}, which is not a number of entries. It is ignored.")
+            layers.warnings.append(
+                f"{variable} is {_shown(text)}, which is not a number of entries. It is ignored."
+            )
         elif int(text) == 0:
             layers.warnings += _left_on(variable, "box_entries", environ)
         else:
             if int(text) > CAPACITY_MAX:
-                layers.warnings.append(f"{variable} is {text}, but commlens keeps at most {CAPACITY_MAX} entries. That maximum is used.")
+                layers.warnings.append(
+                    f"{variable} is {text}, but commlens keeps at most {CAPACITY_MAX} entries. That"
+                    " maximum is used."
+                )
             layers.apply("box_entries", min(int(text), CAPACITY_MAX), variable)
     for name, off_applies, variables in (
         ("dump_on_timeout", False, ("TORCH_NCCL_DUMP_ON_TIMEOUT",)),
@@ -466,21 +544,30 @@ def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
             try:
                 value = _boolean(text)
             except ValueError:
-                layers.warnings.append(f"{variable} is {_shown(text)}, which is neither on nor off. It is ignored.")
+                layers.warnings.append(
+                    f"{variable} is {_shown(text)}, which is neither on nor off. It is ignored."
+                )
                 continue
             if value or off_applies:
                 layers.apply(name, value, variable)
             else:
                 layers.warnings += _left_on(variable, name, environ)
     for variable, text in given("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
-        # torch appends the rank to this path, so a folder beside it never collides with torch's file
+        # torch appends the rank to this path, so a folder beside it never collides with torch's
+        # file
         layers.apply("dump_dir", os.path.join(os.path.dirname(text), "commlens"), variable)  # noqa: PTH118, PTH120
     for variable, text in given("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
-        layers.apply("dump_pipe", text, variable)  # torch's pipe is <value><rank>.pipe, commlens's <value><rank>.commlens.pipe
+        # torch's pipe is <value><rank>.pipe, commlens's <value><rank>.commlens.pipe
+        layers.apply("dump_pipe", text, variable)
 
 
 def _left_on(variable: str, name: str, environ: Mapping[str, str]) -> list[str]:
-    """Return a warning that a 0 in torch's variable does not affect commlens, unless its own variable is set, too."""
+    """Return a warning that a 0 in torch's variable does not affect commlens, unless its own
+    variable is set, too.
+    """
     if variable_of(name) in environ:
         return []
-    return [f"{variable}=0 disables torch's recorder but not commlens's; to disable commlens's, set {variable_of(name)}=0."]
+    return [
+        f"{variable}=0 disables torch's recorder but not commlens's; to disable commlens's, set"
+        f" {variable_of(name)}=0."
+    ]

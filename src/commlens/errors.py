@@ -47,7 +47,9 @@ class EvidenceError(CommandError):
 
 
 class ConfigError(CommandError):
-    """Unknown setting or invalid value. The message names the key, where it was set, and the accepted values."""
+    """Unknown setting or invalid value. The message names the key, where it was set, and the
+    accepted values.
+    """
 
     slug = "bad-setting"
 
@@ -83,7 +85,8 @@ class OutputError(CommlensError):
 
 
 class DistributedOperationException(CommlensError):
-    """A collective would hang or fail, so it was not issued. The message, the same on all ranks, lists every rank's arguments.
+    """A collective would hang or fail, so it was not issued. The message, the same on all ranks,
+    lists every rank's arguments.
 
     ``kind`` is the kind in a verdict: "mismatch/shape", "missing", "dead", "cycle".
     """
@@ -93,7 +96,9 @@ class DistributedOperationException(CommlensError):
 
 
 class RanksFailed(CommlensError):
-    """A function that a test ran on several ranks raised, died or hung. ``rank`` is the rank to look at; None: no rank can be named."""
+    """A function that a test ran on several ranks raised, died or hung. ``rank`` is the rank to
+    look at; None: no rank can be named.
+    """
 
     slug = "ranks-failed"
 
@@ -109,7 +114,9 @@ class MissingDependency(CommlensError):
 
     @classmethod
     def torch(cls, feature: str, error: ImportError | None = None) -> MissingDependency:
-        """Return the error for a feature that needs torch; ``error`` is from the failed import, if there was one."""
+        """Return the error for a feature that needs torch; ``error`` is from the failed import, if
+        there was one.
+        """
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
         return cls(f"{feature} needs torch, which {reason}: pip install 'commlens[torch]'")
 

@@ -1,4 +1,6 @@
-"""One wording each for durations, sizes, counts, sets of ranks, groups, collectives, tensors and source lines."""
+"""One wording each for durations, sizes, counts, sets of ranks, groups, collectives, tensors and
+source lines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DEFAULT_LABELS: Final = ("default_pg", "0", "")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
 _LONGEST_KEY: Final = 60  # characters of a key of the store
 _NUMBER: Final = re.compile(r"\d+")
-_UNCLEAN_JSON: Final = re.compile(rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]")
+_UNCLEAN_JSON: Final = re.compile(
+    rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]"
+)
 """Escapes and bytes that may stand for control characters, which a terminal would obey."""
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
@@ -41,11 +45,16 @@ def duration(ns: float) -> str:
 
 
 def short_duration(ns: float) -> str:
-    """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``: two or three digits, for the time of one collective or one step."""
+    """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``: two or three digits, for the time of one collective
+    or one step.
+    """
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if ns >= factor * 0.9995 or unit == "us":
             shown = ns / factor
-            return f"{shown:.{0 if shown >= 9.95 or not shown else 1 if shown >= 0.9995 else 2}f} {unit}"
+            return (
+                f"{shown:.{0 if shown >= 9.95 or not shown else 1 if shown >= 0.9995 else 2}f}"
+                f" {unit}"
+            )
     return ""
 
 
@@ -61,9 +70,15 @@ def size(amount: float) -> str:
 
 
 def two_sizes(before: float, after: float) -> tuple[str, str]:
-    """Two sizes to compare: different ones never read alike, if necessary as ``"16,384 B"`` and ``"16,392 B"``."""
+    """Two sizes to compare: different ones never read alike, if necessary as ``"16,384 B"`` and
+    ``"16,392 B"``.
+    """
     one, other = size(before), size(after)
-    return (one, other) if one != other or before == after else (f"{number(before)} B", f"{number(after)} B")
+    return (
+        (one, other)
+        if one != other or before == after
+        else (f"{number(before)} B", f"{number(after)} B")
+    )
 
 
 def number(value: float) -> str:
@@ -82,7 +97,9 @@ def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    """The text as a cell of CSV. An apostrophe keeps spreadsheets from running a text that begins like a formula."""
+    """The text as a cell of CSV. An apostrophe keeps spreadsheets from running a text that begins
+    like a formula.
+    """
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
@@ -91,22 +108,30 @@ INLINE_CODE: Final = "python -c '...'"
 
 
 def printable(name: str) -> str:
-    """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
+    """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any
+    bytes.
+    """
     if name.isprintable():
         return name
     text = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def clean(text: str) -> str:
-    """A text from a foreign file, so that every output can hold it: not too long, and lone surrogates and control characters escaped."""
+    """A text from a foreign file, so that every output can hold it: not too long, and lone
+    surrogates and control characters escaped.
+    """
     if len(text) > TEXT_MAX:
         text = f"{text[:TEXT_MAX]}... (cut: {len(text)} characters)"
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def clean_json(content: bytes, *, always: bool = False) -> bytes:
-    """JSON with all texts clean; the same if it cannot be read. Without ``always``, texts are only cut if one has control characters."""
+    """JSON with all texts clean; the same if it cannot be read. Without ``always``, texts are only
+    cut if one has control characters.
+    """
     if not always and not _UNCLEAN_JSON.search(content):
         return content
     import msgspec
@@ -134,7 +159,9 @@ def capital(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a full stop. Not capitalised, since it may begin with ``rank 2`` or a file's name."""
+    """The text with a full stop. Not capitalised, since it may begin with ``rank 2`` or a file's
+    name.
+    """
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
@@ -142,11 +169,18 @@ def sentence(text: str) -> str:
 def joined(parts: Iterable[str], last: str = "and") -> str:
     """Return the parts as a list in words: ``"a, b and c"``."""
     items = list(parts)
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}" if items else ""
+    return (
+        items[0]
+        if len(items) == 1
+        else f"{', '.join(items[:-1])} {last} {items[-1]}"
+        if items
+        else ""
+    )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Compress ranks, e.g. ``[0, 1, 3] -> "0-1,3"`` and ``[0, 8, 16, 24] -> "0-24:8"`` (stride after the colon).
+    """Compress ranks, e.g. ``[0, 1, 3] -> "0-1,3"`` and ``[0, 8, 16, 24] -> "0-24:8"`` (stride
+    after the colon).
 
     A stride is used from four members on. Duplicates are dropped and the order does not matter.
     """
@@ -178,7 +212,8 @@ def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
     """Reverse :func:`format_ranks`. An empty text gives no ranks.
 
     Raises:
-        ValueError: the text is not a set of ranks, or names more than ``limit`` of them, since it may come from a damaged file.
+        ValueError: the text is not a set of ranks, or names more than ``limit`` of them, since it
+            may come from a damaged file.
     """
     ranks: list[int] = []
     for part in text.split(","):
@@ -199,7 +234,9 @@ def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
 
 
 def ranks_phrase(ranks: Iterable[int]) -> str:
-    """``"rank 2"``, ``"ranks 0-1,3"``; a long set is cut short: ``"ranks 1,3-9,... (3967 in all)"``."""
+    """``"rank 2"``, ``"ranks 0-1,3"``; a long set is cut short: ``"ranks 1,3-9,... (3967 in
+    all)"``.
+    """
     members = sorted(set(ranks))
     if len(members) == 1:
         return f"rank {members[0]}"
@@ -216,7 +253,9 @@ def ranks_and_verb(ranks: Iterable[int], singular: str, plural: str) -> str:
 
 
 def group_label(group: ProcessGroup, default: str = "default group") -> str:
-    """The mesh dimension, else the description, else torch's name; ``default`` for the default group."""
+    """The mesh dimension, else the description, else torch's name; ``default`` for the default
+    group.
+    """
     return default if _is_default(group) else group.label
 
 
@@ -236,11 +275,17 @@ def numbered(name: str, number: int) -> str:
 
 
 def op_phrase(op: Collective, *, group: bool = True) -> str:
-    """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks 0-1"``."""
+    """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks
+    0-1"``.
+    """
     if op.is_store_wait:
         return f"{op.op} of {key_phrase(op)}"
     if op.is_setup:
-        return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
+        return (
+            op.op
+            if op.op == "init_process_group"
+            else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
+        )
     name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:
         return message_phrase(op, [op.peer] if op.peer is not None else [])
@@ -248,9 +293,14 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
 
 
 def message_phrase(op: Collective, peers: Iterable[int]) -> str:
-    """``"send #3 to ranks 4-5"``: messages like ``op`` with several peers; without peers, ``"recv #3 from any rank"``."""
+    """``"send #3 to ranks 4-5"``: messages like ``op`` with several peers; without peers, ``"recv
+    #3 from any rank"``.
+    """
     peers = sorted(peers)
-    return f"{numbered(op.op, op.sequence_number)} {'to' if op.op == 'send' else 'from'} {ranks_phrase(peers) if peers else 'any rank'}"
+    return (
+        f"{numbered(op.op, op.sequence_number)} {'to' if op.op == 'send' else 'from'}"
+        f" {ranks_phrase(peers) if peers else 'any rank'}"
+    )
 
 
 def key_phrase(op: Collective) -> str:
@@ -261,7 +311,9 @@ def key_phrase(op: Collective) -> str:
 
 
 def key_kind(key: str) -> str:
-    """A key of the store with ``#`` for each number: programs number the keys of one kind, ``rate-7`` after ``rate-6``."""
+    """A key of the store with ``#`` for each number: programs number the keys of one kind,
+    ``rate-7`` after ``rate-6``.
+    """
     return _NUMBER.sub("#", key)
 
 
@@ -282,7 +334,9 @@ def tensor_phrase(spec: TensorSpec) -> str:
 
 
 def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
-    """``"float32[5,5]"``, ``"4 x float32[5]"``, or the first tensor and the number of the others."""
+    """``"float32[5,5]"``, ``"4 x float32[5]"``, or the first tensor and the number of the
+    others.
+    """
     if not specs:
         return "no tensor"
     first = tensor_phrase(specs[0])
@@ -294,7 +348,8 @@ def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
 
 
 def args_phrase(op: Collective, reduce_op: str | None = None) -> str:
-    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without tensors.
+    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without
+    tensors.
 
     Args:
         op: the collective.

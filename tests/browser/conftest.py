@@ -1,4 +1,6 @@
-"""One Chromium for all tests of pages: Debian's, or the one that Playwright downloads. A page that complains or calls the network fails."""
+"""One Chromium for all tests of pages: Debian's, or the one that Playwright downloads. A page that
+complains or calls the network fails.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tested: playwright is not installed")
+playwright_api = pytest.importorskip(
+    "playwright.sync_api", reason="the pages are not tested: playwright is not installed"
+)
 
 SYSTEM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 AXE = Path(__file__).parent / "axe.min.js"
@@ -25,11 +29,19 @@ def browser() -> Iterator[Any]:
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright_api.sync_playwright() as playwright:
         if found is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("the pages are not tested: there is no Chromium (apt install chromium, or playwright install chromium)")
+            pytest.skip(
+                "the pages are not tested: there is no Chromium (apt install chromium, or"
+                " playwright install chromium)"
+            )
         try:
-            chromium = playwright.chromium.launch(executable_path=found, args=[*arguments, "--disable-dev-shm-usage"])
+            chromium = playwright.chromium.launch(
+                executable_path=found, args=[*arguments, "--disable-dev-shm-usage"]
+            )
         except playwright_api.Error as error:
-            pytest.skip(f"the pages are not tested: Chromium does not start here: {error.message.splitlines()[0]}")
+            pytest.skip(
+                "the pages are not tested: Chromium does not start here:"
+                f" {error.message.splitlines()[0]}"
+            )
         yield chromium
         chromium.close()
 
@@ -42,7 +54,14 @@ class Opened:
         context.set_default_timeout(PATIENCE_MS)
         context.on("request", self._on_request)
         self.page = context.new_page()
-        self.page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda message: (
+                self.complaints.append(message.text)
+                if message.type in ("error", "warning")
+                else None
+            ),
+        )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", self._on_dialog)
 
@@ -57,10 +76,14 @@ class Opened:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a file: ``open_page(path, anchor="rank-2", dark=True, width=390)`` gives Playwright's page, with the content shown."""
+    """Open a file: ``open_page(path, anchor="rank-2", dark=True, width=390)`` gives Playwright's
+    page, with the content shown.
+    """
     contexts: list[tuple[Any, Opened]] = []
 
-    def open_(path: Path, *, anchor: str = "", dark: bool = False, width: int = 1280, ready: str = "main") -> Any:
+    def open_(
+        path: Path, *, anchor: str = "", dark: bool = False, width: int = 1280, ready: str = "main"
+    ) -> Any:
         context = browser.new_context(
             viewport={"width": width, "height": 800 if width > 700 else 844},
             color_scheme="dark" if dark else "light",
@@ -85,11 +108,13 @@ def serious_faults() -> Callable[[Any], list[str]]:
     """What axe finds in a page, of impact serious or critical, in words."""
 
     def find(page: Any) -> list[str]:
-        # The page's policy keeps scripts out that are added to the document; this one is run as the inspector runs its own.
+        # The page's policy keeps scripts out that are added to the document; this one is run as the
+        # inspector runs its own.
         page.evaluate(AXE.read_text(encoding="utf-8"))
         found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
         return [
-            f"{fault['id']} ({fault['impact']}): {fault['help']}: {[node['html'][:160] for node in fault['nodes'][:3]]}"
+            f"{fault['id']} ({fault['impact']}): {fault['help']}:"
+            f" {[node['html'][:160] for node in fault['nodes'][:3]]}"
             for fault in found["violations"]
             if fault["impact"] in ("serious", "critical")
         ]

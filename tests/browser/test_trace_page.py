@@ -23,7 +23,9 @@ Look = Callable[..., Any]
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the pages, each made once."""
     folder = tmp_path_factory.mktemp("trace-pages")
-    (folder / "usual.html").write_bytes(RankTraces([commlens.Trace(training())]).to_html(name="x.json"))
+    (folder / "usual.html").write_bytes(
+        RankTraces([commlens.Trace(training())]).to_html(name="x.json")
+    )
     return folder
 
 
@@ -35,7 +37,9 @@ def usual(pages: Path, open_page: Look) -> Look:
 
 def row(page: Any, text: str, grid: str = "Modules") -> Any:
     """The first row of a grid that has this text."""
-    return page.locator(f'.grid[aria-label="{grid}"] .grid-row:not(.grid-head)', has_text=text).first
+    return page.locator(
+        f'.grid[aria-label="{grid}"] .grid-row:not(.grid-head)', has_text=text
+    ).first
 
 
 def unfold(page: Any, text: str) -> None:
@@ -44,7 +48,10 @@ def unfold(page: Any, text: str) -> None:
 
 def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
     page = usual()
-    assert page.inner_text("h1") == "32 collectives, 340 kB on the wire, over 2 optimizer steps, rank 0 of 8."
+    assert (
+        page.inner_text("h1")
+        == "32 collectives, 340 kB on the wire, over 2 optimizer steps, rank 0 of 8."
+    )
     layers = row(page, "layers.0-3")
     assert "× 4 Block" in layers.inner_text() and layers.get_attribute("aria-expanded") == "true"
     unfold(page, "net1")
@@ -52,7 +59,9 @@ def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
     assert "(Shard(0), Shard(1)) [64, 64] float32" in weight.inner_text()
     backward = row(page, "backward 6 all_reduce on tp, 6 tensor ops")
     backward.locator("button.twisty").click()
-    assert "[16, 64] Partial(sum), [64, 64] Replicate()" in row(page, "aten.mm.default").inner_text()
+    assert (
+        "[16, 64] Partial(sum), [64, 64] Replicate()" in row(page, "aten.mm.default").inner_text()
+    )
     assert row(page, "aten.relu").count() == 0
     slider = page.get_by_role("slider")
     slider.fill("2")
@@ -70,7 +79,10 @@ def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
 
 CUT = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1 || node.scrollHeight > node.clientHeight + 2)
                        .map(node => node.textContent)"""
-CLIPPED = "nodes => nodes.filter(node => node.offsetWidth && node.scrollWidth > node.clientWidth).map(node => node.textContent)"
+CLIPPED = (
+    "nodes => nodes.filter(node => node.offsetWidth && node.scrollWidth >"
+    " node.clientWidth).map(node => node.textContent)"
+)
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -84,7 +96,9 @@ def test_names_of_columns_are_not_cut(open_page, tmp_path, width):
     assert ("recomputation" in heads.all_inner_texts()) == (width > 1000)
     assert heads.evaluate_all(CLIPPED) == []
     modules = page.locator('.grid[aria-label="Modules"]')
-    assert modules.evaluate("grid => grid.scrollWidth - grid.clientWidth") <= 0, "all columns of figures are visible"
+    assert modules.evaluate("grid => grid.scrollWidth - grid.clientWidth") <= 0, (
+        "all columns of figures are visible"
+    )
 
 
 @pytest.mark.parametrize("width", [1400, 390])
@@ -92,22 +106,36 @@ def test_the_tables_cut_no_text(usual, width):
     page = usual(width=width)
     texts = page.locator(".grid .clip, .grid .cut-line")
     assert texts.count() > 30
-    assert [text for text in texts.evaluate_all(CUT) if "(implicit)" not in text] == [], "only the longest reasons may be cut"
-    assert page.locator(".grid").evaluate_all("grids => grids.filter(grid => grid.scrollWidth > grid.clientWidth).length") == 0
+    assert [text for text in texts.evaluate_all(CUT) if "(implicit)" not in text] == [], (
+        "only the longest reasons may be cut"
+    )
+    assert (
+        page.locator(".grid").evaluate_all(
+            "grids => grids.filter(grid => grid.scrollWidth > grid.clientWidth).length"
+        )
+        == 0
+    )
 
 
 def test_the_level_of_detail_says_what_it_shows(usual):
     page = usual()
     slider = page.get_by_label("Level of detail")
-    assert "1 of 3: shows counts, single collectives, parameters and DTensor ops" in page.inner_text("#modules")
+    assert (
+        "1 of 3: shows counts, single collectives, parameters and DTensor ops"
+        in page.inner_text("#modules")
+    )
     slider.fill("3")
-    assert "3 of 3: shows everything, even trivial ops such as views and detach" in page.inner_text("#modules")
+    assert "3 of 3: shows everything, even trivial ops such as views and detach" in page.inner_text(
+        "#modules"
+    )
 
 
 def test_lines_of_code_are_not_cut(usual):
     lines = usual().locator(".cut-line")
     assert ", at train.py:14" in lines.all_inner_texts()
-    assert [text for text in lines.evaluate_all(CLIPPED) if "(" not in text] == [], "only the function behind the line may be cut"
+    assert [text for text in lines.evaluate_all(CLIPPED) if "(" not in text] == [], (
+        "only the function behind the line may be cut"
+    )
 
 
 def test_a_narrow_page_shows_the_op_and_group_of_a_reason(usual):
@@ -131,7 +159,10 @@ def test_a_collective_says_why_and_a_link_brings_it_back(usual):
     details = page.get_by_label("Details", exact=True)
     said = details.inner_text()
     assert "#2 all_reduce on tp" in said and "MLP.layers.0.net2" in said
-    assert "The program or its parallel plan requested it." in said and "Partial(sum) → Replicate()" in said
+    assert (
+        "The program or its parallel plan requested it." in said
+        and "Partial(sum) → Replicate()" in said
+    )
     assert "/home/me/train.py:14" in said and "tp [0-3], mesh_tp, gloo, 4 ranks" in said
     assert "4.0 kB in, 4.0 kB out, 6.0 kB on the wire, float32, SUM" in said
     assert "in the call" in said and "waited for" in said and "Overlaps" in said
@@ -187,11 +218,17 @@ def test_the_tree_is_walked_with_the_keyboard(usual):
     grid.focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowLeft")
-    assert row(page, "MLP").get_attribute("aria-expanded") == "false" and row(page, "layers.0-3").count() == 0
+    assert (
+        row(page, "MLP").get_attribute("aria-expanded") == "false"
+        and row(page, "layers.0-3").count() == 0
+    )
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    active = page.evaluate("() => document.getElementById(document.activeElement.getAttribute('aria-activedescendant')).innerText")
+    active = page.evaluate(
+        "() =>"
+        " document.getElementById(document.activeElement.getAttribute('aria-activedescendant')).innerText"
+    )
     assert "layers.0-3" in active
     assert "layers.0-3" in page.get_by_label("Details", exact=True).inner_text()
 
@@ -216,7 +253,8 @@ def test_the_sequence_is_drawn_over_time_and_in_order(usual):
     assert "in order of issue" in canvas.get_attribute("aria-label")
     page.get_by_label("Close the details").click()
     box = canvas.bounding_box()
-    canvas.click(position={"x": box["width"] - 3, "y": box["height"] - 10})  # the last collective of the lowest lane
+    # the last collective of the lowest lane
+    canvas.click(position={"x": box["width"] - 3, "y": box["height"] - 10})
     assert re.search(r"#\d+ \w+ on (tp|dp)", details.inner_text())
     page.get_by_role("button", name="Zoom in").click()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
@@ -251,8 +289,17 @@ def test_strings_of_a_file_stay_text(open_page, tmp_path):
     row(page, "all_", "Why").click()
     row(page, HOSTILE, "Modules").click()
     page.get_by_role("slider").fill("3")
-    assert HOSTILE in page.inner_text("main") and HOSTILE in page.get_by_label("Details", exact=True).inner_text()
-    assert page.evaluate("() => document.images.length + document.querySelectorAll('main script, aside script').length") == 0
+    assert (
+        HOSTILE in page.inner_text("main")
+        and HOSTILE in page.get_by_label("Details", exact=True).inner_text()
+    )
+    assert (
+        page.evaluate(
+            "() => document.images.length + document.querySelectorAll('main script, aside"
+            " script').length"
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -268,7 +315,9 @@ def test_it_fits_and_can_be_used_by_everybody(usual, serious_faults, dark, width
 
 def test_a_long_trace_puts_few_rows_into_the_document(open_page, tmp_path):
     path = tmp_path / "long.html"
-    path.write_bytes(RankTraces([commlens.Trace(training(layers=32, steps=100))]).to_html(name="long.json"))
+    path.write_bytes(
+        RankTraces([commlens.Trace(training(layers=32, steps=100))]).to_html(name="long.json")
+    )
     page = open_page(path, ready="h1")
     assert "12,800 collectives" in page.inner_text("h1")
     page.get_by_role("button", name="Open all").click()
@@ -285,12 +334,24 @@ def test_a_long_trace_puts_few_rows_into_the_document(open_page, tmp_path):
 
 
 def test_ranks_that_differ_are_chosen_from_and_times_can_be_estimated(open_page, tmp_path):
-    ranks = RankTraces(commlens.Trace(training(rank, layers=3 if rank == 2 else 2)) for rank in range(4))
+    ranks = RankTraces(
+        commlens.Trace(training(rank, layers=3 if rank == 2 else 2)) for rank in range(4)
+    )
     path = tmp_path / "ranks.html"
-    path.write_bytes(ranks.to_html(name="traces", names=[f"trace-{rank}.json" for rank in range(4)], network=preset("h100-ib")))
+    path.write_bytes(
+        ranks.to_html(
+            name="traces",
+            names=[f"trace-{rank}.json" for rank in range(4)],
+            network=preset("h100-ib"),
+        )
+    )
     page = open_page(path, ready="h1")
-    assert "rank 2" in page.locator(".ranks").inner_text() and "rank 0 of 8" in page.inner_text("h1")
-    assert "Times are estimated for h100-ib" in page.inner_text("main") and "if none are hidden" in page.inner_text("h1")
+    assert "rank 2" in page.locator(".ranks").inner_text() and "rank 0 of 8" in page.inner_text(
+        "h1"
+    )
+    assert "Times are estimated for h100-ib" in page.inner_text(
+        "main"
+    ) and "if none are hidden" in page.inner_text("h1")
     page.get_by_label("Shown:").select_option(label="rank 2")
     assert "rank 2 of 8" in page.inner_text("h1") and "trace-2.json" in page.inner_text("main")
     assert row(page, "layers.0-2").count() == 1

@@ -16,24 +16,39 @@ from commlens.traces.ranks import RankTraces
 
 from .traces_to_look_at import HOSTILE, hostile, training
 
-AR, AG, RS = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor", "c10d._reduce_scatter_base_"
+AR, AG, RS = (
+    "c10d_functional.all_reduce",
+    "c10d_functional.all_gather_into_tensor",
+    "c10d._reduce_scatter_base_",
+)
 
 
-def section(fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()) -> dict[str, object]:
+def section(
+    fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()
+) -> dict[str, object]:
     """A module of CommDebugMode's JSON, as torch writes it."""
     return {
-        "fqn": fqn, "module_type": "class 'torch.nn.modules.linear.Linear'", "parameters": [["weight", "(Shard(dim=0),)"]],
-        "children": list(children), "collectives_forward": list(forward), "collectives_backward": list(backward),
-        "operations_forward": list(ops), "operations_backward": [], "operations_checkpointing": list(ops),
-    }  # fmt: skip
+        "fqn": fqn,
+        "module_type": "class 'torch.nn.modules.linear.Linear'",
+        "parameters": [["weight", "(Shard(dim=0),)"]],
+        "children": list(children),
+        "collectives_forward": list(forward),
+        "collectives_backward": list(backward),
+        "operations_forward": list(ops),
+        "operations_backward": [],
+        "operations_checkpointing": list(ops),
+    }
 
 
 def comm_debug_json(name: str = "MLP") -> str:
     op = {
-        "name": "aten.addmm.default", "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
-        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"], "device_mesh": "DeviceMesh((4,))", "is_bw": False,
+        "name": "aten.addmm.default",
+        "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
+        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"],
+        "device_mesh": "DeviceMesh((4,))",
+        "is_bw": False,
         "is_activation_checkpointing": False,
-    }  # fmt: skip
+    }
     leaf = section(f"{name}.net2", forward=[[AR, 2]], ops=[op])
     names = [
         ["c10d.allgather_into_tensor_coalesced_", 1],
@@ -41,8 +56,23 @@ def comm_debug_json(name: str = "MLP") -> str:
         ["_dtensor.shard_dim_alltoall", 1],
         ["c10d.recv_any_source_", 1],
     ]
-    tree = section(name, section(f"{name}.net1"), leaf, leaf, forward=[[AR, 3], *names], backward=[[AG, 1], [RS, 4]])
-    return json.dumps(section("Global", tree, forward=[[AR, 3], *names, ["c10d.allreduce_", 4]], backward=[[AG, 1], [RS, 4]]), indent=4)
+    tree = section(
+        name,
+        section(f"{name}.net1"),
+        leaf,
+        leaf,
+        forward=[[AR, 3], *names],
+        backward=[[AG, 1], [RS, 4]],
+    )
+    return json.dumps(
+        section(
+            "Global",
+            tree,
+            forward=[[AR, 3], *names, ["c10d.allreduce_", 4]],
+            backward=[[AG, 1], [RS, 4]],
+        ),
+        indent=4,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +83,17 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def choose(page, name: str, content: bytes) -> None:
-    page.get_by_label("A trace file").set_input_files({"name": name, "mimeType": "application/json", "buffer": content})
+    page.get_by_label("A trace file").set_input_files(
+        {"name": name, "mimeType": "application/json", "buffer": content}
+    )
 
 
 def everything(page) -> str:
     """What a page says of its trace, with all modules open."""
     page.get_by_role("button", name="Open all").click()
-    return "\n".join(page.locator(place).inner_text() for place in (".facets", "#modules", "#why", "#parameters"))
+    return "\n".join(
+        page.locator(place).inner_text() for place in (".facets", "#modules", "#why", "#parameters")
+    )
 
 
 def test_traces_are_taken_as_commlens_writes_them_compressed_or_written_anew(viewer, open_page):
@@ -98,11 +132,23 @@ def test_what_is_dropped_is_read_like_what_commlens_view_reads(viewer, open_page
     written.write_bytes(RankTraces([commlens.Trace(read_trace(source))]).to_html(name=source.name))
     other = open_page(written, ready="h1")
     assert everything(other) == dropped
-    # Everything that PyTorch's viewer shows is there: modules, types, parameters' shardings, counts by pass, ops with shapes and shardings.
-    for text in ("net1", "Linear", "Shard(0)", "all_to_all", "recv", "reduce_scatter", "2 all_reduce, 1 tensor op"):
+    # Everything that PyTorch's viewer shows is there: modules, types, parameters' shardings, counts
+    # by pass, ops with shapes and shardings.
+    for text in (
+        "net1",
+        "Linear",
+        "Shard(0)",
+        "all_to_all",
+        "recv",
+        "reduce_scatter",
+        "2 all_reduce, 1 tensor op",
+    ):
         assert text in dropped, text
     other.locator('.grid-row:has-text("2 all_reduce, 1 tensor op") button.twisty').first.click()
-    assert "[16] Shard(0), [8, 10] Replicate()" in other.locator('.grid-row:has-text("aten.addmm.default")').first.inner_text()
+    assert (
+        "[16] Shard(0), [8, 10] Replicate()"
+        in other.locator('.grid-row:has-text("aten.addmm.default")').first.inner_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +158,19 @@ def test_what_is_dropped_is_read_like_what_commlens_view_reads(viewer, open_page
         ("x.json", b'{"fqn": ', "x.json is not a whole trace: its JSON is cut off or damaged."),
         ("x.json", b'{"schema": "commlens.verdict/1"}', "its schema is commlens.verdict/1"),
         ("box", b"COMMLENS\x00\x01", "box is a black box, not a trace: use commlens diagnose."),
-        ("x.json.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20], "x.json.gz cannot be read: its compressed content is cut off or damaged."),
+        (
+            "x.json.gz",
+            gzip.compress(b"{}" * 1000, mtime=0)[:20],
+            "x.json.gz cannot be read: its compressed content is cut off or damaged.",
+        ),
         ("x.json", encode(training())[:5000], "x.json is not a whole trace"),
-        ("x.json", encode(training()).replace(b'"group":1', b'"group":9', 1), "refers to group 9 of 2"),
+        (
+            "x.json",
+            encode(training()).replace(b'"group":1', b'"group":9', 1),
+            "refers to group 9 of 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_trace_gets_a_sentence(viewer, open_page, name, content, said):
     page = open_page(viewer)
     choose(page, name, content)
@@ -137,22 +191,43 @@ def test_dropped_strings_stay_text(viewer, open_page, serious_faults):
 @pytest.fixture
 def comparison(tmp_path: Path) -> Path:
     before, after = (
-        RankTraces([commlens.Trace(training(layers=layers, dtype=dtype))]) for layers, dtype in ((4, "float32"), (5, "bfloat16"))
+        RankTraces([commlens.Trace(training(layers=layers, dtype=dtype))])
+        for layers, dtype in ((4, "float32"), (5, "bfloat16"))
     )
     path = tmp_path / "compare.html"
-    path.write_bytes(compare_page(before, after, compare_ranks(before, after), names=("before.json", f"after{HOSTILE}.json")))
+    path.write_bytes(
+        compare_page(
+            before,
+            after,
+            compare_ranks(before, after),
+            names=("before.json", f"after{HOSTILE}.json"),
+        )
+    )
     return path
 
 
 def test_two_traces_stand_side_by_side_with_what_differs_marked(comparison, open_page):
     page = open_page(comparison, ready="h1")
-    assert "changes: 40 collectives instead of 32" in page.inner_text("h1") and HOSTILE in page.inner_text(".two")
+    assert "changes: 40 collectives instead of 32" in page.inner_text(
+        "h1"
+    ) and HOSTILE in page.inner_text(".two")
     grid = page.locator('.grid[aria-label="Modules in both traces"]')
-    added = grid.locator(".grid-row", has_text="4").filter(has=page.get_by_role("img", name="new")).first
+    added = (
+        grid.locator(".grid-row", has_text="4")
+        .filter(has=page.get_by_role("img", name="new"))
+        .first
+    )
     assert added.count() == 1
     changed = grid.locator(".grid-row", has_text="forward: all_gather on dp").first
-    assert "−50 %" in changed.inner_text() and changed.get_by_role("img", name="changed").count() == 1
-    assert grid.locator(".grid-row", has_text="forward: all_reduce on tp").filter(has_not=page.get_by_role("img")).count() == 0
+    assert (
+        "−50 %" in changed.inner_text() and changed.get_by_role("img", name="changed").count() == 1
+    )
+    assert (
+        grid.locator(".grid-row", has_text="forward: all_reduce on tp")
+        .filter(has_not=page.get_by_role("img"))
+        .count()
+        == 0
+    )
     page.get_by_role("button", name="Only differences").click()
     page.get_by_role("button", name="Open all").click()
     page.get_by_role("searchbox").fill("layers.3.net2")
@@ -162,7 +237,9 @@ def test_two_traces_stand_side_by_side_with_what_differs_marked(comparison, open
 
 
 @pytest.mark.parametrize(("dark", "width"), [(True, 1280), (False, 390)])
-def test_the_comparison_can_be_used_by_everybody(comparison, open_page, serious_faults, dark, width):
+def test_the_comparison_can_be_used_by_everybody(
+    comparison, open_page, serious_faults, dark, width
+):
     page = open_page(comparison, dark=dark, width=width, ready="h1")
     assert serious_faults(page) == []
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
@@ -172,7 +249,10 @@ def test_the_comparison_can_be_used_by_everybody(comparison, open_page, serious_
 def test_a_notebook_s_cell_shows_the_page(open_page, tmp_path):
     trace = commlens.Trace(training())
     path = tmp_path / "notebook.html"
-    path.write_text(f"<!doctype html><title>t</title>{trace._repr_html_()}{trace.show()._repr_html_()}<link rel=icon href='data:,'>")
+    path.write_text(
+        f"<!doctype html><title>t</title>{trace._repr_html_()}{trace.show()._repr_html_()}<link"
+        " rel=icon href='data:,'>"
+    )
     page = open_page(path, ready="iframe")
     frame = page.frame_locator("iframe")
     frame.locator("h1", has_text="32 collectives").wait_for()

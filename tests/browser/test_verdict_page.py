@@ -1,4 +1,6 @@
-"""The verdict's page: every view opened and acted on, in a real Chromium. What it complains of, and every request, fails the test."""
+"""The verdict's page: every view opened and acted on, in a real Chromium. What it complains of, and
+every request, fails the test.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,20 @@ def mesh(job: Job, rank: int) -> Iterator[object]:
     dp = job.group(f"dp{rank % 2}", range(rank % 2, job.size, 2), "dp")
     for step in range(8):
         if (rank, step) == (5, 5):
-            yield Stay(57, "load_batch", frames=(Frame("/site/torch/utils/data/dataloader.py", 700, "_next_data", FrameKind.TORCH),))
+            yield Stay(
+                57,
+                "load_batch",
+                frames=(
+                    Frame(
+                        "/site/torch/utils/data/dataloader.py", 700, "_next_data", FrameKind.TORCH
+                    ),
+                ),
+            )
         for _ in range(3):
             yield all_reduce(tp, (8, 16), line=31, function="forward")
-        yield collective("reduce_scatter", dp, 4096, line=79, function="train_step", reduce_op="AVG")
+        yield collective(
+            "reduce_scatter", dp, 4096, line=79, function="train_step", reduce_op="AVG"
+        )
         yield Step()
 
 
@@ -42,7 +54,10 @@ def disagree(job: Job, rank: int) -> Iterator[object]:
 
 
 def swapped(job: Job, rank: int) -> Iterator[object]:
-    one, two = job.group("1", range(job.size), "gradients"), job.group("2", range(job.size), "statistics")
+    one, two = (
+        job.group("1", range(job.size), "gradients"),
+        job.group("2", range(job.size), "statistics"),
+    )
     for step in range(6):
         groups = [(two, 24), (one, 19)] if (rank, step) == (2, 4) else [(one, 19), (two, 24)]
         for group, line in groups:
@@ -87,7 +102,9 @@ def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
     ]
     # The graph: the root cause is marked, and arrows lead there.
     assert page.locator(".node.root").count() == 1
-    assert "rank 5" in page.inner_text(".node.root") and "train.py:57 load_batch" in page.inner_text(".node.root")
+    assert "rank 5" in page.inner_text(
+        ".node.root"
+    ) and "train.py:57 load_batch" in page.inner_text(".node.root")
     assert page.locator("path.edge").count() == page.locator(".edge-label").count() >= 2
     # The groups: culprits and victims are coloured, the faulty group is outlined.
     assert page.locator("#groups path.cell-culprit").count() == 1
@@ -112,9 +129,14 @@ def test_a_mismatchs_graph_fills_its_box(open_page: OpenPage, tmp_path: Path, wi
     page = open_page(write(tmp_path, Job(4).run(disagree).logs()), width=width)
     page.wait_for_selector("path.edge", state="attached")
     box = page.locator(".graph-scroll").bounding_box()
-    nodes = [page.locator(".node").nth(at).bounding_box() for at in range(page.locator(".node").count())]
+    nodes = [
+        page.locator(".node").nth(at).bounding_box() for at in range(page.locator(".node").count())
+    ]
     assert len(nodes) == 3
-    assert max(node["x"] + node["width"] for node in nodes) - min(node["x"] for node in nodes) > 0.8 * box["width"]
+    assert (
+        max(node["x"] + node["width"] for node in nodes) - min(node["x"] for node in nodes)
+        > 0.8 * box["width"]
+    )
     assert len({round(node["x"]) for node in nodes}) == (3 if width == 1280 else 1)
     assert "3 victims" in page.inner_text(".legend")
 
@@ -125,7 +147,10 @@ def test_a_graph_with_several_arrows_fits_a_phone(
 ):
     page = open_page(write(tmp_path, Job(ranks).run(program).logs()), width=390)
     page.wait_for_selector("path.edge", state="attached")
-    cut = "elements => elements.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+    cut = (
+        "elements => elements.filter(each => each.scrollWidth > each.clientWidth).map(each =>"
+        " each.textContent)"
+    )
     assert page.locator(".graph-scroll, .edge-label, .node").evaluate_all(cut) == []
     frame = page.locator(".graph-scroll").bounding_box()
     for part in page.locator(".edge-label, .node").all():
@@ -176,7 +201,9 @@ def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
     area = canvas.bounding_box()
     height = area["height"] / 8
     canvas.hover(position={"x": area["width"] - 20, "y": 4.5 * height - 4})
-    assert "rank 4" in page.inner_text("#timeline .readout") and "in flight for 30" in page.inner_text("#timeline .readout")
+    assert "rank 4" in page.inner_text(
+        "#timeline .readout"
+    ) and "in flight for 30" in page.inner_text("#timeline .readout")
     assert "rank 5 never arrived" in page.inner_text("#timeline")
 
 
@@ -194,22 +221,32 @@ def test_it_is_copied_for_a_ticket_and_printed(open_page: OpenPage, stuck: Path)
     page.get_by_role("button", name="Copy for a ticket").click()
     page.get_by_role("status").get_by_text("Copied").wait_for()
     copied = page.evaluate("() => navigator.clipboard.readText()")
-    assert copied.startswith("VERDICT  rank 5 never reached") and "\nScript: /home/me/train.py\n" in copied
+    assert (
+        copied.startswith("VERDICT  rank 5 never reached")
+        and "\nScript: /home/me/train.py\n" in copied
+    )
     page.emulate_media(media="print")
     assert not page.locator("nav").is_visible()
     assert page.locator("#waiting .node.root").is_visible()
 
 
-def test_the_graph_of_a_collective_that_completed_on_some_ranks_reads_as_text(open_page: OpenPage, tmp_path: Path):
+def test_the_graph_of_a_collective_that_completed_on_some_ranks_reads_as_text(
+    open_page: OpenPage, tmp_path: Path
+):
     open_ = {"state": "started", "retired": False, "time_discovered_completed_ns": None}
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     for rank in range(4):
-        entries = [entry(0), entry(1, **open_)] if rank == 2 else [entry(0), entry(1), entry(2, **open_)]
+        entries = (
+            [entry(0), entry(1, **open_)] if rank == 2 else [entry(0), entry(1), entry(2, **open_)]
+        )
         (dumps / f"rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_status={}), 2))
     (tmp_path / "verdict.html").write_bytes(verdict_html(examine_paths(dumps)))
     page = open_page(tmp_path / "verdict.html")
-    assert "Rank 2 waits in all_reduce #2 of the default group: Completed on ranks 0-1,3, but not on rank 2." in page.inner_text("#waiting")
+    assert (
+        "Rank 2 waits in all_reduce #2 of the default group: Completed on ranks 0-1,3, but not on"
+        " rank 2." in page.inner_text("#waiting")
+    )
 
 
 def test_a_disagreement_and_a_cycle(open_page: OpenPage, tmp_path: Path):
@@ -226,7 +263,14 @@ HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>\u2028\
 
 def test_hostile_names_stay_text(open_page: OpenPage, tmp_path: Path):
     logs = Job(8, host=HOSTILE, job=HOSTILE).run(mesh).logs()
-    names = {b'"load_batch"': 0, b'"/home/me/train.py"': 0, b'"tp"': 0, b'"dp"': 0, b'"reduce_scatter"': 0, b'"float32"': 0}
+    names = {
+        b'"load_batch"': 0,
+        b'"/home/me/train.py"': 0,
+        b'"tp"': 0,
+        b'"dp"': 0,
+        b'"reduce_scatter"': 0,
+        b'"float32"': 0,
+    }
     encoded = msgspec.json.encode(logs)
     for name in names:
         assert name in encoded
@@ -250,7 +294,10 @@ def test_thousands_of_ranks_are_folded(open_page: OpenPage, tmp_path: Path):
     ranks = 4096
     few = Job(8).run(mesh).logs()
     logs = [
-        msgspec.structs.replace(few[rank % 8 if rank != 5 else 5], rank=rank, world_size=ranks, pid=1000 + rank) for rank in range(ranks)
+        msgspec.structs.replace(
+            few[rank % 8 if rank != 5 else 5], rank=rank, world_size=ranks, pid=1000 + rank
+        )
+        for rank in range(ranks)
     ]
     path = write(tmp_path, logs)
     assert path.stat().st_size < 2_000_000
@@ -261,7 +308,9 @@ def test_thousands_of_ranks_are_folded(open_page: OpenPage, tmp_path: Path):
 
 
 def test_nothing_is_wrong_and_nothing_is_known(open_page: OpenPage, serious_faults, tmp_path: Path):
-    page = open_page(write(tmp_path, Job(4).run(lambda job, rank: iter([all_reduce(job.world, line=3)])).logs()))
+    page = open_page(
+        write(tmp_path, Job(4).run(lambda job, rank: iter([all_reduce(job.world, line=3)])).logs())
+    )
     assert "othing is wrong" in page.inner_text("h1")
     assert serious_faults(page) == []
     page = open_page(write(tmp_path, []))

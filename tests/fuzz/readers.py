@@ -1,7 +1,8 @@
-"""Fuzzes the readers in Python with atheris, where it is installed: ``python tests/fuzz/readers.py -max_total_time=3600 CORPUS``.
+"""Fuzzes the readers in Python with atheris, where it is installed: ``python tests/fuzz/readers.py
+-max_total_time=3600 CORPUS``.
 
-Not part of the test run. Whatever the bytes, a reader gives rows or raises CommlensError; and where the reader in C takes a
-file, both give the same.
+Not part of the test run. Whatever the bytes, a reader gives rows or raises CommlensError; and where
+the reader in C takes a file, both give the same.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import atheris
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 
-with atheris.instrument_imports(include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]):
+with atheris.instrument_imports(
+    include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]
+):
     from commlens.dumps.detect import detect_kind
     from commlens.errors import CommlensError
-    from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
+    from commlens.formats.flight_recorder.reader import (
+        read_flight_recorder_json,
+        read_flight_recorder_pickle,
+    )
     from commlens.formats.torch_log import read_torch_log
 
 from flight_recorder_dumps import dump, entry  # noqa: E402

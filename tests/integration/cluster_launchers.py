@@ -1,4 +1,5 @@
-"""Stand-ins for srun and mpirun: each starts the tasks of one node with the environment variables of the real launcher.
+"""Stand-ins for srun and mpirun: each starts the tasks of one node with the environment variables
+of the real launcher.
 
 python cluster_launchers.py srun NODE NODES TASKS_PER_NODE COMMAND...
 python cluster_launchers.py mpirun NODE NODES TASKS_PER_NODE COMMAND...
@@ -31,7 +32,13 @@ def main() -> int:
     launcher, node, nodes, tasks = sys.argv[1], *map(int, sys.argv[2:5])
     processes = []
     for local in range(tasks):
-        values = (node * tasks + local, nodes * tasks, local, node if launcher == "srun" else local, nodes)
+        values = (
+            node * tasks + local,
+            nodes * tasks,
+            local,
+            node if launcher == "srun" else local,
+            nodes,
+        )
         environment = dict(zip(NAMES[launcher], map(str, values), strict=True)) | MORE[launcher]
         processes.append(subprocess.Popen(sys.argv[5:], env={**os.environ, **environment}))
     return max(abs(process.wait()) for process in processes)

@@ -1,4 +1,6 @@
-"""A training whose last rank is late once, and is killed later. Each launcher says in its own way which rank this is."""
+"""A training whose last rank is late once, and is killed later. Each launcher says in its own way
+which rank this is.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,16 @@ def main() -> None:
         torch.multiprocessing.spawn(spawned, (2, late_s), nprocs=2)
         return
     if "SLURM_PROCID" in os.environ:  # as in many training scripts
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = (
+            os.environ["SLURM_PROCID"],
+            os.environ["SLURM_NTASKS"],
+        )
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         method = os.environ["MEETING"]
-        rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+        rank, size = (
+            int(os.environ["OMPI_COMM_WORLD_RANK"]),
+            int(os.environ["OMPI_COMM_WORLD_SIZE"]),
+        )
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo")

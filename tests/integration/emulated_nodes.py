@@ -1,6 +1,8 @@
-"""Nodes on one machine: each has a network namespace, a host name and a folder of black boxes of its own.
+"""Nodes on one machine: each has a network namespace, a host name and a folder of black boxes of
+its own.
 
-Where there is no ``ip netns``, or no right to use it, a node only has a folder of black boxes of its own, on the loopback interface.
+Where there is no ``ip netns``, or no right to use it, a node only has a folder of black boxes of
+its own, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ BRIDGE = "clbr0"
 
 
 def _ip(*arguments: str) -> bool:
-    return subprocess.run(["ip", *arguments], capture_output=True, timeout=20, check=False).returncode == 0
+    return (
+        subprocess.run(["ip", *arguments], capture_output=True, timeout=20, check=False).returncode
+        == 0
+    )
 
 
 @dataclass
@@ -53,17 +58,40 @@ class Node:
         """The output of its commands."""
         return self.folder / "log"
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         """Start a command on this node."""
         self.box_dir.mkdir(parents=True, exist_ok=True)
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", f'hostname node{self.number}; exec "$@"', "sh"]
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname node{self.number}; exec "$@"',
+            "sh",
+        ]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*(inside if self.isolated else []), *command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0" if self.isolated else "lo", "OMP_NUM_THREADS": "1",
-                     "TORCH_CPP_LOG_LEVEL": "ERROR", "COMMLENS_BOX_DIR": str(self.box_dir), **environment},
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "eth0" if self.isolated else "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    "COMMLENS_BOX_DIR": str(self.box_dir),
+                    **environment,
+                },
+            )
         self.processes.append(process)
         return process
 
@@ -72,8 +100,12 @@ class Node:
         assert _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def pids(self, text: str = "") -> list[int]:
-        """Return the processes on this node, or those with this text in their command lines; none without a network namespace."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        """Return the processes on this node, or those with this text in their command lines; none
+        without a network namespace.
+        """
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
+        )
         found = []
         for pid in listed.stdout.split() if self.isolated else []:
             with contextlib.suppress(OSError):
@@ -101,7 +133,9 @@ class Node:
 
 @contextlib.contextmanager
 def nodes(count: int, folder: Path, *, subnet: int = 99) -> Iterator[list[Node]]:
-    """Make nodes that reach each other, and end everything that runs on them. Sets of nodes at one time need different subnets."""
+    """Make nodes that reach each other, and end everything that runs on them. Sets of nodes at one
+    time need different subnets.
+    """
     hub = f"cl{os.getpid()}s{subnet}hub"
     isolated = _ip("netns", "add", hub) and _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
     made = [Node(number, folder / f"node{number}", isolated, subnet) for number in range(count)]
@@ -123,25 +157,58 @@ def nodes(count: int, folder: Path, *, subnet: int = 99) -> Iterator[list[Node]]
 def _connect(node: Node, hub: str) -> None:
     port = f"port{node.number}"
     assert _ip("netns", "add", node.namespace)
-    assert _ip("link", "add", "eth0", "netns", node.namespace, "type", "veth", "peer", "name", port, "netns", hub)
+    assert _ip(
+        "link",
+        "add",
+        "eth0",
+        "netns",
+        node.namespace,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        port,
+        "netns",
+        hub,
+    )
     _ip("-n", hub, "link", "set", port, "master", BRIDGE, "up")
     _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", "eth0")
     _ip("-n", node.namespace, "link", "set", "eth0", "up")
     _ip("-n", node.namespace, "link", "set", "lo", "up")
 
 
-def launch(made: Sequence[Node], program: Sequence[str], *, per_node: int = 2, options: Sequence[str] = (), **settings: str) -> None:
+def launch(
+    made: Sequence[Node],
+    program: Sequence[str],
+    *,
+    per_node: int = 2,
+    options: Sequence[str] = (),
+    **settings: str,
+) -> None:
     """Start ``commlens launch`` on every node."""
     for node in made:
         node.start(
-            [sys.executable, "-m", "commlens", "launch", f"--nnodes={len(made)}", f"--node-rank={node.number}",
-             f"--nproc-per-node={per_node}", f"--master-addr={made[0].address}", f"--master-port={PORT}", *options, *program],
+            [
+                sys.executable,
+                "-m",
+                "commlens",
+                "launch",
+                f"--nnodes={len(made)}",
+                f"--node-rank={node.number}",
+                f"--nproc-per-node={per_node}",
+                f"--master-addr={made[0].address}",
+                f"--master-port={PORT}",
+                *options,
+                *program,
+            ],
             {"COMMLENS_DUMP_DIR": str(node.folder / "dump"), **settings},
-        )  # fmt: skip
+        )
 
 
 def wait(made: Sequence[Node], timeout_s: float) -> list[int | None]:
-    """Wait until all commands have ended. Returns the exit status of each node's last command; None: it still runs."""
+    """Wait until all commands have ended. Returns the exit status of each node's last command;
+    None: it still runs.
+    """
     end = time.monotonic() + timeout_s
     for node in made:
         for process in node.processes:

@@ -1,7 +1,9 @@
-"""Runs scenarios as jobs of real processes over real gloo, watched as the launcher watches, and shows everything when one goes wrong.
+"""Runs scenarios as jobs of real processes over real gloo, watched as the launcher watches, and
+shows everything when one goes wrong.
 
-The ranks are forks of one process that has imported torch already (``zygote.py``). Nothing is left behind: every process that was
-started is killed at the end, and the job's folder of black boxes is looked for afterwards.
+The ranks are forks of one process that has imported torch already (``zygote.py``). Nothing is left
+behind: every process that was started is killed at the end, and the job's folder of black boxes is
+looked for afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class JobResult:
     world_size: int
     exits: dict[int, int] = field(default_factory=dict)  # exit status, or minus the signal's number
     outputs: dict[int, str] = field(default_factory=dict)
-    said: list[tuple[float, str | Verdict]] = field(default_factory=list)  # Unix time, what the watcher said
+    # Unix time, what the watcher said
+    said: list[tuple[float, str | Verdict]] = field(default_factory=list)
     verdict: Verdict | None = None  # the last one that it printed
     dump: Path | None = None
     boxes_left: list[Path] = field(default_factory=list)
@@ -67,12 +70,22 @@ class JobResult:
     def results(self) -> list[str]:
         """The lines in which the program says what it computed."""
         wanted = ("step ", "rank ")
-        return [line for rank in sorted(self.outputs) for line in self.outputs[rank].splitlines() if line.startswith(wanted)]
+        return [
+            line
+            for rank in sorted(self.outputs)
+            for line in self.outputs[rank].splitlines()
+            if line.startswith(wanted)
+        ]
 
     def __str__(self) -> str:
-        parts = [f"{self.scenario} at {self.world_size} ranks, {self.seconds:.1f} s, exits {self.exits}, timed out: {self.timed_out}"]
+        parts = [
+            f"{self.scenario} at {self.world_size} ranks, {self.seconds:.1f} s, exits {self.exits},"
+            f" timed out: {self.timed_out}"
+        ]
         for at, what in self.said:
-            parts.append(f"--- said at {at:.2f}\n{shown(what) if isinstance(what, Verdict) else what}")
+            parts.append(
+                f"--- said at {at:.2f}\n{shown(what) if isinstance(what, Verdict) else what}"
+            )
         for rank, text in sorted(self.outputs.items()):
             parts.append(f"--- output of rank {rank}, the last 3000 characters\n{text[-3000:]}")
         return "\n".join(parts)
@@ -125,7 +138,8 @@ class Harness:
             folder: for outputs and dumps.
             settings: for the ranks and the watcher; stall_timeout is STALL_TIMEOUT_S by default.
             recorded: False runs it without commlens.
-            detached: nobody watches from here: the lowest rank starts the watcher, as with COMMLENS=1. Its words are in that rank's output.
+            detached: nobody watches from here: the lowest rank starts the watcher, as with
+                COMMLENS=1. Its words are in that rank's output.
             environment: more variables for every rank.
             timeout_s: after which everything is killed.
             on_stall: as the setting.
@@ -224,7 +238,9 @@ def exit_status(pid: int) -> int:
 
 
 def _await_end(pids: list[int], deadline: float) -> bool:
-    """Wait until all have ended. As torchrun does, end the others when one has failed. False when time is over."""
+    """Wait until all have ended. As torchrun does, end the others when one has failed. False when
+    time is over.
+    """
     failed_at: float | None = None
     while time.monotonic() < deadline:
         ended = [pid for pid in pids if has_ended(pid)]
@@ -242,9 +258,15 @@ def _await_end(pids: list[int], deadline: float) -> bool:
 
 
 def _await_native_dumps(environment: Mapping[str, str]) -> None:
-    """Wait until each rank of a hung job has looked at torch's own recorder once more, so that all dumps are of the same hang."""
+    """Wait until each rank of a hung job has looked at torch's own recorder once more, so that all
+    dumps are of the same hang.
+    """
     began = time.time()
-    files = list(Path(environment.get("PYTEST_NATIVE_DUMPS", "")).glob("gloo_*")) if "PYTEST_NATIVE_DUMPS" in environment else []
+    files = (
+        list(Path(environment.get("PYTEST_NATIVE_DUMPS", "")).glob("gloo_*"))
+        if "PYTEST_NATIVE_DUMPS" in environment
+        else []
+    )
     while any(file.stat().st_mtime < began for file in files) and time.time() < began + 10:
         time.sleep(0.02)
 
@@ -255,7 +277,9 @@ def _await_watchers(roots: list[Path], deadline: float) -> None:
         if not any(root.exists() for root in roots) and not _watchers(roots):
             return
         time.sleep(0.05)
-    raise AssertionError(f"The detached watcher of {roots[0].name} does not end: {_watchers(roots)}")
+    raise AssertionError(
+        f"The detached watcher of {roots[0].name} does not end: {_watchers(roots)}"
+    )
 
 
 def _watchers(roots: list[Path]) -> list[int]:
@@ -264,7 +288,9 @@ def _watchers(roots: list[Path]) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             arguments = (process / "cmdline").read_bytes().split(b"\0")
-            if b"commlens.watch" in arguments and any(os.fsencode(root) in arguments for root in roots):
+            if b"commlens.watch" in arguments and any(
+                os.fsencode(root) in arguments for root in roots
+            ):
                 found.append(int(process.name))
     return found
 

@@ -1,4 +1,6 @@
-"""Programs under `commlens launch`, `commlens run` and torchrun, as a user starts them; every process started here is ended."""
+"""Programs under `commlens launch`, `commlens run` and torchrun, as a user starts them; every
+process started here is ended.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +55,21 @@ def installed(folder: Path) -> Path:
     about = folder / "site" / "commlens-0.1.0.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: commlens\nVersion: 0.1.0\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\ncommlens = commlens_autoload:start\n")
+    (about / "entry_points.txt").write_text(
+        "[torch.backends]\ncommlens = commlens_autoload:start\n"
+    )
     return about.parent
 
 
 def says_whether_a_call_waits() -> bool:
-    """Not torch 2.6: there a fault is found once operations are with gloo already, which may end the process for it."""
+    """Not torch 2.6: there a fault is found once operations are with gloo already, which may end
+    the process for it.
+    """
     import torch
 
-    return any("async" in argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments)
+    return any(
+        "async" in argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments
+    )
 
 
 def fsdp2_runs_on_cpu() -> bool:
@@ -84,7 +92,10 @@ class Program:
     closed_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("out", "err")]
+        self.threads = [
+            threading.Thread(target=self._read, args=(name,), daemon=True)
+            for name in ("out", "err")
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -106,7 +117,9 @@ class Program:
                 if text in line:
                     return float(moment)
             assert time.monotonic() < end, f"no line with {text!r}\n{self.report()}"
-            assert self.process.poll() is None or any(thread.is_alive() for thread in self.threads), f"ended\n{self.report()}"
+            assert self.process.poll() is None or any(
+                thread.is_alive() for thread in self.threads
+            ), f"ended\n{self.report()}"
             time.sleep(0.02)
 
     def end(self, *, timeout_s: float = 60) -> int:
@@ -155,19 +168,42 @@ class Bench:
     def start(self, *command: str, **environ: str) -> Program:
         """Start ``python command...`` here."""
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=self.folder, env={**self.environ, **environ}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *command],
+            cwd=self.folder,
+            env={**self.environ, **environ},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self.programs.append(Program(process, str(self.folder)))
         return self.programs[-1]
 
     def launch(self, *arguments: str, **environ: str) -> Program:
         """``commlens launch`` with two workers."""
-        return self.start("-m", "commlens", "launch", "--nproc-per-node", "2", "--standalone", *arguments, **environ)
+        return self.start(
+            "-m",
+            "commlens",
+            "launch",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            *arguments,
+            **environ,
+        )
 
     def torchrun(self, *arguments: str, **environ: str) -> Program:
         """Torchrun itself, with two workers."""
-        return self.start("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *arguments, **environ)
+        return self.start(
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            *arguments,
+            **environ,
+        )
 
     @property
     def boxes_left(self) -> list[Path]:
@@ -180,7 +216,9 @@ class Bench:
         return sorted(path.name.split(".")[0] for path in self.dumps.glob("*/rank*.box"))
 
     def close(self) -> None:
-        """End all that was started. What a program that ended by itself has left running is an error."""
+        """End all that was started. What a program that ended by itself has left running is an
+        error.
+        """
         cut_short = [program for program in self.programs if program.process.poll() is None]
         left = [] if cut_short else self.processes()
         for pid in self.processes():
@@ -198,7 +236,9 @@ class Bench:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    if f"COMMLENS_BOX_DIR={self.boxes}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    if f"COMMLENS_BOX_DIR={self.boxes}".encode() in (
+                        entry / "environ"
+                    ).read_bytes().split(b"\0"):
                         found.append(int(entry.name))
                 except OSError:
                     continue

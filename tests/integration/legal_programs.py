@@ -1,7 +1,9 @@
-"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT families:2:bare oddities:4:native ...``.
+"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT
+families:2:bare oddities:4:native ...``.
 
-Each job runs in the way that it names last: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``, which
-alternates them by rank). Every rank writes the bits that it computed, to be compared.
+Each job runs in the way that it names last: bare, or under strict verification by an engine
+(``python``, ``native``, or ``mixed``, which alternates them by rank). Every rank writes the bits
+that it computed, to be compared.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def join_uneven(rank: int, size: int) -> Results:
 
 @oddity
 def leaves_of_the_tree(rank: int, size: int) -> Results:
-    """Rooted operations end on some ranks before the last rank comes, which waits for what one of them does then."""
+    """Rooted operations end on some ranks before the last rank comes, which waits for what one of
+    them does then.
+    """
     last = size - 1 if size > 2 else -1  # of two, none can leave before the other comes
     x, parts = torch.full((3,), float(rank)), [torch.full((3,), float(i)) for i in range(size)]
     for step in range(3):
@@ -93,7 +97,9 @@ def leaves_of_the_tree(rank: int, size: int) -> Results:
 
 @oddity
 def message_after_broadcast(rank: int, size: int) -> Results:
-    """The root leaves a broadcast and sends what the last rank receives before it comes: no ring of waiting ranks, though it looks so."""
+    """The root leaves a broadcast and sends what the last rank receives before it comes: no ring of
+    waiting ranks, though it looks so.
+    """
     x, last = torch.full((3,), float(rank)), size - 1
     for _ in range(2):
         if rank == last and size > 2:
@@ -125,7 +131,9 @@ def uneven_all_to_all(rank: int, size: int) -> Results:
         counts = [[choose.randint(0, 3) for _ in range(size)] for _ in range(size)]
         receive = [counts[peer][rank] for peer in range(size)]
         out = torch.empty(sum(receive), 2)
-        dist.all_to_all_single(out, torch.full((sum(counts[rank]), 2), float(rank)), receive, counts[rank])
+        dist.all_to_all_single(
+            out, torch.full((sum(counts[rank]), 2), float(rank)), receive, counts[rank]
+        )
         outs.append(out)
     return outs
 
@@ -197,7 +205,12 @@ def all_to_all_without_some(rank: int, size: int) -> Results:
     out = torch.zeros(sum(row[rank] for row in counts))
     if rank == last:
         time.sleep(0.5)
-    dist.all_to_all_single(out, torch.full((sum(counts[rank]),), float(rank)), [row[rank] for row in counts], counts[rank])
+    dist.all_to_all_single(
+        out,
+        torch.full((sum(counts[rank]),), float(rank)),
+        [row[rank] for row in counts],
+        counts[rank],
+    )
     return [out]
 
 
@@ -223,7 +236,9 @@ def several_threads(rank: int, size: int) -> Results:
 
 @oddity
 def a_straggler(rank: int, size: int) -> Results:
-    """A rank that is late by a second in an all_reduce, a message and a group's operation, while others wait for others."""
+    """A rank that is late by a second in an all_reduce, a message and a group's operation, while
+    others wait for others.
+    """
     pair = dist.new_group([0, 1])
     x = torch.full((4,), float(rank))
     for step in range(2):
@@ -241,7 +256,9 @@ def a_straggler(rank: int, size: int) -> Results:
 
 @oddity
 def refused_by_the_backend(rank: int, size: int) -> Results:
-    """The backend refuses an operation on one rank, or on all of them: it was never issued, and the next one is everybody's next."""
+    """The backend refuses an operation on one rank, or on all of them: it was never issued, and the
+    next one is everybody's next.
+    """
     group = dist.new_group([0, 1])
     x, found = torch.full((2,), float(rank + 1)), []
     wrong = [torch.empty(3) for _ in range(size)]
@@ -268,13 +285,17 @@ def refused_by_the_backend(rank: int, size: int) -> Results:
 
 @oddity
 def groups_of_a_former_world(rank: int, size: int) -> Results:
-    """``torch.distributed.nn.functional`` keeps the default group of its import as its default argument."""
+    """``torch.distributed.nn.functional`` keeps the default group of its import as its default
+    argument.
+    """
     former, used = dist.group.WORLD, dist.new_group(list(range(size)))
     x = torch.full((2,), float(rank))
     dist.all_reduce(x, group=used)
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
     for step in range(4):
         for group in (former, None, used) if step % 2 else (None, used):
             opts = dist.AllreduceOptions()
@@ -286,7 +307,9 @@ def groups_of_a_former_world(rank: int, size: int) -> Results:
 
 @oddity
 def wrong_splits(rank: int, size: int) -> Results:
-    """Gloo refuses an all_to_all in its wait: on all ranks, whatever the splits; or on one that alone uses a group."""
+    """Gloo refuses an all_to_all in its wait: on all ranks, whatever the splits; or on one that
+    alone uses a group.
+    """
     x, found = torch.ones(2 * size), []
     alone = dist.new_group(list(range(size)))
     splits = {
@@ -339,14 +362,26 @@ def one_stops_recording(rank: int, size: int) -> Results:
 
 
 class Randoms:
-    """A random legal program: all ranks draw the same operations, and take part in those of their groups."""
+    """A random legal program: all ranks draw the same operations, and take part in those of their
+    groups.
+    """
 
     def __init__(self, rank: int, size: int, seed: int) -> None:
         self.rank, self.size = rank, size
         self.shared, self.own = random.Random(seed), random.Random(seed * 100 + rank)
-        sets = {tuple(range(size)), tuple(range(0, size, 2)), tuple(range(size // 2)), tuple(range(size // 2, size))}
-        sets |= {tuple(sorted(self.shared.sample(range(size), self.shared.randint(2, size)))) for _ in range(4)}
-        self.groups = [(ranks, dist.new_group(list(ranks))) for ranks in sorted(sets) if len(ranks) > 1]
+        sets = {
+            tuple(range(size)),
+            tuple(range(0, size, 2)),
+            tuple(range(size // 2)),
+            tuple(range(size // 2, size)),
+        }
+        sets |= {
+            tuple(sorted(self.shared.sample(range(size), self.shared.randint(2, size))))
+            for _ in range(4)
+        }
+        self.groups = [
+            (ranks, dist.new_group(list(ranks))) for ranks in sorted(sets) if len(ranks) > 1
+        ]
         self.pending: list[tuple[Any, torch.Tensor]] = []
         self.hash = hashlib.sha256()
 
@@ -372,9 +407,31 @@ class Randoms:
     def one(self, number: int) -> None:  # noqa: C901 - one case per operation
         draw = self.shared
         ranks, group = draw.choice(self.groups)
-        kind = draw.choice(("all_reduce", "async", "gather_into", "scatter_from", "to_all", "broadcast", "reduce", "gather", "scatter",
-                            "barrier", "objects", "message", "messages", "functional", "coalesced"))  # fmt: skip
-        n, root, other, dtype = draw.randint(1, 40), draw.choice(ranks), draw.choice(ranks), draw.choice((torch.float32, torch.int64))
+        kind = draw.choice(
+            (
+                "all_reduce",
+                "async",
+                "gather_into",
+                "scatter_from",
+                "to_all",
+                "broadcast",
+                "reduce",
+                "gather",
+                "scatter",
+                "barrier",
+                "objects",
+                "message",
+                "messages",
+                "functional",
+                "coalesced",
+            )
+        )
+        n, root, other, dtype = (
+            draw.randint(1, 40),
+            draw.choice(ranks),
+            draw.choice(ranks),
+            draw.choice((torch.float32, torch.int64)),
+        )
         op = draw.choice((dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN))
         splits = [[draw.randint(0, 3) for _ in ranks] for _ in ranks]
         if self.rank not in ranks:
@@ -394,7 +451,9 @@ class Randoms:
         elif kind == "to_all":
             receive = [row[me] for row in splits]
             out = torch.zeros(sum(receive))
-            dist.all_to_all_single(out, torch.full((sum(splits[me]),), float(me)), receive, splits[me], group=group)
+            dist.all_to_all_single(
+                out, torch.full((sum(splits[me]),), float(me)), receive, splits[me], group=group
+            )
             x = out
         elif kind == "broadcast":
             dist.broadcast(x, root, group=group)
@@ -407,7 +466,9 @@ class Randoms:
             dist.gather(x, parts, root, group=group)
             x = wide
         elif kind == "scatter":
-            dist.scatter(x, list((wide + 3).chunk(w)) if self.rank == root else None, root, group=group)
+            dist.scatter(
+                x, list((wide + 3).chunk(w)) if self.rank == root else None, root, group=group
+            )
         elif kind == "barrier":
             dist.barrier(group=group)
         elif kind == "objects":
@@ -439,10 +500,17 @@ class Randoms:
 
 def bits(tensors: Results) -> list[str]:
     """Every bit of them."""
-    return [hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for t in tensors]
+    return [
+        hashlib.sha256(
+            t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for t in tensors
+    ]
 
 
-def under_group(rank: int, size: int, result: Path, name: str, program: Callable[[], list[Any]]) -> dict[str, Any]:
+def under_group(
+    rank: int, size: int, result: Path, name: str, program: Callable[[], list[Any]]
+) -> dict[str, Any]:
     """Run it under a fresh default group: what it computed, or its error."""
     began = time.monotonic()
     torch.manual_seed(7)
@@ -482,7 +550,9 @@ def run_oddities(rank: int, size: int, result: Path) -> None:
     """Every oddity."""
     records = {}
     for name, program in ODDITIES.items():
-        records[name] = under_group(rank, size, result, name, lambda program=program: bits(program(rank, size)))  # type: ignore[misc]
+        records[name] = under_group(
+            rank, size, result, name, lambda program=program: bits(program(rank, size))
+        )  # type: ignore[misc]
         write(result, records)
         if "error" in records[name]:
             break
@@ -490,7 +560,14 @@ def run_oddities(rank: int, size: int, result: Path) -> None:
 
 def run_random(rank: int, size: int, result: Path, count: int, seed: int) -> None:
     """A random program."""
-    write(result, {"random": under_group(rank, size, result, "random", lambda: bits(Randoms(rank, size, seed).run(count)))})
+    write(
+        result,
+        {
+            "random": under_group(
+                rank, size, result, "random", lambda: bits(Randoms(rank, size, seed).run(count))
+            )
+        },
+    )
 
 
 def main() -> None:
@@ -507,12 +584,20 @@ def main() -> None:
             body = run_oddities
         else:
             _, count, seed = name.split("-")
-            body = lambda rank, world, result, count=int(count), seed=int(seed): run_random(rank, world, result, count, seed)  # noqa: E731
-        settings = {"verify_timeout": 20.0, "engine": "mixed" if way in ("nodes", "sample") else way}
+
+            def body(rank, world, result, count=int(count), seed=int(seed)):
+                return run_random(rank, world, result, count, seed)
+
+        settings = {
+            "verify_timeout": 20.0,
+            "engine": "mixed" if way in ("nodes", "sample") else way,
+        }
         if way == "sample":
             settings["debug"] = "sample"
         nodes = 2 if way in ("nodes", "sample") else 1
-        jobs.append(Job(which, int(size), body, settings, way != "bare", timeout_s=90.0, nodes=nodes))
+        jobs.append(
+            Job(which, int(size), body, settings, way != "bare", timeout_s=90.0, nodes=nodes)
+        )
     prepare()
     Jobs(out).run(jobs, at_once=2)
 

@@ -1,4 +1,6 @@
-"""Programs that hang where the host runs ahead: ``python nccl_like_faults.py NAME``, in each of three ranks. Rank 1 is at fault."""
+"""Programs that hang where the host runs ahead: ``python nccl_like_faults.py NAME``, in each of
+three ranks. Rank 1 is at fault.
+"""
 
 import os
 import sys
@@ -20,7 +22,9 @@ def load_batch():
 
 
 def skipped(rank, x):
-    """Skip one collective, and go on for 300: the hosts stand in .item() long before the device comes there."""
+    """Skip one collective, and go on for 300: the hosts stand in .item() long before the device
+    comes there.
+    """
     for i in range(300):
         if i == 10 and rank == 1:
             continue

@@ -1,4 +1,6 @@
-"""Programs on the backend nccl_like: ``python nccl_like_programs.py NAME``, in each rank. They print what test_nccl_like.py reads."""
+"""Programs on the backend nccl_like: ``python nccl_like_programs.py NAME``, in each rank. They
+print what test_nccl_like.py reads.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ class Compared:
         self.compared = 0
 
     def same(self, name, ours, theirs):
-        ours, theirs = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (ours, theirs))
+        ours, theirs = (
+            list(each) if isinstance(each, (list, tuple)) else [each] for each in (ours, theirs)
+        )
         for mine, wanted in zip(ours, theirs, strict=True):
             assert torch.equal(mine, wanted), f"{name}: {mine} instead of {wanted}"
         self.compared += 1
@@ -45,7 +49,12 @@ class Compared:
 
     def reductions(self):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
-            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+            for op in (
+                dist.ReduceOp.SUM,
+                dist.ReduceOp.MIN,
+                dist.ReduceOp.MAX,
+                dist.ReduceOp.PRODUCT,
+            ):
                 if op == dist.ReduceOp.PRODUCT and dtype in (torch.bfloat16, torch.uint8):
                     continue
                 ours = drawn(3, 4, dtype=dtype)
@@ -94,7 +103,10 @@ class Compared:
                 if name == "broadcast" or self.rank == root:
                     self.same(name, ours, theirs)
             source = drawn(4, key=root)
-            outputs = [[torch.zeros(4) for _ in self.ranks] if self.rank == root else None for _ in range(2)]
+            outputs = [
+                [torch.zeros(4) for _ in self.ranks] if self.rank == root else None
+                for _ in range(2)
+            ]
             dist.gather(source, outputs[0], dst=root)
             dist.gather(source, outputs[1], dst=root, group=self.gloo)
             self.same("gather", outputs[0] or [], outputs[1] or [])
@@ -161,7 +173,9 @@ class Compared:
         torch.cpu.synchronize()  # operations of gloo do not wait for memory in flight
         for each in inputs:
             dist.all_reduce(each, group=self.gloo)
-        self.same("coalesced reduce_scatter", ours, [each.chunk(self.size)[self.rank] for each in inputs])
+        self.same(
+            "coalesced reduce_scatter", ours, [each.chunk(self.size)[self.rank] for each in inputs]
+        )
 
     def messages(self):
         source, into = drawn(4), torch.zeros(4)
@@ -172,7 +186,9 @@ class Compared:
             dist.recv(into, 0)
             self.same("send and recv", into, all_of_them[0])
         before = (self.rank - 1) % self.size
-        for work in self.batch((dist.isend, source, (self.rank + 1) % self.size), (dist.irecv, into, before)):
+        for work in self.batch(
+            (dist.isend, source, (self.rank + 1) % self.size), (dist.irecv, into, before)
+        ):
             work.wait()
         self.same("a ring", into, all_of_them[before])
         if self.rank == 0:
@@ -202,7 +218,11 @@ class Compared:
         source = drawn(3, 3)
         theirs = source.clone()
         dist.all_reduce(theirs, group=self.gloo)
-        self.same("functional all_reduce", functional.all_reduce(source, "sum", dist.group.WORLD) + 0, theirs)
+        self.same(
+            "functional all_reduce",
+            functional.all_reduce(source, "sum", dist.group.WORLD) + 0,
+            theirs,
+        )
         assert functional.all_reduce(source, "sum", dist.group.WORLD).tolist() == theirs.tolist()
         dist.all_reduce(source)
         assert (source.numpy() == theirs.numpy()).all()
@@ -211,7 +231,14 @@ class Compared:
 
 def results():
     compared = Compared()
-    for part in (compared.reductions, compared.rooted, compared.gathers, compared.coalesced, compared.messages, compared.others):
+    for part in (
+        compared.reductions,
+        compared.rooted,
+        compared.gathers,
+        compared.coalesced,
+        compared.messages,
+        compared.others,
+    ):
         part()
     say(compared=compared.compared)
     dist.destroy_process_group()
@@ -222,12 +249,17 @@ def results():
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
 
 
 def batches(key=0):
     generator = torch.Generator().manual_seed(key)
-    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(3)]
+    return [
+        (torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator))
+        for _ in range(3)
+    ]
 
 
 def losses(model, parameters, key=0):
@@ -244,7 +276,11 @@ def losses(model, parameters, key=0):
 
 def training():
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -264,7 +300,10 @@ def training():
     say(tensor_parallel=losses(model, model.parameters()))
     say(pipeline=pipeline(rank))
     model = torch.compile(network(), backend="aot_eager")
-    reduced = torch.compile(lambda loss: functional.all_reduce(loss * 2, "sum", dist.group.WORLD) + 1, backend="aot_eager")
+    reduced = torch.compile(
+        lambda loss: functional.all_reduce(loss * 2, "sum", dist.group.WORLD) + 1,
+        backend="aot_eager",
+    )
     say(compiled=losses(model, model.parameters()), reduced=reduced(torch.ones(2)).tolist())
     dist.destroy_process_group()
 
@@ -317,7 +356,13 @@ def run_ahead():
     issued = time.monotonic() - began
     pending = nccl_like.pending()
     torch.cpu.synchronize()
-    say(issued=issued, pending=pending, left=nccl_like.pending(), works=nccl_like.works_alive(), queries=nccl_like.queries())
+    say(
+        issued=issued,
+        pending=pending,
+        left=nccl_like.pending(),
+        works=nccl_like.works_alive(),
+        queries=nccl_like.queries(),
+    )
     work = dist.all_reduce(tensor, async_op=True)
     held = nccl_like.works_alive()
     work.is_completed()
@@ -340,7 +385,12 @@ def replay_alone():
     if dist.get_rank() == 0:
         graph.replay()
         time.sleep(0.5)
-        say(pending=nccl_like.pending(), number=dist.group.WORLD._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
+        say(
+            pending=nccl_like.pending(),
+            number=dist.group.WORLD._get_backend(
+                torch.device("cpu")
+            )._get_sequence_number_for_group(),
+        )
 
 
 def occupied():
@@ -352,7 +402,9 @@ def occupied():
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     time.sleep(0.4)
-    entry = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True))["entries"][-1]
+    entry = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True))[
+        "entries"
+    ][-1]
     pending = nccl_like.pending()
     nccl_like.end_kernels()
     say(state=entry["state"], pending=pending, then=tensor.tolist())

@@ -1,4 +1,6 @@
-"""Previews programs in one process and writes what came of it as JSON: ``python preview_programs.py OUT``. Run by test_preview.py."""
+"""Previews programs in one process and writes what came of it as JSON: ``python preview_programs.py
+OUT``. Run by test_preview.py.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,19 @@ import commlens
 from commlens.tap import tap
 
 FAMILIES = (
-    "tp_mlp", "fsdp2", "hsdp", "fsdp2_tp", "ring_by_hand", "moe", "checkpoint_non_reentrant", "clipping", "plain_calls", "point_to_point",
-    "coalescing", "functional_calls",
-)  # fmt: skip
+    "tp_mlp",
+    "fsdp2",
+    "hsdp",
+    "fsdp2_tp",
+    "ring_by_hand",
+    "moe",
+    "checkpoint_non_reentrant",
+    "clipping",
+    "plain_calls",
+    "point_to_point",
+    "coalescing",
+    "functional_calls",
+)
 
 
 def counts(trace: commlens.Trace) -> dict[str, int]:
@@ -39,7 +51,9 @@ def counts(trace: commlens.Trace) -> dict[str, int]:
 
 
 def family_counts(family: Any) -> dict[str, Any]:
-    """Collectives of one family: as the oracle sees them on the bare fake backend, and as previews on real and on fake tensors do."""
+    """Collectives of one family: as the oracle sees them on the bare fake backend, and as previews
+    on real and on fake tensors do.
+    """
     world = families.World(backend=families.FAKE, rank=0, size=8)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     program = family.build(world)
@@ -74,7 +88,9 @@ def ddp() -> None:
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     assert dist.get_backend() == "nccl"
-    model = nn.parallel.DistributedDataParallel(mlp(64).to(local_rank), device_ids=[local_rank], bucket_cap_mb=0.004)
+    model = nn.parallel.DistributedDataParallel(
+        mlp(64).to(local_rank), device_ids=[local_rank], bucket_cap_mb=0.004
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         model(torch.randn(2, 64, device="cuda")).sum().backward()
@@ -98,8 +114,12 @@ def pipeline() -> None:
     dist.init_process_group("nccl")
     rank, size = dist.get_rank(), dist.get_world_size()
     widths = [8, 16, 32, 64, 128]
-    stage = PipelineStage(nn.Linear(widths[rank], widths[rank + 1]), rank, size, torch.device("cuda"))
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda output, target: (output - target).pow(2).sum())
+    stage = PipelineStage(
+        nn.Linear(widths[rank], widths[rank + 1]), rank, size, torch.device("cuda")
+    )
+    schedule = Schedule1F1B(
+        stage, n_microbatches=4, loss_fn=lambda output, target: (output - target).pow(2).sum()
+    )
     if rank == 0:
         schedule.step(torch.randn(8, widths[0]))
     elif rank == size - 1:
@@ -115,7 +135,9 @@ def objects() -> None:
     dist.broadcast_object_list(config, 0)
     assert config == [{"rate": 0.5, "of": 0}, "x" * 100], config
     shard: list[Any] = [None]
-    dist.scatter_object_list(shard, [("shard", r, "y" * r) for r in range(size)] if rank == 0 else None, src=0)
+    dist.scatter_object_list(
+        shard, [("shard", r, "y" * r) for r in range(size)] if rank == 0 else None, src=0
+    )
     assert shard == [("shard", rank, "y" * rank)], shard
     if rank > 0:
         dist.recv_object_list(shard, src=rank - 1)
@@ -191,18 +213,44 @@ def huge() -> None:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], None], int, int]] = {
-    "ddp": (ddp, 4, 2), "ddp_hook": (ddp_hook, 4, 0), "pipeline first": (pipeline, 4, 0), "pipeline middle": (pipeline, 4, 2),
-    "pipeline last": (pipeline, 4, 3), "objects source": (objects, 4, 0), "objects": (objects, 4, 3),
-    "objects anyhow": (objects_anyhow, 4, 3), "spawned": (spawned, 4, 2),
+    "ddp": (ddp, 4, 2),
+    "ddp_hook": (ddp_hook, 4, 0),
+    "pipeline first": (pipeline, 4, 0),
+    "pipeline middle": (pipeline, 4, 2),
+    "pipeline last": (pipeline, 4, 3),
+    "objects source": (objects, 4, 0),
+    "objects": (objects, 4, 3),
+    "objects anyhow": (objects_anyhow, 4, 3),
+    "spawned": (spawned, 4, 2),
     "exchange": (exchange, 4, 1),
-}  # fmt: skip
+}
 
 
 def state() -> Any:
     """What a preview must leave alone."""
-    owners: list[Any] = [dist, c10d, torch.cuda, torch.utils, torch.multiprocessing, DeviceMesh, nn.parallel.DistributedDataParallel]
-    names = {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items() if callable(value)}
-    return names, dict(os.environ), len(tap._subscribers), id(sys.excepthook), torch.get_rng_state().tolist(), dist.is_initialized()
+    owners: list[Any] = [
+        dist,
+        c10d,
+        torch.cuda,
+        torch.utils,
+        torch.multiprocessing,
+        DeviceMesh,
+        nn.parallel.DistributedDataParallel,
+    ]
+    names = {
+        f"{owner.__name__}.{name}": id(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if callable(value)
+    }
+    return (
+        names,
+        dict(os.environ),
+        len(tap._subscribers),
+        id(sys.excepthook),
+        torch.get_rng_state().tolist(),
+        dist.is_initialized(),
+    )
 
 
 def main(out: Path) -> None:
@@ -221,18 +269,33 @@ def main(out: Path) -> None:
             try:
                 trace = commlens.preview(program, world_size=size, rank=rank, fake_tensors=fake)
                 found[kind] = counts(trace)
-                found[f"{kind} as"] = [trace.data.rank, trace.data.world_size, trace.data.preview, trace.coverage.unclassified]
+                found[f"{kind} as"] = [
+                    trace.data.rank,
+                    trace.data.world_size,
+                    trace.data.preview,
+                    trace.coverage.unclassified,
+                ]
             except Exception as error:
                 found[kind] = f"{type(error).__name__}: {error}"
     trace = commlens.preview(huge, world_size=2, fake_tensors=True)
     report["huge"] = [trace.events[0].input_bytes, trace.coverage.blind]
-    report["ddp owners"] = dict(Counter(e.owner.name for e in commlens.preview(ddp, world_size=4).events if e.owner and e.step == 2))
-    report["unchanged"] = [name for name, (was, is_) in enumerate(zip(before, state(), strict=True)) if was != is_] or True
+    report["ddp owners"] = dict(
+        Counter(
+            e.owner.name
+            for e in commlens.preview(ddp, world_size=4).events
+            if e.owner and e.step == 2
+        )
+    )
+    report["unchanged"] = [
+        name for name, (was, is_) in enumerate(zip(before, state(), strict=True)) if was != is_
+    ] or True
     report["errors"] = {}
     for name, call in {
         "rank": lambda: commlens.preview(ddp, world_size=4, rank=4),
         "raises": lambda: commlens.preview(lambda: 1 / 0, world_size=4),
-        "values": lambda: commlens.preview(lambda: torch.ones(3).nonzero(), world_size=4, fake_tensors=True),
+        "values": lambda: commlens.preview(
+            lambda: torch.ones(3).nonzero(), world_size=4, fake_tensors=True
+        ),
         "no source": lambda: commlens.preview(no_source, world_size=4, rank=2),
     }.items():
         try:
@@ -249,10 +312,18 @@ def main(out: Path) -> None:
     report["three dimensions"] = {}
     for size, ranks in ((8, range(8)), (64, (0, 21, 42, 63))) if fsdp2_runs_on_cpu() else ():
         for rank in ranks:
-            trace = commlens.preview(lambda: traced_jobs.run(traced_jobs.three_dimensions), world_size=size, rank=rank)
-            groups = {label: list(group.ranks) for group in trace.data.groups if (label := group.mesh_dim)}
+            trace = commlens.preview(
+                lambda: traced_jobs.run(traced_jobs.three_dimensions), world_size=size, rank=rank
+            )
+            groups = {
+                label: list(group.ranks) for group in trace.data.groups if (label := group.mesh_dim)
+            }
             counted = {" ".join(key): calls for key, calls in trace.counts(("group", "op")).items()}
-            report["three dimensions"][f"{size} {rank}"] = [groups, counted, trace.coverage.unclassified]
+            report["three dimensions"][f"{size} {rank}"] = [
+                groups,
+                counted,
+                trace.coverage.unclassified,
+            ]
     steps = commlens.preview(ddp, world_size=4, steps=2)
     report["steps"] = [steps.data.steps, max(event.step for event in steps.events)]
     out.write_text(json.dumps(report))

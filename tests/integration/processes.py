@@ -1,6 +1,8 @@
-"""Run a small program as the ranks of a real gloo job, each a process of its own, with a hard timeout.
+"""Run a small program as the ranks of a real gloo job, each a process of its own, with a hard
+timeout.
 
-The ranks are forks of a process that has imported torch (``zygote.py``), or, where a test asks for it, interpreters of their own.
+The ranks are forks of a process that has imported torch (``zygote.py``), or, where a test asks for
+it, interpreters of their own.
 """
 
 from __future__ import annotations
@@ -82,8 +84,9 @@ class Ranks:
     ) -> list[Ended]:
         """Run ``program`` (after PRELUDE) as ``world_size`` ranks and wait for all.
 
-        Programs destroy their process group at the end: gloo's threads may otherwise abort the interpreter while it shuts down,
-        with or without commlens ("terminate called without an active exception").
+        Programs destroy their process group at the end: gloo's threads may otherwise abort the
+        interpreter while it shuts down, with or without commlens ("terminate called without an
+        active exception").
 
         Args:
             program: the source.
@@ -91,26 +94,45 @@ class Ranks:
             world_size: number of ranks.
             timeout: seconds after which all are killed and the test fails.
             expect: the exit status that every rank must have; None accepts any.
-            fresh: every rank is an interpreter of its own, which imports torch and ends as Python ends.
+            fresh: every rank is an interpreter of its own, which imports torch and ends as Python
+                ends.
             env: more variables.
         """
         script = box_dir / "program.py"
         script.write_text(PRELUDE + textwrap.dedent(program))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), **env}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+            **env,
+        }
         shared.update(BOX_DIR=str(box_dir), PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
-        of_ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-        ended = (_run_fresh if fresh else self._run_forked)(script, of_ranks, time.monotonic() + timeout)
-        report = "\n".join(f"--- rank {rank}: exit {end.returncode}\n{end.output}" for rank, end in enumerate(ended))
+        of_ranks = [
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
+        ]
+        ended = (_run_fresh if fresh else self._run_forked)(
+            script, of_ranks, time.monotonic() + timeout
+        )
+        report = "\n".join(
+            f"--- rank {rank}: exit {end.returncode}\n{end.output}"
+            for rank, end in enumerate(ended)
+        )
         assert all(end.returncode is not None for end in ended), "the job did not end:\n" + report
         assert expect is None or all(end.returncode == expect for end in ended), report
         return ended
 
-    def _run_forked(self, script: Path, of_ranks: list[dict[str, str]], deadline: float) -> list[Ended]:
+    def _run_forked(
+        self, script: Path, of_ranks: list[dict[str, str]], deadline: float
+    ) -> list[Ended]:
         if self._zygote is None:
             self._zygote = Zygote()
         engine = {name: value for name, value in os.environ.items() if name.startswith("COMMLENS_")}
-        ranks = [{"environment": {**engine, **environment}, "arguments": [str(script)]} for environment in of_ranks]
-        with tempfile.TemporaryDirectory() as folder:  # not beside the boxes: a test fills that file system
+        ranks = [
+            {"environment": {**engine, **environment}, "arguments": [str(script)]}
+            for environment in of_ranks
+        ]
+        # not beside the boxes: a test fills that file system
+        with tempfile.TemporaryDirectory() as folder:
             pids = self._zygote.ask(do="start", folder=folder, store=False, ranks=ranks)["pids"]
             while not all(map(has_ended, pids)) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -127,7 +149,11 @@ def _run_fresh(script: Path, of_ranks: list[dict[str, str]], deadline: float) ->
     inherited = {name: value for name, value in os.environ.items() if name != "COMMLENS"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)], env={**inherited, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, str(script)],
+            env={**inherited, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for environment in of_ranks
     ]

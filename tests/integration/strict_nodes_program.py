@@ -1,7 +1,9 @@
-"""The ranks of one node of two under strict verification: ``python strict_nodes_program.py NODE HOW``, with two ranks on each node.
+"""The ranks of one node of two under strict verification: ``python strict_nodes_program.py NODE
+HOW``, with two ranks on each node.
 
-One process imports torch, and forks the ranks. ``HOW`` is ``healthy``, ``without`` (node 1 runs without commlens) or ``cut``: after
-``training`` was printed, the test cuts node 1 off in some way, and creates the file ``go`` in both working directories.
+One process imports torch, and forks the ranks. ``HOW`` is ``healthy``, ``without`` (node 1 runs
+without commlens) or ``cut``: after ``training`` was printed, the test cuts node 1 off in some way,
+and creates the file ``go`` in both working directories.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ def collective(group: dist.ProcessGroup | None, size: int = 4) -> str:
 def train(node: int, how: str) -> None:
     """Run a healthy program, and go on after the nodes were cut off from each other."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=8))
-    inside = [dist.new_group([first, first + 1]) for first in range(0, NODES * PER_NODE, PER_NODE)][node]
-    across = [dist.new_group([first, first + PER_NODE]) for first in range(PER_NODE)][int(os.environ["LOCAL_RANK"])]
+    inside = [dist.new_group([first, first + 1]) for first in range(0, NODES * PER_NODE, PER_NODE)][
+        node
+    ]
+    across = [dist.new_group([first, first + PER_NODE]) for first in range(PER_NODE)][
+        int(os.environ["LOCAL_RANK"])
+    ]
     began = time.monotonic()
     for _ in range(20):
         for group in (None, inside, across):
@@ -77,7 +83,12 @@ def main() -> None:
             continue
         code = 1
         try:
-            places = {"RANK": node * PER_NODE + local, "WORLD_SIZE": NODES * PER_NODE, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": PER_NODE}
+            places = {
+                "RANK": node * PER_NODE + local,
+                "WORLD_SIZE": NODES * PER_NODE,
+                "LOCAL_RANK": local,
+                "LOCAL_WORLD_SIZE": PER_NODE,
+            }
             os.environ.update({name: str(value) for name, value in places.items()})
             if not (how == "without" and node == 1):
                 import commlens

@@ -1,4 +1,6 @@
-"""Accelerate's operations under strict verification: its own faults gone, its names and its exception kept."""
+"""Accelerate's operations under strict verification: its own faults gone, its names and its
+exception kept.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def run(folder: Path, *command: str, **environ: str) -> Ran:
     try:
         script = folder / "train.py"
         script.write_text(PROGRAM)
-        program = bench.start("-m", *[str(script) if part == "SCRIPT" else part for part in command], **environ)
+        program = bench.start(
+            "-m", *[str(script) if part == "SCRIPT" else part for part in command], **environ
+        )
         return Ran(folder, program, program.end())
     finally:
         bench.close()
@@ -101,7 +105,10 @@ LAUNCH = ("commlens", "launch", "--nproc-per-node", "2", "--standalone")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Commlens alone."""
     if not says_whether_a_call_waits():
-        pytest.skip("on this torch a fault is found once operations are with gloo already, and those after it do not fit any more")
+        pytest.skip(
+            "on this torch a fault is found once operations are with gloo already, and those after"
+            " it do not fit any more"
+        )
     return run(tmp_path_factory.mktemp("ours"), *LAUNCH, "--debug", "SCRIPT", "uncaught")
 
 
@@ -119,20 +126,24 @@ def test_the_table(ours: Ran):
     raised = ours.both("broadcast")
     line = line_of('attempt("broadcast"')
     assert raised is not None and raised[0] == "mismatch/shape"
-    assert raised[1] == (
-        "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n"
-        "\n"
-        "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, default group, ranks 0-1, #1, src 0)\n"
-        "Input shapes:\n"
-        f"  - Process 0: [1, 5]     float32   train.py:{line} in <lambda>\n"
-        f"  - Process 1: [1, 2, 5]  float32   train.py:{line} in <lambda>"
+    assert (
+        raised[1]
+        == "Cannot apply desired operation due to shape mismatches. All shapes across devices must"
+        " be valid.\n\nOperation: `accelerate.utils.operations.broadcast` "
+        " (torch.distributed.broadcast, default group, ranks 0-1, #1, src 0)\nInput shapes:\n "
+        f" - Process 0: [1, 5]     float32   train.py:{line} in <lambda>\n  - Process 1: [1, 2,"
+        f" 5]  float32   train.py:{line} in <lambda>"
     )
 
 
 def test_uncaught_both_print_it_and_the_job_ends_within_a_second(ours: Ran):
     assert ours.code != 0
     text = ours.program.error
-    table = "[1, 2, 5]  float32   train.py:" + str(line_of("            broadcast(tensor)")) + " in main"
+    table = (
+        "[1, 2, 5]  float32   train.py:"
+        + str(line_of("            broadcast(tensor)"))
+        + " in main"
+    )
     for rank in (0, 1):
         assert f"[rank{rank}]:   - Process 1: {table}" in text, ours.program.report()
         assert float((ours.folder / f"seconds{rank}").read_text()) < 1
@@ -150,11 +161,16 @@ def test_uncaught_both_print_it_and_the_job_ends_within_a_second(ours: Ran):
         ("lines", "mismatch/shape", "broadcast`  (torch.distributed.broadcast, "),
     ],
 )
-def test_accelerates_function_is_named_and_its_exception_catches_ours(ours: Ran, name: str, kind: str, operation: str):
+def test_accelerates_function_is_named_and_its_exception_catches_ours(
+    ours: Ran, name: str, kind: str, operation: str
+):
     raised = ours.both(name)
     assert raised is not None and raised[0] == kind
     assert f"Operation: `accelerate.utils.operations.{operation}" in raised[2]
-    assert f"train.py:{line_of('lambda: broadcast(ones(2 + rank))' if name == 'lines' else f'attempt({json.dumps(name)}')}" in raised[2]
+    assert (
+        f"train.py:{line_of('lambda: broadcast(ones(2 + rank))' if name == 'lines' else f'attempt({json.dumps(name)}')}"
+        in raised[2]
+    )
 
 
 def test_different_operations_are_shown_with_both_names(ours: Ran):
@@ -174,22 +190,42 @@ class TestTogether:
         assert together.code == 0, together.program.report()
         raised = together.both("gather")
         assert raised is not None and raised[0] == "mismatch/shape"
-        assert "Operation: `accelerate.utils.operations.gather`  (default group, ranks 0-1, #1)" in raised[1]
-        assert 'Input shapes of tensor["a"][0]:\n  - Process 0: [2]  float32   train.py:' in raised[1]
+        assert (
+            "Operation: `accelerate.utils.operations.gather`  (default group, ranks 0-1, #1)"
+            in raised[1]
+        )
+        assert (
+            'Input shapes of tensor["a"][0]:\n  - Process 0: [2]  float32   train.py:' in raised[1]
+        )
 
     def test_what_accelerate_misses_is_found(self, together: Ran):
-        for name, kind in (("dtype", "mismatch/dtype"), ("root", "mismatch/root"), ("other operation", "mismatch/op")):
+        for name, kind in (
+            ("dtype", "mismatch/dtype"),
+            ("root", "mismatch/root"),
+            ("other operation", "mismatch/op"),
+        ):
             raised = together.both(name)
             assert raised is not None and raised[0] == kind, name
 
     def test_its_own_check_communicates_nothing(self, ours: Ran, together: Ran):
-        # What its check refuses is not issued, so that there are fewer collectives with it; there would be two more for each operation.
+        # What its check refuses is not issued, so that there are fewer collectives with it; there
+        # would be two more for each operation.
         for without, with_it in zip(ours.by_rank, together.by_rank, strict=True):
             assert with_it["collectives"] <= without["collectives"]
 
 
 def test_accelerate_launch_with_several_processes_on_a_cpu(tmp_path: Path):
-    command = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--debug", "-m", "commlens", "run", "SCRIPT")
+    command = (
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--debug",
+        "-m",
+        "commlens",
+        "run",
+        "SCRIPT",
+    )
     ran = run(tmp_path, *command, ACCELERATE_USE_CPU="true", HF_HOME=str(tmp_path))
     assert ran.code == 0, ran.program.report()
     assert ran.both("fine") is None

@@ -1,4 +1,6 @@
-"""``commlens attach`` and ``commlens stacks`` on a job under plain torchrun that never had commlens: healthy, stuck, healthy again."""
+"""``commlens attach`` and ``commlens stacks`` on a job under plain torchrun that never had
+commlens: healthy, stuck, healthy again.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +60,40 @@ SCRIPT = f"train_{os.getpid()}.py"  # other jobs may run on this machine
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Start torchrun without commlens; end it and its ranks afterwards."""
-    if shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
+    if (
+        shutil.which(
+            "py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
+        is None
+    ):
         pytest.skip("py-spy is not installed")
     folder = tmp_path_factory.mktemp("attach")
     (folder / SCRIPT).write_text(TRAIN)
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port", str(free_port()), SCRIPT]
+    environment = {
+        **os.environ,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(WORLD),
+        "--master-port",
+        str(free_port()),
+        SCRIPT,
+    ]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             _await(folder / "started", process)
@@ -84,24 +111,42 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.P
 def _await(path: Path, process: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, (path.parent / "output").read_text()
+        assert process.poll() is None and time.monotonic() < end, (
+            path.parent / "output"
+        ).read_text()
         time.sleep(0.05)
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] if Path(f"/proc/{pid}").exists() else []
+    return (
+        [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        if Path(f"/proc/{pid}").exists()
+        else []
+    )
 
 
 def commlens(
-    *arguments: object, path: str | None = None, prefix: tuple[str, ...] = (), environ: dict[str, str] | None = None
+    *arguments: object,
+    path: str | None = None,
+    prefix: tuple[str, ...] = (),
+    environ: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **({"PATH": path} if path else {}), **(environ or {})}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        **({"PATH": path} if path else {}),
+        **(environ or {}),
+    }
     command = [*prefix, sys.executable, "-m", "commlens", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.launches
-def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path], tmp_path: Path) -> None:
+def test_a_job_that_never_had_commlens(
+    job: tuple[subprocess.Popen[bytes], Path], tmp_path: Path
+) -> None:
     process, folder = job
 
     moves = commlens("attach", process.pid, "--window", "1.5")
@@ -110,28 +155,62 @@ def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path]
 
     (folder / "stall").touch()
     time.sleep(0.5)
-    line = next(number for number, text in enumerate(TRAIN.splitlines(), 1) if "# stalls here" in text)
+    line = next(
+        number for number, text in enumerate(TRAIN.splitlines(), 1) if "# stalls here" in text
+    )
     stuck = commlens("attach", process.pid, "--window", "1", "--json")
     verdict = json.loads(stuck.stdout)
     assert stuck.returncode == 1
-    assert (verdict["kind"], verdict["culprits"], verdict["victims"], verdict["confidence"]) == ("missing", [1], [0, 2], "high")
+    assert (verdict["kind"], verdict["culprits"], verdict["victims"], verdict["confidence"]) == (
+        "missing",
+        [1],
+        [0, 2],
+        "high",
+    )
     assert (verdict["source"], verdict["why"]) == (f"{SCRIPT}:{line}", "data-loading")
     assert "ranks 0,2 wait in all_reduce of the default group" in verdict["summary"]
 
     of_rank = commlens("stacks", children(process.pid)[1])
-    assert of_rank.stdout.startswith(f"3 ranks of {SCRIPT} stand at 2 places:\n\nRank 1\n  load_batch  {folder}/{SCRIPT}:{line}\n")
+    assert of_rank.stdout.startswith(
+        f"3 ranks of {SCRIPT} stand at 2 places:\n\nRank 1\n  load_batch "
+        f" {folder}/{SCRIPT}:{line}\n"
+    )
     assert "Ranks 0,2\n  all_reduce  torch/distributed/distributed_c10d.py" in of_rank.stdout
 
-    # Two "hosts": this machine under its name, through a stand-in for ssh, and one that cannot be reached.
+    # Two "hosts": this machine under its name, through a stand-in for ssh, and one that cannot be
+    # reached.
     fake = tmp_path / "ssh"
     fake.write_text(SSH)
     fake.chmod(0o755)
-    elsewhere = commlens("attach", str(folder), "--hosts", "a,lost", "--window", "0.5", "--json", path=f"{tmp_path}:{os.environ['PATH']}")
-    assert elsewhere.returncode == 3  # the command line holds no folder, so neither place has such a job
+    elsewhere = commlens(
+        "attach",
+        str(folder),
+        "--hosts",
+        "a,lost",
+        "--window",
+        "0.5",
+        "--json",
+        path=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    # the command line holds no folder, so neither place has such a job
+    assert elsewhere.returncode == 3
     assert "lost could not be asked: lost: no route to host" in elsewhere.stderr
-    merged = commlens("attach", SCRIPT, "--hosts", "a,lost", "--window", "0.5", "--json", path=f"{tmp_path}:{os.environ['PATH']}")
+    merged = commlens(
+        "attach",
+        SCRIPT,
+        "--hosts",
+        "a,lost",
+        "--window",
+        "0.5",
+        "--json",
+        path=f"{tmp_path}:{os.environ['PATH']}",
+    )
     verdict = json.loads(merged.stdout)
-    assert verdict["culprits"] == [1] and "lost could not be asked: lost: no route to host." in " ".join(verdict["missing_evidence"])
+    assert verdict["culprits"] == [
+        1
+    ] and "lost could not be asked: lost: no route to host." in " ".join(
+        verdict["missing_evidence"]
+    )
 
     (folder / "stall").unlink()
     if shutil.which("gdb") is not None:
@@ -143,10 +222,17 @@ def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path]
 
 
 def records_from_now_on(folder: Path, line: int) -> None:
-    """Switch recording on in the job that runs, and let the same rank stall: the job's own output names it."""
+    """Switch recording on in the job that runs, and let the same rank stall: the job's own output
+    names it.
+    """
     boxes = folder / "boxes"
     boxes.mkdir()
-    begun = commlens("attach", SCRIPT, "--inject", environ={"COMMLENS_STALL_TIMEOUT": "2", "COMMLENS_BOX_DIR": str(boxes)})
+    begun = commlens(
+        "attach",
+        SCRIPT,
+        "--inject",
+        environ={"COMMLENS_STALL_TIMEOUT": "2", "COMMLENS_BOX_DIR": str(boxes)},
+    )
     if "gdb failed" in begun.stderr:
         pytest.skip(f"gdb cannot call functions in other processes on this machine: {begun.stderr}")
     assert (begun.returncode, begun.stderr) == (0, ""), begun.stdout
@@ -158,7 +244,10 @@ def records_from_now_on(folder: Path, line: int) -> None:
     while "VERDICT" not in (said := (folder / "output").read_text()) or "NEXT" not in said:
         assert time.monotonic() < end, said
         time.sleep(0.1)
-    assert "VERDICT  rank 1 never reached all_reduce #" in said and f"{SCRIPT}:{line} load_batch" in " ".join(said.split())
+    assert (
+        "VERDICT  rank 1 never reached all_reduce #" in said
+        and f"{SCRIPT}:{line} load_batch" in " ".join(said.split())
+    )
     (folder / "stall").unlink()
 
 
@@ -170,20 +259,27 @@ def expected(last_step: int) -> str:
 
     weights = torch.zeros(64)
     for step in range(last_step + 1):
-        weights = weights * 0.9 + sum(torch.full((64,), float(step % 7 + rank)) for rank in range(WORLD))
+        weights = weights * 0.9 + sum(
+            torch.full((64,), float(step % 7 + rank)) for rank in range(WORLD)
+        )
     return f"{last_step} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}"
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user"
+)
 def test_the_process_of_another_user_is_refused_in_one_sentence() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        refused = commlens("attach", process.pid, prefix=("setpriv", "--reuid=65534", "--clear-groups"))
+        refused = commlens(
+            "attach", process.pid, prefix=("setpriv", "--reuid=65534", "--clear-groups")
+        )
         process.kill()
     if "commlens:" not in refused.stderr:
         pytest.skip("nobody may not read this Python")
     assert refused.returncode == 3
-    assert refused.stderr == (
-        f"commlens: The process {process.pid} (sleep 60) belongs to the user root: only that user or root can look at it "
-        f"(`sudo commlens attach {process.pid}`).\n"
+    assert (
+        refused.stderr
+        == f"commlens: The process {process.pid} (sleep 60) belongs to the user root: only that"
+        f" user or root can look at it (`sudo commlens attach {process.pid}`).\n"
     )

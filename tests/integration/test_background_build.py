@@ -48,18 +48,23 @@ pathlib.Path.write_text = lambda path, text, **more: (
     note(f"autogroup {text}") if str(path) == "/proc/self/autogroup" else write_text(path, text, **more)
 )
 """
-"""Notes which priority is asked for. Beside other tests on two cores, a process of the lowest priority would take minutes."""
+"""Notes which priority is asked for. Beside other tests on two cores, a process of the lowest
+priority would take minutes.
+"""
 
 
 class Compiler:
-    """A stand-in for the compiler: it notes how it was called, and then runs the lines that a test gives."""
+    """A stand-in for the compiler: it notes how it was called, and then runs the lines that a test
+    gives.
+    """
 
     def __init__(self, folder: Path, lines: str) -> None:
         self.log = folder / "compiled"
         self.path = folder / "c++-for-tests"
         self.path.write_text(
-            '#!/bin/sh\n[ "$1" = --version ] && { echo for-tests 1.0; exit 0; }\n'
-            f'echo call >> {shlex.quote(str(self.log))}\necho unfinished > "$TMPDIR/unfinished.s"\nmade=$3\n{lines}\n'
+            '#!/bin/sh\n[ "$1" = --version ] && { echo for-tests 1.0; exit 0; }\necho call >>'
+            f" {shlex.quote(str(self.log))}\necho unfinished >"
+            f' "$TMPDIR/unfinished.s"\nmade=$3\n{lines}\n'
         )
         self.path.chmod(0o755)
 
@@ -74,7 +79,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "site" / "sitecustomize.py").write_text(NOTES_PRIORITY)
-    made.environ.update(COMMLENS_NATIVE_DIR=str(tmp_path / "cache"), COMMLENS_AUTO_BUILD="1", PRIORITY_NOTES=str(tmp_path / "priority"))
+    made.environ.update(
+        COMMLENS_NATIVE_DIR=str(tmp_path / "cache"),
+        COMMLENS_AUTO_BUILD="1",
+        PRIORITY_NOTES=str(tmp_path / "priority"),
+    )
     yield made
     made.close()
 
@@ -105,14 +114,20 @@ def recorder(program: Program) -> str:
     return next(line for line in program.out if line.startswith("recorder: ")).split()[1]
 
 
-def test_the_next_launch_is_native(bench: Bench, native_cache: Path, run_commlens: RunCommlens) -> None:
+def test_the_next_launch_is_native(
+    bench: Bench, native_cache: Path, run_commlens: RunCommlens
+) -> None:
     [library] = sorted((native_cache / cache.folder_of(cache.identity())).glob("*/*.so"))[:1]
     compiler = compiling_with(bench, f'sleep 1\ncp {library} "$made"')
     first = bench.launch("engine.py", "0")
     assert recorder(first) == "Recorder"
     assert first.error.count("is being built in the background") == 1
     until(lambda: compiler.calls == 1 and not attempts.is_building(folder_of(bench)))
-    assert (bench.folder / "priority").read_text().splitlines() == ["nice 19", "autogroup 19", f"policy {os.SCHED_IDLE}"]
+    assert (bench.folder / "priority").read_text().splitlines() == [
+        "nice 19",
+        "autogroup 19",
+        f"policy {os.SCHED_IDLE}",
+    ]
     assert "unfinished.s" not in files(folder_of(bench))
     second = bench.launch("engine.py", "0")
     assert recorder(second) == "NativeRecorder"
@@ -130,7 +145,9 @@ def test_launchers_that_start_at_once_build_once(bench: Bench) -> None:
     assert compiler.calls == 1
 
 
-def test_a_failure_is_remembered_with_its_reason_until_something_changes(bench: Bench, run_commlens: RunCommlens) -> None:
+def test_a_failure_is_remembered_with_its_reason_until_something_changes(
+    bench: Bench, run_commlens: RunCommlens
+) -> None:
     compiler = compiling_with(bench, "echo 'x.cpp:1: error: it is broken' >&2\nexit 1")
     started = bench.launch("engine.py", "0")
     assert recorder(started) == "Recorder"
@@ -141,7 +158,10 @@ def test_a_failure_is_remembered_with_its_reason_until_something_changes(bench: 
     assert "commlens" not in again.error
     assert compiler.calls == 1
     said = " ".join(run_commlens("doctor", environ=bench.environ).stdout.split())
-    assert "commlens launch does not build it: the build of 20" in said and "x.cpp:1: error: it is broken" in said
+    assert (
+        "commlens launch does not build it: the build of 20" in said
+        and "x.cpp:1: error: it is broken" in said
+    )
     compiler = compiling_with(bench, "echo 'y.cpp:1: error: another' >&2\nexit 1")
     os.utime(compiler.path, (1, 1))  # another compiler was installed
     said = " ".join(run_commlens("doctor", environ=bench.environ).stdout.split())
@@ -153,7 +173,9 @@ def test_old_failures_and_a_success_are_forgotten(tmp_path: Path) -> None:
     found = attempts.failure(tmp_path, ["c++"])
     assert found is not None and found.reason == "broken"
     about = json.loads((tmp_path / attempts.FAILURE).read_text())
-    (tmp_path / attempts.FAILURE).write_text(json.dumps({**about, "unix_s": time.time() - attempts.KEEP_S - 1}))
+    (tmp_path / attempts.FAILURE).write_text(
+        json.dumps({**about, "unix_s": time.time() - attempts.KEEP_S - 1})
+    )
     assert attempts.failure(tmp_path, ["c++"]) is None
     (tmp_path / attempts.FAILURE).write_text("{")
     assert attempts.failure(tmp_path, ["c++"]) is None
@@ -161,8 +183,13 @@ def test_old_failures_and_a_success_are_forgotten(tmp_path: Path) -> None:
     assert files(tmp_path) == set()
 
 
-@pytest.mark.parametrize("setting", [{"COMMLENS_AUTO_BUILD": "off"}, {"COMMLENS_ENGINE": "python"}, {"COMMLENS_BOX_ENTRIES": "0"}])
-def test_nothing_is_built_if_the_user_does_not_want_it(bench: Bench, setting: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [{"COMMLENS_AUTO_BUILD": "off"}, {"COMMLENS_ENGINE": "python"}, {"COMMLENS_BOX_ENTRIES": "0"}],
+)
+def test_nothing_is_built_if_the_user_does_not_want_it(
+    bench: Bench, setting: dict[str, str]
+) -> None:
     (bench.folder / "nothing.py").write_text("")
     compiler = compiling_with(bench, "exit 1")
     program = bench.launch("nothing.py", **setting)
@@ -195,11 +222,14 @@ def test_a_build_that_has_to_end_leaves_neither_process_nor_file(bench: Bench, w
     folder = folder_of(bench)
     lock = attempts.take_lock(folder)
     assert lock is not None
-    ticks = 1 if why == "job over" else job_dirs.start_ticks(os.getpid())  # a process that has ended, or this one
+    # a process that has ended, or this one
+    ticks = 1 if why == "job over" else job_dirs.start_ticks(os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-c", HURRIED, str(lock), str(os.getpid()), str(ticks), why],
-        env=bench.environ, pass_fds=(lock,), start_new_session=True,
-    )  # fmt: skip
+        env=bench.environ,
+        pass_fds=(lock,),
+        start_new_session=True,
+    )
     os.close(lock)
     if why == "asked to end":
         until(lambda: "unfinished.s" in files(folder))
@@ -212,7 +242,9 @@ def test_a_build_that_has_to_end_leaves_neither_process_nor_file(bench: Bench, w
     assert not attempts.is_building(folder)
 
 
-def test_scarce_memory_keeps_a_launch_from_building(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scarce_memory_keeps_a_launch_from_building(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from commlens.config import Settings
     from commlens.launch import background_build
     from commlens.processes import memory

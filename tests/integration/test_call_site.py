@@ -90,23 +90,40 @@ EXPECTED = {
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
     script = tmp_path_factory.mktemp("names") / "train.py"
     script.write_text(PROGRAM)
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_the_name_is_the_librarys_and_the_line_is_the_users(names: dict[str, list[list[str]]], case: str):
+def test_the_name_is_the_librarys_and_the_line_is_the_users(
+    names: dict[str, list[list[str]]], case: str
+):
     assert names[case], "nothing was issued"
     for name, where in names[case]:
         assert name == EXPECTED[case]
-        assert where.startswith("train.py:") and where.split(" in ")[1] in ("<lambda>", "direct", "ddp", "fsdp")
+        assert where.startswith("train.py:") and where.split(" in ")[1] in (
+            "<lambda>",
+            "direct",
+            "ddp",
+            "fsdp",
+        )
 
 
 def test_a_cpp_thread_has_no_line():
     from commlens.verification.call_site import call_site
 
-    assert call_site(None, "all_reduce") == ("torch.nn.parallel.DistributedDataParallel (backward)", "")
+    assert call_site(None, "all_reduce") == (
+        "torch.nn.parallel.DistributedDataParallel (backward)",
+        "",
+    )
     assert call_site(None, "broadcast") == ("torch.distributed.broadcast", "")

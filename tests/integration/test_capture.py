@@ -107,13 +107,17 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(autouse=True)
-def both_engines(engine_environment: dict[str, str], clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def both_engines(
+    engine_environment: dict[str, str], clean_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in engine_environment.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def every_kind(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> list[RankLog]:
+def every_kind(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]
+) -> list[RankLog]:
     box_dir = tmp_path_factory.mktemp("every")
     ended = ranks.run(EVERY_KIND, box_dir, fresh=True, TIMING="1", **engine_environment)
     recorder = "NativeRecorder" if engine_environment["COMMLENS_ENGINE"] == "native" else "Recorder"
@@ -130,9 +134,19 @@ def test_every_op_is_recorded_once_and_completed(every_kind: list[RankLog]) -> N
         assert not log.problems
         seen = {c.op for c in log.collectives}
         assert seen == {
-            "all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter", "barrier",
-            "monitored_barrier", "send", "recv",
-        }  # fmt: skip
+            "all_reduce",
+            "broadcast",
+            "reduce",
+            "reduce_scatter",
+            "all_gather",
+            "all_to_all",
+            "gather",
+            "scatter",
+            "barrier",
+            "monitored_barrier",
+            "send",
+            "recv",
+        }
         assert [c.index for c in log.collectives] == list(range(1, log.issued + 1))
         assert {c.state for c in log.collectives} == {State.COMPLETED}, [
             (c.op, c.state) for c in log.collectives if c.state != State.COMPLETED
@@ -140,7 +154,14 @@ def test_every_op_is_recorded_once_and_completed(every_kind: list[RankLog]) -> N
 
 
 def test_ranks_agree_on_channels_and_sequence_numbers(every_kind: list[RankLog]) -> None:
-    first, second = ([(c.channel.key, c.sequence_number, c.op) for c in log.collectives if not c.is_point_to_point] for log in every_kind)
+    first, second = (
+        [
+            (c.channel.key, c.sequence_number, c.op)
+            for c in log.collectives
+            if not c.is_point_to_point
+        ]
+        for log in every_kind
+    )
     assert sorted(first) == sorted(second)
 
 
@@ -168,7 +189,9 @@ def test_point_to_point_has_peer_tag_and_numbers_of_its_own(every_kind: list[Ran
     assert (receives[1].peer, receives[1].sequence_number) == (1, 1)
 
 
-def test_groups_are_known_by_name_description_ranks_and_mesh_dimension(every_kind: list[RankLog]) -> None:
+def test_groups_are_known_by_name_description_ranks_and_mesh_dimension(
+    every_kind: list[RankLog],
+) -> None:
     groups = {c.channel.group.label: c.channel.group for log in every_kind for c in log.collectives}
     assert groups["mine"].ranks == (0, 1)
     assert groups["tp"].mesh_dim == "tp"
@@ -178,7 +201,11 @@ def test_groups_are_known_by_name_description_ranks_and_mesh_dimension(every_kin
 def test_lines_are_the_users(every_kind: list[RankLog]) -> None:
     functions = {c.source.function for log in every_kind for c in log.collectives if c.source}
     assert {"plain", "point_to_point", "functional", "ddp", "<lambda>"} == functions
-    assert all(c.source is not None and c.source.file.endswith("program.py") for log in every_kind for c in log.collectives)
+    assert all(
+        c.source is not None and c.source.file.endswith("program.py")
+        for log in every_kind
+        for c in log.collectives
+    )
     kinds = {frame.kind for c in every_kind[0].collectives for frame in c.stack}
     assert {FrameKind.USER, FrameKind.TORCH} <= kinds
 
@@ -193,7 +220,9 @@ def test_how_completion_was_learned(every_kind: list[RankLog]) -> None:
     (barrier,) = of(every_kind[0], "monitored_barrier")
     assert barrier.learned_how is LearnedHow.RETURN
     waited = [c for c in every_kind[0].collectives if c.learned_how is LearnedHow.WAIT]
-    assert all(c.announced_ns <= c.returned_ns <= c.wait_began_ns <= c.wait_ended_ns for c in waited)
+    assert all(
+        c.announced_ns <= c.returned_ns <= c.wait_began_ns <= c.wait_ended_ns for c in waited
+    )
     assert all(c.wait_thread == c.issue_thread for c in waited)
 
 
@@ -202,7 +231,9 @@ def test_durations_where_timing_is_on_and_the_end_was_seen(every_kind: list[Rank
         if c.learned_how is LearnedHow.POLL:
             assert c.duration_ns is None
         else:
-            assert c.duration_ns is not None and 0 < c.duration_ns <= c.done_ns - c.announced_ns + 1000
+            assert (
+                c.duration_ns is not None and 0 < c.duration_ns <= c.done_ns - c.announced_ns + 1000
+            )
 
 
 def test_optimizer_steps_are_counted(every_kind: list[RankLog]) -> None:
@@ -217,7 +248,9 @@ def test_the_goodbye(every_kind: list[RankLog]) -> None:
 
 def test_threads(every_kind: list[RankLog]) -> None:
     (threaded,) = [c for c in every_kind[0].collectives if c.channel.group.label == "mine"]
-    assert threaded.issue_thread not in {c.issue_thread for c in every_kind[0].collectives if c is not threaded}
+    assert threaded.issue_thread not in {
+        c.issue_thread for c in every_kind[0].collectives if c is not threaded
+    }
 
 
 def test_killed_in_mid_collective_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
@@ -245,7 +278,9 @@ def test_killed_in_mid_collective_loses_nothing(ranks: Ranks, tmp_path: Path) ->
     assert other.issued == 5 and {c.state for c in other.collectives} == {State.COMPLETED}
 
 
-def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(
         """
         dist.init_process_group("gloo")
@@ -293,7 +328,9 @@ def test_an_op_that_the_backend_refuses_has_no_number(ranks: Ranks, tmp_path: Pa
     assert log.problems == []
 
 
-def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(
         """
         dist.init_process_group("gloo")
@@ -346,7 +383,10 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(ranks: Ranks, tmp_pa
     bare = ranks.run(program, tmp_path, RECORD="0")
 
     def results(ended: list[Ended]) -> list[list[str]]:
-        return [[line for line in end.output.splitlines() if line.startswith(("LOSS", "KEPT"))] for end in ended]
+        return [
+            [line for line in end.output.splitlines() if line.startswith(("LOSS", "KEPT"))]
+            for end in ended
+        ]
 
     assert results(recorded) == results(bare)
     assert results(recorded)[0][-1] == "KEPT [False, False, False, False]"
@@ -433,12 +473,18 @@ def test_a_wait_in_the_store_before_init_process_group(ranks: Ranks, tmp_path: P
     )
     busy, waiting = (log.store_wait for log in logs(tmp_path))
     assert busy is None and waiting is not None
-    assert (waiting.op, waiting.channel.group.name, waiting.channel.group.ranks) == ("store.get", "config", (0, 1))
+    assert (waiting.op, waiting.channel.group.name, waiting.channel.group.ranks) == (
+        "store.get",
+        "config",
+        (0, 1),
+    )
     assert waiting.source is not None and waiting.source.function == "<module>"
 
 
 def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> None:
-    """Forked from a launcher's rank that never joined and has the pid of one that has ended; with a name imported before the switch."""
+    """Forked from a launcher's rank that never joined and has the pid of one that has ended; with a
+    name imported before the switch.
+    """
     ranks.run(
         """
         import multiprocessing
@@ -469,14 +515,22 @@ def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> 
         world_size=3,
     )
     found = [log for log in logs(tmp_path) if log.initialised]  # without their parents'
-    assert [(log.rank, log.issued, log.initialised) for log in found] == [(0, 1, True), (1, 1, True), (2, 1, True)]
+    assert [(log.rank, log.issued, log.initialised) for log in found] == [
+        (0, 1, True),
+        (1, 1, True),
+        (2, 1, True),
+    ]
     # multiprocessing leaves by os._exit, without exit handlers.
     assert [(log.closed, log.left, log.exception) for log in found] == [
-        (True, False, None), (True, False, "ValueError: bad"), (False, True, None),
-    ]  # fmt: skip
+        (True, False, None),
+        (True, False, "ValueError: bad"),
+        (False, True, None),
+    ]
 
 
-def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(
         """
         import contextlib
@@ -515,7 +569,9 @@ def test_the_ring_wraps(ranks: Ranks, tmp_path: Path) -> None:
     assert [c.args.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
 
 
-def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(
         """
         dist.init_process_group("gloo")
@@ -534,7 +590,9 @@ def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(ranks: Ranks, 
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/full/nowhere"])
-def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(ranks: Ranks, tmp_path: Path, place: str) -> None:
+def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
     program = """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
@@ -600,10 +658,14 @@ def test_layout_constants_match_torch() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     import subprocess
 
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("this machine does not let us mount a tmpfs")
     try:
@@ -627,7 +689,9 @@ def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(ranks: Ranks, 
         )
         assert all("DONE" in end.output for end in ended)
         unrecorded = [end for end in ended if "is not recorded" in end.output]
-        assert len(unrecorded) == 1, "5 MB hold two boxes of 2.2 MB: the third rank must say that it has none"
+        assert len(unrecorded) == 1, (
+            "5 MB hold two boxes of 2.2 MB: the third rank must say that it has none"
+        )
         assert [log.issued for log in logs(tmp_path)] == [301, 301]
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=False)

@@ -1,4 +1,6 @@
-"""Ray Train runs the training function in a thread, catches its exception, destroys the groups and ends all workers."""
+"""Ray Train runs the training function in a thread, catches its exception, destroys the groups and
+ends all workers.
+"""
 
 from __future__ import annotations
 
@@ -71,5 +73,8 @@ def test_an_exception_that_ray_train_catches_is_named_with_the_users_line(tmp_pa
     finally:
         bench.close()
     words = " ".join(program.error.split())
-    assert "VERDICT rank 1 raised ValueError: a bad batch at train.py:13 train; rank 0 was waiting for it in all_reduce #4" in words
+    assert (
+        "VERDICT rank 1 raised ValueError: a bad batch at train.py:13 train; rank 0 was waiting for"
+        " it in all_reduce #4" in words
+    )
     assert bench.dumped == ["rank0", "rank1"] and not bench.boxes_left

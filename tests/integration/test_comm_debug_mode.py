@@ -42,7 +42,11 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WORLD = 4
 functional = torch.ops.c10d_functional
 c10d = torch.ops.c10d
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*commlens.*")]  # torch's own warnings
+# torch's own warnings
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:.*commlens.*"),
+]
 
 MLP_TABLE = """\
 Global
@@ -100,13 +104,21 @@ def counts(mode: Any) -> dict[str, int]:
 
 def by_module(mode: CommDebugMode) -> dict[str, dict[str, dict[str, int]]]:
     return {
-        fqn: {which: {str(packet): n for packet, n in found.items()} for which, found in passes.items() if found}
+        fqn: {
+            which: {str(packet): n for packet, n in found.items()}
+            for which, found in passes.items()
+            if found
+        }
         for fqn, passes in mode.comm_module_counts.items()
     }
 
 
 def listed(mode: CommDebugMode) -> list[str]:
-    return [str(op["name"]) for ops in mode.comm_module_operation_counts.values() for op in ops["operations_list"]]
+    return [
+        str(op["name"])
+        for ops in mode.comm_module_operation_counts.values()
+        for op in ops["operations_list"]
+    ]
 
 
 def mlp_step(mesh: DeviceMesh) -> Callable[[], None]:
@@ -151,7 +163,8 @@ def test_counts_are_pytorchs(mesh, make):
     theirs, ours = under(TorchCommDebugMode(), steps[0]), under(CommDebugMode(), steps[1])
     assert counts(ours) == counts(theirs)
     assert ours.get_total_counts() == theirs.get_total_counts()
-    assert repr(ours) == f"CommDebugMode(get_total_counts()={theirs.get_total_counts()})"  # as theirs from 2.9 on
+    # as theirs from 2.9 on
+    assert repr(ours) == f"CommDebugMode(get_total_counts()={theirs.get_total_counts()})"
     assert ours.comm_module_counts == theirs.comm_module_counts
     assert ours.get_sharding_info() == theirs.get_sharding_info()
     assert list(ours.get_parameter_info()) == list(theirs.get_parameter_info())
@@ -159,14 +172,18 @@ def test_counts_are_pytorchs(mesh, make):
     assert ours_tracker.module_helper_dict == theirs_tracker.module_helper_dict
     assert ours_tracker.module_parents_dict == theirs_tracker.module_parents_dict
     assert ours_tracker.parent_dict == theirs_tracker.parent_dict
-    assert theirs.comm_registry <= ours.comm_registry | {torch.ops._c10d_functional_autograd.all_to_all_single}
+    assert theirs.comm_registry <= ours.comm_registry | {
+        torch.ops._c10d_functional_autograd.all_to_all_single
+    }
 
 
 @pytest.mark.parametrize("noise_level", [0, 1])
 @pytest.mark.parametrize("make", [mlp_step, transformer_forward, transformer_step])
 def test_tables_and_json_are_pytorchs(mesh, tmp_path, make, noise_level):
     theirs, ours = under(TorchCommDebugMode(), make(mesh)), under(CommDebugMode(), make(mesh))
-    assert ours.generate_comm_debug_tracing_table(noise_level) == theirs.generate_comm_debug_tracing_table(noise_level)
+    assert ours.generate_comm_debug_tracing_table(
+        noise_level
+    ) == theirs.generate_comm_debug_tracing_table(noise_level)
     assert document(ours, tmp_path, noise_level) == document(theirs, tmp_path, noise_level)
 
 
@@ -198,12 +215,15 @@ def test_at_noise_level_3_everything_is_listed_and_nothing_of_our_own_doing(mesh
     make(mesh)()  # caches
     witness, ours = under(Witness(), make(mesh)), under(CommDebugMode(), make(mesh))
     lines = [line.strip() for line in table(ours, 3).splitlines()]
-    assert sorted(line.removeprefix("**") for line in lines if line.startswith("**")) == sorted(witness.names)
+    assert sorted(line.removeprefix("**") for line in lines if line.startswith("**")) == sorted(
+        witness.names
+    )
     assert sorted(listed(ours)) == sorted(witness.names)
 
 
 def test_what_dtensor_tries_on_fake_tensors_is_not_listed(mesh):
-    x = distribute_tensor(torch.rand(12, 28), mesh, [Shard(0)])  # shapes that no other test has: nothing is known of them yet
+    # shapes that no other test has: nothing is known of them yet
+    x = distribute_tensor(torch.rand(12, 28), mesh, [Shard(0)])
 
     def step() -> None:
         torch.cat([x @ x.t(), x @ x.t()], 1)
@@ -246,7 +266,10 @@ def test_where_a_thread_is_right_now(mesh):
     model = nn.Sequential(Inner())
     with mode:
         checkpoint(model, torch.rand(3, requires_grad=True), use_reentrant=False).sum().backward()
-        assert (mode.advanced_module_tracker.name, mode.advanced_module_tracker.is_bw) == ("Global", False)
+        assert (mode.advanced_module_tracker.name, mode.advanced_module_tracker.is_bw) == (
+            "Global",
+            False,
+        )
     assert seen == [("Sequential.0", False, False), ("Sequential.0", True, True)]
 
 
@@ -264,7 +287,9 @@ def plain_calls(x: torch.Tensor) -> dict[Any, Callable[[], object]]:
         c10d.reduce_: lambda: dist.reduce(x, 0),
         c10d.scatter_: lambda: dist.scatter(x, parts, 0),
         c10d.allgather_: lambda: dist.all_gather(parts, x),
-        c10d.allgather_coalesced_: lambda: dist.all_gather_coalesced([[torch.empty_like(x)] for _ in range(WORLD)], [x]),
+        c10d.allgather_coalesced_: lambda: dist.all_gather_coalesced(
+            [[torch.empty_like(x)] for _ in range(WORLD)], [x]
+        ),
         c10d.allreduce_coalesced_: lambda: dist.all_reduce_coalesced([x]),
         c10d.reduce_scatter_: lambda: dist.reduce_scatter(x, parts),
         c10d.alltoall_: lambda: dist.all_to_all(parts, [torch.empty_like(x) for _ in range(WORLD)]),
@@ -273,10 +298,18 @@ def plain_calls(x: torch.Tensor) -> dict[Any, Callable[[], object]]:
         c10d.send: lambda: dist.send(x, 1),
         c10d.recv_: lambda: dist.recv(x, 1),
         functional.all_reduce: lambda: funcol.all_reduce(x, "sum", dist.group.WORLD) + 1,
-        functional.all_gather_into_tensor: lambda: funcol.all_gather_tensor(x, 0, dist.group.WORLD) + 1,
-        functional.reduce_scatter_tensor: lambda: funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1,
-        functional.all_reduce_coalesced: lambda: [y + 1 for y in funcol.all_reduce_coalesced([x, x], "sum", dist.group.WORLD)],
-        functional.all_to_all_single: lambda: funcol.all_to_all_single(x, None, None, dist.group.WORLD) + 1,
+        functional.all_gather_into_tensor: (
+            lambda: funcol.all_gather_tensor(x, 0, dist.group.WORLD) + 1
+        ),
+        functional.reduce_scatter_tensor: (
+            lambda: funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
+        ),
+        functional.all_reduce_coalesced: lambda: [
+            y + 1 for y in funcol.all_reduce_coalesced([x, x], "sum", dist.group.WORLD)
+        ],
+        functional.all_to_all_single: (
+            lambda: funcol.all_to_all_single(x, None, None, dist.group.WORLD) + 1
+        ),
         functional.broadcast: lambda: funcol.broadcast(x, 0, dist.group.WORLD) + 1,
     }
 
@@ -369,7 +402,9 @@ def test_without_a_process_group_modules_and_ops_are_shown():
             model(torch.ones(1, 2))
     assert listed(mode).count("aten.addmm.default") == 10
     assert mode.get_total_counts() == 0
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(
+        not module._forward_hooks and not module._forward_pre_hooks for module in model.modules()
+    )
 
 
 # --- where PyTorch's is wrong
@@ -381,7 +416,11 @@ def test_a_module_called_often_is_one_row(mesh, tmp_path):
         for _ in range(3):
             step()
     assert table(mode, 0) == MLP_TABLE.replace(": 1", ": 3")
-    assert mode.advanced_module_tracker.parent_dict["MLPModule"] == ["MLPModule.net1", "MLPModule.relu", "MLPModule.net2"]
+    assert mode.advanced_module_tracker.parent_dict["MLPModule"] == [
+        "MLPModule.net1",
+        "MLPModule.relu",
+        "MLPModule.net2",
+    ]
 
 
 def test_json_grows_with_the_events_and_not_faster(mesh, tmp_path):
@@ -420,7 +459,14 @@ def test_a_submodule_first_called_in_a_later_call_stands_under_its_parent(mesh):
     model = nn.Sequential(Late(), nn.ReLU())
     with CommDebugMode() as mode:
         model(model(torch.ones(1, 2)))
-    order = ["Global", "Sequential", "Sequential.0", "Sequential.0.one", "Sequential.0.two", "Sequential.1"]
+    order = [
+        "Global",
+        "Sequential",
+        "Sequential.0",
+        "Sequential.0.one",
+        "Sequential.0.two",
+        "Sequential.1",
+    ]
     assert [line.strip() for line in table(mode, 0).splitlines()] == order
 
 
@@ -436,7 +482,9 @@ def test_forward_and_backward_in_two_contexts(mesh):
             loss.backward()
         backward = by_module(mode)
         for which, found in (("forward", forward), ("backward", backward)):
-            assert {m: p[which] for m, p in found.items() if which in p} == {m: p[which] for m, p in expected.items() if which in p}
+            assert {m: p[which] for m, p in found.items() if which in p} == {
+                m: p[which] for m, p in expected.items() if which in p
+            }
 
 
 class InPlace(nn.Module):
@@ -460,7 +508,9 @@ def test_outputs_changed_in_place_and_dictionaries(mesh):
     assert by_module(mode)["InPlace"]["forward"] == {"c10d_functional.all_reduce": 1}
     assert not set(by_module(mode)) & {"InPlace.first", "InPlace.second"}
     ops = mode.comm_module_operation_counts
-    assert [str(op["name"]) for op in ops["InPlace.first"]["operations_list"] if not op["is_bw"]] == [
+    assert [
+        str(op["name"]) for op in ops["InPlace.first"]["operations_list"] if not op["is_bw"]
+    ] == [
         "aten.t.default",
         "aten.addmm.default",
     ]
@@ -479,7 +529,10 @@ def test_nothing_changes_for_the_model(mesh):
         model = Transformer()
         loss = model(torch.randint(0, 8, (8, 8))).square().sum()
         loss.backward()
-        return [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        return [
+            loss,
+            *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+        ]
 
     expected = step()
     with CommDebugMode():
@@ -505,15 +558,24 @@ def test_fsdp2_blocks_and_the_optimizer(mesh):
         block = found[f"FSDPSequential.{number}"]
         assert block["forward"] == {"c10d._allgather_base_": 1}
         assert block["backward"] == {"c10d._allgather_base_": 1, "c10d._reduce_scatter_base_": 1}
-    assert found["FSDPSequential"]["backward"] == {"c10d._allgather_base_": 3, "c10d._reduce_scatter_base_": 3}
-    assert found["Global"]["forward"] == {"c10d._allgather_base_": 3, "c10d_functional.all_reduce": 1}  # the norm's
+    assert found["FSDPSequential"]["backward"] == {
+        "c10d._allgather_base_": 3,
+        "c10d._reduce_scatter_base_": 3,
+    }
+    # the norm's
+    assert found["Global"]["forward"] == {
+        "c10d._allgather_base_": 3,
+        "c10d_functional.all_reduce": 1,
+    }
     lines = table(mode, 1).splitlines()
     begin = lines.index("  OPTIMIZER")
     assert lines[begin + 1].strip().startswith("**aten.") or "foreach" in table(mode, 2)
 
 
 def test_ddp_is_one_place(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         with CommDebugMode() as mode:
@@ -521,7 +583,10 @@ def test_ddp_is_one_place(tmp_path):
     finally:
         dist.destroy_process_group()
     found = by_module(mode)
-    assert {fqn for fqn, passes in found.items() if "backward" in passes} == {"Global", "DistributedDataParallel"}
+    assert {fqn for fqn, passes in found.items() if "backward" in passes} == {
+        "Global",
+        "DistributedDataParallel",
+    }
     assert found["DistributedDataParallel"]["backward"] == {"c10d.allreduce_": 1}
 
 
@@ -550,10 +615,14 @@ def test_recomputation_has_its_heading(mesh, tmp_path, reentrant):
 
     model = Communicating()
     with CommDebugMode() as mode:
-        checkpoint(model, torch.rand(3, requires_grad=True), use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            model, torch.rand(3, requires_grad=True), use_reentrant=reentrant
+        ).sum().backward()
     found = by_module(mode)["Communicating"]
     assert found["forward"] == found["checkpointing"] == {"c10d_functional.all_reduce": 1}
-    assert "      ACTIVATION CHECKPOINTING\n        *c10d_functional.all_reduce: 1\n" in table(mode, 0)
+    assert "      ACTIVATION CHECKPOINTING\n        *c10d_functional.all_reduce: 1\n" in table(
+        mode, 0
+    )
     module = document(mode, tmp_path, 3)["children"][0]
     assert module["collectives_checkpointing"] == [["c10d_functional.all_reduce", 1]]
     again = [op["name"] for op in module["operations_checkpointing"]]
@@ -564,7 +633,9 @@ def test_recomputation_has_its_heading(mesh, tmp_path, reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_functions_that_run_again_are_told_from_backward(mesh, reentrant):
     with CommDebugMode() as mode:
-        checkpoint(lambda x: x.sin().exp(), torch.rand(3, requires_grad=True), use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            lambda x: x.sin().exp(), torch.rand(3, requires_grad=True), use_reentrant=reentrant
+        ).sum().backward()
     ops = mode.comm_module_operation_counts["Global"]["operations_list"]
     again = {str(op["name"]) for op in ops if op["is_activation_checkpointing"]}
     assert {"aten.sin.default", "aten.exp.default"} <= again
@@ -629,7 +700,11 @@ def test_models_are_not_kept_alive(mesh):
     gc.collect()
     assert [reference() for reference in watched] == [None] * 3
     described = mode.get_parameter_info()["MLPModule.net1"]["weight"]
-    assert (described.shape, described.dtype, described.placements) == ((16, 10), "float32", "(Shard(dim=0),)")
+    assert (described.shape, described.dtype, described.placements) == (
+        (16, 10),
+        "float32",
+        "(Shard(dim=0),)",
+    )
     assert len(mode.get_sharding_info()) == 4
     assert table(mode, 0) == MLP_TABLE
 
@@ -641,7 +716,9 @@ def test_subclasses_see_every_op(mesh, base):
             super().__init__()
             self.seen: list[str] = []
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.seen.append(str(func))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -651,7 +728,10 @@ def test_subclasses_see_every_op(mesh, base):
         (first @ second).redistribute(mesh, [Replicate()])
     assert counts(mode) == {"c10d_functional.all_reduce": 1}
     assert {"aten.mm.default", "_c10d_functional.all_reduce.default"} <= set(mode.seen)
-    assert next(name for name in mode.seen if name.startswith("_c10d")) == "_c10d_functional.all_reduce.default"
+    assert (
+        next(name for name in mode.seen if name.startswith("_c10d"))
+        == "_c10d_functional.all_reduce.default"
+    )
 
 
 def test_user_hooks_are_called_in_their_modules(mesh):
@@ -659,9 +739,13 @@ def test_user_hooks_are_called_in_their_modules(mesh):
         tracker, log = mode.advanced_module_tracker, []
 
         def hook(name: str) -> Callable[..., None]:
-            return lambda module, *rest: log.append((name, tracker.get_known_fqn(module), sorted(tracker.parents), len(rest)))
+            return lambda module, *rest: log.append(
+                (name, tracker.get_known_fqn(module), sorted(tracker.parents), len(rest))
+            )
 
-        tracker.register_user_hooks(hook("before"), hook("after"), hook("before backward"), hook("after backward"))
+        tracker.register_user_hooks(
+            hook("before"), hook("after"), hook("before backward"), hook("after backward")
+        )
         with pytest.raises(AssertionError, match="clear_user_hooks"):
             tracker.register_user_hooks(pre_fw_hook=hook("twice"))
         model = parallel_mlp(mesh)
@@ -676,8 +760,14 @@ def test_user_hooks_are_called_in_their_modules(mesh):
         return log
 
     theirs, ours = called(TorchCommDebugMode()), called(CommDebugMode())
-    assert sorted(map(str, theirs)) == sorted(str(each) for each in ours if each[0] != "before")  # torch's never calls that one
-    assert [name for kind, name, _, _ in ours if kind == "before"] == ["MLPModule", "MLPModule.net1", "MLPModule.relu", "MLPModule.net2"]
+    # torch's never calls that one
+    assert sorted(map(str, theirs)) == sorted(str(each) for each in ours if each[0] != "before")
+    assert [name for kind, name, _, _ in ours if kind == "before"] == [
+        "MLPModule",
+        "MLPModule.net1",
+        "MLPModule.relu",
+        "MLPModule.net2",
+    ]
     mode = CommDebugMode()
     assert mode.advanced_module_tracker.parents == {"Global"}
 
@@ -690,7 +780,9 @@ def test_a_hook_of_a_gradient_runs_in_its_parameters_module(mesh):
         model = parallel_mlp(mesh)
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: log.append((name, tracker.name, sorted(tracker.parents), tracker.is_bw))
+                lambda _, name=name: log.append(
+                    (name, tracker.name, sorted(tracker.parents), tracker.is_bw)
+                )
             )
         with mode:
             model(torch.rand(8, 10)).sum().backward()
@@ -698,7 +790,12 @@ def test_a_hook_of_a_gradient_runs_in_its_parameters_module(mesh):
 
     ours = seen(CommDebugMode())
     assert ours == seen(TorchCommDebugMode())
-    assert ours[0] == ("net1.bias", "MLPModule.net1", ["Global", "MLPModule", "MLPModule.net1"], True)
+    assert ours[0] == (
+        "net1.bias",
+        "MLPModule.net1",
+        ["Global", "MLPModule", "MLPModule.net1"],
+        True,
+    )
 
 
 class Averaged(nn.Module):
@@ -740,20 +837,36 @@ def test_pytorchs_own_tests_pass_with_ours(tmp_path, name):
     if not PYTORCH_TESTS or not file.exists():
         pytest.skip(f"COMMLENS_PYTORCH_TESTS does not name a folder with PyTorch's {name}")
     text = file.read_text(encoding="utf-8")
-    patched = text.replace("from torch.distributed.tensor.debug import CommDebugMode", "from commlens import CommDebugMode")
+    patched = text.replace(
+        "from torch.distributed.tensor.debug import CommDebugMode",
+        "from commlens import CommDebugMode",
+    )
     assert "from commlens import CommDebugMode" in patched
     (tmp_path / name).write_text(patched, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=220)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, name],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
     if "ImportError: cannot import name" in done.stderr:
         pytest.skip(f"{name} is of another torch than {torch.__version__}")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def example(*arguments: str, launcher: tuple[str, ...] = (), folder: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # as in a fresh clone
+    # as in a fresh clone
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *launcher, str(EXAMPLES / "comm_debug_mode.py"), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return plain(done.stdout)
 
@@ -761,11 +874,20 @@ def example(*arguments: str, launcher: tuple[str, ...] = (), folder: Path) -> st
 @pytest.mark.skipif(TORCH < (2, 13), reason="meshes print otherwise")
 def test_the_example_shows_everything(tmp_path):
     shown = example(folder=tmp_path)
-    assert MLP_TABLE in shown and NET1_AT_NOISE_1.replace("(4,)", "(tp=4)") in shown and "ACTIVATION CHECKPOINTING" in shown
+    assert (
+        MLP_TABLE in shown
+        and NET1_AT_NOISE_1.replace("(4,)", "(tp=4)") in shown
+        and "ACTIVATION CHECKPOINTING" in shown
+    )
     for model in ("mlp", "transformer", "checkpointed"):
         for level in range(4):
             assert (tmp_path / "comm-debug-mode" / f"{model}-{level}.txt").read_text() in shown
-            assert json.loads((tmp_path / "comm-debug-mode" / f"{model}-{level}.json").read_text())["fqn"] == "Global"
+            assert (
+                json.loads((tmp_path / "comm-debug-mode" / f"{model}-{level}.json").read_text())[
+                    "fqn"
+                ]
+                == "Global"
+            )
 
 
 def test_the_example_on_gloo(tmp_path):

@@ -1,4 +1,6 @@
-"""Nothing of commlens starts an accelerator's driver in a rank: a program may still fork, or choose its devices."""
+"""Nothing of commlens starts an accelerator's driver in a rank: a program may still fork, or choose
+its devices.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,34 @@ pytest.importorskip("torch")
 from conftest import SOURCE
 
 ELSEWHERE = ("launch/environment.py", "tracing/preview/", "scenarios/")
-"""No rank: ``commlens doctor``, previews, which pretend to have GPUs, and programs that stand for a user's."""
+"""No rank: ``commlens doctor``, previews, which pretend to have GPUs, and programs that stand for a
+user's.
+"""
 
 HARMLESS = {"is_initialized", "is_current_stream_capturing", "is_built"}
 """These read a flag; ``is_current_stream_capturing`` is called after ``is_initialized`` only."""
 
 
 def asked(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of everything that is taken from torch.cuda, torch.xpu or torch.accelerator."""
+    """Yield the line and the name of everything that is taken from torch.cuda, torch.xpu or
+    torch.accelerator.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Attribute, ast.Name)):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
             if owner in ("cuda", "xpu", "accelerator"):
                 yield node.lineno, node.attr
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            names = [name for name in names if name != "torch.cuda.graphs"]  # whose class is patched
-            if any(name.startswith(("torch.cuda", "torch.xpu", "torch.accelerator")) for name in names):
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            # whose class is patched
+            names = [name for name in names if name != "torch.cuda.graphs"]
+            if any(
+                name.startswith(("torch.cuda", "torch.xpu", "torch.accelerator")) for name in names
+            ):
                 yield node.lineno, "an import"
 
 
@@ -47,8 +60,15 @@ def test_no_module_of_a_rank_asks_for_devices() -> None:
 
 
 def test_the_search_finds_what_it_looks_for() -> None:
-    text = "import torch\nif torch.cuda.is_available():\n    from torch.cuda import current_device\ntorch.accelerator.device_count()\n"
-    assert sorted(asked(ast.parse(text))) == [(2, "is_available"), (3, "an import"), (4, "device_count")]
+    text = (
+        "import torch\nif torch.cuda.is_available():\n    from torch.cuda import"
+        " current_device\ntorch.accelerator.device_count()\n"
+    )
+    assert sorted(asked(ast.parse(text))) == [
+        (2, "is_available"),
+        (3, "an import"),
+        (4, "device_count"),
+    ]
 
 
 WATCHED = """

@@ -1,4 +1,6 @@
-"""Dumps that torch itself has written are read, by the reader in C too, and as pickle and JSON alike."""
+"""Dumps that torch itself has written are read, by the reader in C too, and as pickle and JSON
+alike.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from commlens.dumps import detect
 from commlens.dumps.sources import open_sources
 from commlens.formats.columns import RETIRED
 from commlens.formats.flight_recorder import native_entries
-from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
+from commlens.formats.flight_recorder.reader import (
+    read_flight_recorder_json,
+    read_flight_recorder_pickle,
+)
 
 PROGRAM = """
 import datetime, pickle, sys, warnings
@@ -42,7 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dumps")
     environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)], env=environ, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     if "_dump_fr_trace" in done.stderr:
         pytest.skip("this torch cannot write the dump of a gloo job")
@@ -61,16 +70,38 @@ def test_both_forms_say_the_same(folder):
     text = read_flight_recorder_json((folder / "dump_0.json").read_bytes(), "json")
     assert pickled.origin == "gloo-recorder" and pickled.problems == text.problems == []
     assert len(pickled) == len(text) == 61 and set(pickled.state.tolist()) == {RETIRED}
-    for name in ("channel", "args_index", "sequence", "record_id", "created_ns", "timeout_ms", "retired"):
+    for name in (
+        "channel",
+        "args_index",
+        "sequence",
+        "record_id",
+        "created_ns",
+        "timeout_ms",
+        "retired",
+    ):
         assert getattr(pickled, name).tolist() == getattr(text, name).tolist(), name
-    assert pickled.args == text.args and pickled.channels == text.channels and pickled.status == text.status
+    assert (
+        pickled.args == text.args
+        and pickled.channels == text.channels
+        and pickled.status == text.status
+    )
     assert [channel.group.description for channel in pickled.channels] == ["default_pg", "second"]
     first = pickled.args[pickled.args_index[1]]
-    assert (first.op, first.inputs[0].dtype, first.inputs[0].shape) == ("broadcast", "bfloat16", (3,))
+    assert (first.op, first.inputs[0].dtype, first.inputs[0].shape) == (
+        "broadcast",
+        "bfloat16",
+        (3,),
+    )
     assert any(frame.function == "broadcast" for frame in pickled.stacks[pickled.stack[1]])
 
 
 def test_they_are_told_by_their_content(folder):
     problems: list[str] = []
-    kinds = {source.name.rsplit(".", 1)[1]: detect.detect_kind(source.head()) for source in open_sources([str(folder)], problems)}
-    assert kinds == {"pickle": detect.FLIGHT_RECORDER_PICKLE, "json": detect.FLIGHT_RECORDER_JSON} and not problems
+    kinds = {
+        source.name.rsplit(".", 1)[1]: detect.detect_kind(source.head())
+        for source in open_sources([str(folder)], problems)
+    }
+    assert (
+        kinds == {"pickle": detect.FLIGHT_RECORDER_PICKLE, "json": detect.FLIGHT_RECORDER_JSON}
+        and not problems
+    )

@@ -1,4 +1,5 @@
-"""The examples with real frameworks: a healthy run without a word, and a fault that is named with the user's line.
+"""The examples with real frameworks: a healthy run without a word, and a fault that is named with
+the user's line.
 
 Each test needs its framework: ``make frameworks`` installs all of them.
 """
@@ -26,7 +27,9 @@ def start(bench: Bench, name: str, fault: str) -> Program:
     how = LAUNCHED.get(name)
     on = {} if how == "launch" else {"COMMLENS": "1"}
     begin = getattr(bench, how) if how is not None else bench.start
-    program: Program = begin(*script, **on, COMMLENS_STALL_TIMEOUT="60", TOKENIZERS_PARALLELISM="false")
+    program: Program = begin(
+        *script, **on, COMMLENS_STALL_TIMEOUT="60", TOKENIZERS_PARALLELISM="false"
+    )
     return program
 
 
@@ -41,7 +44,9 @@ def start(bench: Bench, name: str, fault: str) -> Program:
         ("deepspeed", "deepspeed"),
     ],
 )
-def test_a_healthy_run_has_no_word_and_an_exception_is_named(name: str, package: str, tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_word_and_an_exception_is_named(
+    name: str, package: str, tmp_path: Path
+) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; `make frameworks` installs it")
     folders = [tmp_path / "healthy", tmp_path / "faulty"]
@@ -49,7 +54,9 @@ def test_a_healthy_run_has_no_word_and_an_exception_is_named(name: str, package:
         folder.mkdir()
     healthy, faulty = map(Bench, folders)
     try:
-        runs = [start(bench, name, fault) for bench, fault in ((healthy, "none"), (faulty, "error"))]
+        runs = [
+            start(bench, name, fault) for bench, fault in ((healthy, "none"), (faulty, "error"))
+        ]
         codes = [run.end(timeout_s=350) for run in runs]
     finally:
         for bench in (healthy, faulty):
@@ -59,7 +66,14 @@ def test_a_healthy_run_has_no_word_and_an_exception_is_named(name: str, package:
     assert "commlens:" not in text and "VERDICT" not in text, runs[0].report()
     assert not healthy.boxes_left and not healthy.dumped
     assert codes[1] != 0, runs[1].report()
-    prefix = re.compile(r"\x1b\[\d+m|\(RayTrainWorker pid=\d+\)|^\[rank\d\]:", re.MULTILINE)  # Ray's and torchrun's
+    # Ray's and torchrun's
+    prefix = re.compile(r"\x1b\[\d+m|\(RayTrainWorker pid=\d+\)|^\[rank\d\]:", re.MULTILINE)
     words = " ".join(prefix.sub("", "\n".join([*runs[1].out, *runs[1].err])).split())
-    line = next(number for number, text in enumerate((EXAMPLES / "faults.py").read_text().splitlines(), 1) if "a bad batch" in text)
-    assert f"VERDICT rank 1 raised ValueError: a bad batch at faults.py:{line} misbehave" in words, runs[1].report()
+    line = next(
+        number
+        for number, text in enumerate((EXAMPLES / "faults.py").read_text().splitlines(), 1)
+        if "a bad batch" in text
+    )
+    assert (
+        f"VERDICT rank 1 raised ValueError: a bad batch at faults.py:{line} misbehave" in words
+    ), runs[1].report()

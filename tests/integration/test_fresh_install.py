@@ -1,4 +1,6 @@
-"""The built wheel in an empty environment: what is in it, what works there without torch, and what says which line to type."""
+"""The built wheel in an empty environment: what is in it, what works there without torch, and what
+says which line to type.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("fresh")
     venv = place / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=60)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
+    pip = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+    ]
     # A copy: building must leave nothing in the working tree.
     source = place / "source"
     source.mkdir()
@@ -46,13 +57,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(venv / "bin" / program), *arguments]
         environ = {"HOME": str(place), "PATH": "/usr/bin:/bin", MARK: os.environ[MARK]}
-        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, env=environ)
+        return subprocess.run(
+            command, cwd=place, capture_output=True, text=True, timeout=60, env=environ
+        )
 
     return run
 
 
 def test_it_is_small(installed: Run):
-    names = {line.split("==")[0].lower() for line in installed("python", "-m", "pip", "freeze").stdout.splitlines()}
+    names = {
+        line.split("==")[0].lower()
+        for line in installed("python", "-m", "pip", "freeze").stdout.splitlines()
+    }
     assert {name.split(" @ ")[0] for name in names} == {
         "commlens",
         "msgspec",
@@ -66,18 +82,30 @@ def test_it_is_small(installed: Run):
 
 
 def test_the_reader_in_c_is_built_where_it_can_be(installed: Run):
-    done = installed("python", "-c", "from commlens.formats.flight_recorder.native_entries import AVAILABLE; print(AVAILABLE)")
+    done = installed(
+        "python",
+        "-c",
+        "from commlens.formats.flight_recorder.native_entries import AVAILABLE; print(AVAILABLE)",
+    )
     possible = shutil.which("gcc") and Path(sysconfig.get_path("include"), "Python.h").exists()
     assert done.stdout.strip() in (["True"] if possible else ["True", "False"]), done.stderr
 
 
 def test_the_wheel_serves_all_pythons_and_holds_only_the_package(installed: Run):
-    listing = installed("python", "-c", "import pathlib, sys; print(next(pathlib.Path('.').glob('*.whl')))").stdout.strip()
+    listing = installed(
+        "python", "-c", "import pathlib, sys; print(next(pathlib.Path('.').glob('*.whl')))"
+    ).stdout.strip()
     assert re.fullmatch(r"commlens-[\d.]+-(cp310-abi3-linux_\w+|py3-none-any)\.whl", listing)
     names = installed("python", "-m", "zipfile", "-l", listing).stdout.split()
     files = [name for name in names if "/" in name or name.endswith(".py")]
-    assert not [name for name in files if not name.startswith(("commlens/", "commlens_autoload.py", "commlens-"))]
-    assert not [name for name in files if name.endswith((".pyc", ".so")) and "/_entries." not in name]
+    assert not [
+        name
+        for name in files
+        if not name.startswith(("commlens/", "commlens_autoload.py", "commlens-"))
+    ]
+    assert not [
+        name for name in files if name.endswith((".pyc", ".so")) and "/_entries." not in name
+    ]
     for needed in (
         "commlens/py.typed",
         "commlens/native/recorder.hpp",
@@ -86,8 +114,14 @@ def test_the_wheel_serves_all_pythons_and_holds_only_the_package(installed: Run)
         "man1/commlens.1",
     ):
         assert [name for name in files if name.endswith(needed)], needed
-    points = "import importlib.metadata as m; print(sorted({e.group for e in m.distribution('commlens').entry_points}))"
-    assert installed("python", "-c", points).stdout.strip() == "['console_scripts', 'pytest11', 'torch.backends']"
+    points = (
+        "import importlib.metadata as m; print(sorted({e.group for e in"
+        " m.distribution('commlens').entry_points}))"
+    )
+    assert (
+        installed("python", "-c", points).stdout.strip()
+        == "['console_scripts', 'pytest11', 'torch.backends']"
+    )
 
 
 def test_the_help_and_the_settings_work(installed: Run):
@@ -115,11 +149,17 @@ def test_diagnose_gives_a_verdict_on_dumps_from_elsewhere(installed: Run, tmp_pa
     assert done.stdout.startswith("VERDICT  rank 1 never reached "), done.stdout
 
 
-@pytest.mark.parametrize("verb", [["launch", "train.py"], ["run", "train.py"], ["demo"]], ids=lambda verb: verb[0])
+@pytest.mark.parametrize(
+    "verb", [["launch", "train.py"], ["run", "train.py"], ["demo"]], ids=lambda verb: verb[0]
+)
 def test_what_needs_torch_says_the_line(installed: Run, verb: list[str]):
     done = installed("commlens", *verb)
     assert done.returncode == 2
-    assert done.stderr.startswith("commlens: ") and "torch" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.stderr.startswith("commlens: ")
+        and "torch" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert "pip install 'commlens[torch]'" in done.stderr
 
 

@@ -60,10 +60,15 @@ def seen_by_ranks(run: Program) -> list[list[object]]:
 
 
 @pytest.mark.parametrize("is_installed", [True, False], ids=["entry point", "only on the path"])
-def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, under_torchrun: dict[str, Program], is_installed: bool) -> None:
+def test_the_script_sees_what_it_sees_under_torchrun(
+    tmp_path: Path, under_torchrun: dict[str, Program], is_installed: bool
+) -> None:
     bench = tells_bench(tmp_path, is_installed=is_installed)
     for code in CODES:
-        ours, theirs = bench.launch("--stall-timeout", "9", "tells.py", code, *ARGUMENTS), under_torchrun[code]
+        ours, theirs = (
+            bench.launch("--stall-timeout", "9", "tells.py", code, *ARGUMENTS),
+            under_torchrun[code],
+        )
         assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
         assert ours.process.returncode == theirs.process.returncode
         seen = [seen_by_ranks(run) for run in (ours, theirs)]
@@ -72,7 +77,16 @@ def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, under_torch
         assert seen[0] == seen[1], ours.report()
         assert len(ours.out) == 2 or code != "0"
         assert json.loads(ours.out[0])[0] == ["tells.py", code, *ARGUMENTS]
-        assert len([line for line in ours.err if line.startswith("commlens: --stall-timeout stands after tells.py")]) == 1
+        assert (
+            len(
+                [
+                    line
+                    for line in ours.err
+                    if line.startswith("commlens: --stall-timeout stands after tells.py")
+                ]
+            )
+            == 1
+        )
     bench.close()
 
 
@@ -97,11 +111,14 @@ def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:
 def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str) -> None:
     program = bench.launch("train.py", how)
     assert program.end() == 1
-    told, account = program.until("VERDICT", stream="err"), program.until("ChildFailedError", stream="err")
-    assert told <= account
-    assert program.err.index(next(line for line in program.err if "VERDICT" in line)) < program.err.index(
-        next(line for line in program.err if "ChildFailedError" in line)
+    told, account = (
+        program.until("VERDICT", stream="err"),
+        program.until("ChildFailedError", stream="err"),
     )
+    assert told <= account
+    assert program.err.index(
+        next(line for line in program.err if "VERDICT" in line)
+    ) < program.err.index(next(line for line in program.err if "ChildFailedError" in line))
     verdict = next(line for line in program.err if "VERDICT" in line)
     assert "rank 1" in verdict, program.report()
     assert bench.dumped == ["rank0", "rank1"]
@@ -110,14 +127,24 @@ def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str)
 
 def test_a_stall_is_reported_in_time_and_aborted(bench: Bench, tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
-    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "sleep", TORCHELASTIC_ERROR_FILE=str(error_file))
+    program = bench.launch(
+        "--stall-timeout",
+        "2",
+        "--on-stall",
+        "abort",
+        "train.py",
+        "sleep",
+        TORCHELASTIC_ERROR_FILE=str(error_file),
+    )
     stalled = program.until("training")
     told = program.until("VERDICT", stream="err")
     assert 1.5 < told - stalled < 4.5, program.report()
     assert program.end() != 0
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
     assert program.error.count("VERDICT") == 1
-    assert json.loads(error_file.read_text())["message"]["message"].startswith("VERDICT  rank 1 never reached")
+    assert json.loads(error_file.read_text())["message"]["message"].startswith(
+        "VERDICT  rank 1 never reached"
+    )
     assert bench.dumped == ["rank0", "rank1"]
     assert bench.boxes_left == []
 
@@ -142,10 +169,13 @@ def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> Non
 
 
 def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> None:
-    # torchrun's workers otherwise share one store over all starts, in which gloo finds the addresses of the run before: of 21 such
-    # jobs (torch 2.13), in turns, 13 did not come back under torchrun itself and 12 under commlens. With a store for each start all
-    # did, 8 of 8 and 8 of 8.
-    program = bench.launch("--max-restarts", "1", "train.py", "once", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    # torchrun's workers otherwise share one store over all starts, in which gloo finds the
+    # addresses of the run before: of 21 such jobs (torch 2.13), in turns, 13 did not come back
+    # under torchrun itself and 12 under commlens. With a store for each start all did, 8 of 8 and 8
+    # of 8.
+    program = bench.launch(
+        "--max-restarts", "1", "train.py", "once", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )
     assert program.end() == 0, program.report()
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
     assert bench.boxes_left == []

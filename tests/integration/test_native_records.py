@@ -1,4 +1,6 @@
-"""The two engines write the same bytes: one program, recorded by each, on the fake backend, where nothing depends on time."""
+"""The two engines write the same bytes: one program, recorded by each, on the fake backend, where
+nothing depends on time.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,18 @@ assert session.session().recorder.lost == 0
 print(type(session.session().recorder).__name__)
 """
 
-TIMELESS = ("index", "channel", "sequence_number", "state", "peer", "tag", "step", "coalescing_id", "coalesced_members", "error")
+TIMELESS = (
+    "index",
+    "channel",
+    "sequence_number",
+    "state",
+    "peer",
+    "tag",
+    "step",
+    "coalescing_id",
+    "coalesced_members",
+    "error",
+)
 TIMES = (L.ENTERED, L.RETURNED, L.WAIT_BEGAN, L.WAIT_ENDED, L.DONE)
 
 
@@ -103,7 +116,13 @@ def record(engine: str, script: Path, environment: dict[str, str]) -> tuple[byte
     box_at = script.parent / engine
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, **environment, "COMMLENS_ENGINE": engine, "BOX_AT": str(box_at), "PYTHONWARNINGS": "ignore"},
+        env={
+            **os.environ,
+            **environment,
+            "COMMLENS_ENGINE": engine,
+            "BOX_AT": str(box_at),
+            "PYTHONWARNINGS": "ignore",
+        },
         capture_output=True,
         text=True,
         timeout=110,
@@ -124,11 +143,21 @@ def without_times(box: bytes, index: int) -> tuple[object, ...]:
         return int(struct.unpack_from("<Q", box, offset + at)[0])
 
     times = [(word(at) & L.TAG_MASK, word(at) > L.TAG_MASK) for at in TIMES]
-    return (*fields, times, word(L.OUTCOME) & 0xFFFFFFFF, word(L.OUTCOME) >> 32 != 0, word(L.FAILURE), word(L.REDUCE_OP), word(L.DURATION))
+    return (
+        *fields,
+        times,
+        word(L.OUTCOME) & 0xFFFFFFFF,
+        word(L.OUTCOME) >> 32 != 0,
+        word(L.FAILURE),
+        word(L.REDUCE_OP),
+        word(L.DURATION),
+    )
 
 
 def blobs(side: bytes) -> list[object]:
-    """The blobs of a side table that has not wrapped, without when and by which thread process groups were made."""
+    """The blobs of a side table that has not wrapped, without when and by which thread process
+    groups were made.
+    """
     found: list[object] = []
     at = 0
     while at < len(side):
@@ -141,28 +170,42 @@ def blobs(side: bytes) -> list[object]:
     return found
 
 
-def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: Path, native_cache: Path):
+def test_both_engines_write_the_same_records_and_the_same_side_table(
+    tmp_path: Path, native_cache: Path
+):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environment = {"COMMLENS_NATIVE_DIR": str(native_cache)}
-    (python, path), (native, native_path) = (record(engine, script, environment) for engine in ("python", "native"))
+    (python, path), (native, native_path) = (
+        record(engine, script, environment) for engine in ("python", "native")
+    )
     log = read_box(path)
     assert log.issued > 50 and not log.problems
-    assert struct.unpack_from("<Q", python, L.NEXT_INDEX) == struct.unpack_from("<Q", native, L.NEXT_INDEX)
+    assert struct.unpack_from("<Q", python, L.NEXT_INDEX) == struct.unpack_from(
+        "<Q", native, L.NEXT_INDEX
+    )
     if torch_patches.python_reads_reduce_ops():
         for index in range(1, log.issued + 1):
-            assert without_times(python, index) == without_times(native, index), log.collectives[index - 1]
+            assert without_times(python, index) == without_times(native, index), log.collectives[
+                index - 1
+            ]
         (head,) = struct.unpack_from("<Q", python, L.SIDE_HEAD)
         assert struct.unpack_from("<Q", native, L.SIDE_HEAD) == (head,)
         side = L.box_size(200) - 2 * L.EVIDENCE_SLOT - L.side_size(200)
         assert blobs(python[side : side + head]) == blobs(native[side : side + head])
-    else:  # the engine in Python has a frame of its own in stacks, and does not know the reduce ops of C++ callers
+    else:
+        # the engine in Python has a frame of its own in stacks, and does not know the reduce ops of
+        # C++ callers
         ours, native_log = torch_patches.__file__, read_box(native_path)
         for one, other in zip(log.collectives, native_log.collectives, strict=True):
             assert [frame for frame in one.stack if frame.file != ours] == list(other.stack)
-            assert msgspec.structs.replace(one.args, reduce_op=None) == msgspec.structs.replace(other.args, reduce_op=None)
+            assert msgspec.structs.replace(one.args, reduce_op=None) == msgspec.structs.replace(
+                other.args, reduce_op=None
+            )
             assert one.args.reduce_op in (other.args.reduce_op, None)
-            assert [getattr(one, name) for name in TIMELESS] == [getattr(other, name) for name in TIMELESS]
+            assert [getattr(one, name) for name in TIMELESS] == [
+                getattr(other, name) for name in TIMELESS
+            ]
 
 
 SIGNALS = """
@@ -199,10 +242,19 @@ dist.all_reduce(torch.zeros(2))
 """
 
 
-def test_what_a_signals_handler_raises_in_our_code_reaches_the_program(tmp_path: Path, native_cache: Path):
+def test_what_a_signals_handler_raises_in_our_code_reaches_the_program(
+    tmp_path: Path, native_cache: Path
+):
     script = tmp_path / "signals.py"
     script.write_text(SIGNALS)
-    environment = {**os.environ, "COMMLENS_NATIVE_DIR": str(native_cache), "BOX_AT": str(tmp_path / "box"), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=110)
+    environment = {
+        **os.environ,
+        "COMMLENS_NATIVE_DIR": str(native_cache),
+        "BOX_AT": str(tmp_path / "box"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=110
+    )
     assert (done.stdout.split(), done.returncode) == (["interrupted", "lost", "0"], 7), done.stderr
     assert "could not record" not in done.stderr

@@ -1,4 +1,6 @@
-"""The claims about NCCL on which commlens builds, on the emulation. tests/nccl_like/facts.py checks them on a real GPU as well."""
+"""The claims about NCCL on which commlens builds, on the emulation. tests/nccl_like/facts.py checks
+them on a real GPU as well.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         pytest.skip(why_not)
     answers = tmp_path_factory.mktemp("facts") / "answers.json"
     ended = subprocess.run(
-        [sys.executable, str(NCCL_LIKE / "facts.py"), "--json", str(answers)], capture_output=True, text=True, timeout=380
+        [sys.executable, str(NCCL_LIKE / "facts.py"), "--json", str(answers)],
+        capture_output=True,
+        text=True,
+        timeout=380,
     )
     assert answers.exists(), ended.stdout + ended.stderr
     return {row["name"]: row for row in json.loads(answers.read_text())["facts"]}

@@ -1,4 +1,6 @@
-"""The backend that behaves as NCCL does: its results are right, frameworks train on it, and it hangs and ends as NCCL."""
+"""The backend that behaves as NCCL does: its results are right, frameworks train on it, and it
+hangs and ends as NCCL.
+"""
 
 from __future__ import annotations
 
@@ -57,17 +59,33 @@ def job(library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     """Runs a program of nccl_like_programs.py: ``job("results", ranks=3)``."""
     zygote = Zygote()
 
-    def run(*arguments: str, ranks: int = 2, seconds: float = 40, emulated: bool = True, fr: Path | None = None, **environ: str) -> Ended:
+    def run(
+        *arguments: str,
+        ranks: int = 2,
+        seconds: float = 40,
+        emulated: bool = True,
+        fr: Path | None = None,
+        **environ: str,
+    ) -> Ended:
         folder = tmp_path_factory.mktemp("job")
         common = {
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_FR_DUMP_TEMP_FILE": str((fr or folder) / "nccl_trace_rank_"),
-            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300", "TORCH_NCCL_COORD_CHECK_MILSEC": "200", **environ,
-        }  # fmt: skip
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCH_FR_DUMP_TEMP_FILE": str((fr or folder) / "nccl_trace_rank_"),
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300",
+            "TORCH_NCCL_COORD_CHECK_MILSEC": "200",
+            **environ,
+        }
         if emulated:
             common |= {"NCCL_LIKE": "1", nccl_like.LIBRARY: library}
         each = [
-            {"environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)}, "arguments": [str(PROGRAMS), *arguments]}
+            {
+                "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)},
+                "arguments": [str(PROGRAMS), *arguments],
+            }
             for r in range(ranks)
         ]
         began = time.monotonic()
@@ -83,7 +101,9 @@ def job(library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
             if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)
         statuses = zygote.reap([*pids, started["store"]])
-        outputs = [(folder / f"rank{rank}.out").read_text(errors="replace") for rank in range(ranks)]
+        outputs = [
+            (folder / f"rank{rank}.out").read_text(errors="replace") for rank in range(ranks)
+        ]
         for rank, output in enumerate(outputs):
             print(f"--- rank {rank}\n{output[-3000:]}")  # pytest shows it when the test fails
         return Ended([os.waitstatus_to_exitcode(statuses[pid]) for pid in pids], outputs, took)
@@ -115,10 +135,14 @@ def test_frameworks_train_as_on_gloo(job):
 
 
 def test_the_host_runs_ahead(job):
-    """3,000 calls return while the other rank is not there; nobody holds a Work or asks for an event until this program does."""
+    """3,000 calls return while the other rank is not there; nobody holds a Work or asks for an
+    event until this program does.
+    """
     ended = job("run_ahead")
     assert ended.statuses == [0, 0]
-    first, second = (json.loads(line) for line in ended.outputs[0].splitlines() if line.startswith("{"))
+    first, second = (
+        json.loads(line) for line in ended.outputs[0].splitlines() if line.startswith("{")
+    )
     assert first["issued"] < 1.4
     assert first["pending"] == 3000
     assert (first["left"], first["works"], first["queries"]) == (0, 0, 0)
@@ -185,7 +209,9 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("launcher", ["torchrun", "commlens"])
 def test_any_program_runs_on_it_unchanged(library, tmp_path, launcher):
-    """Through the entry point of the folder ``site``, with torch's launcher, and with commlens beside it."""
+    """Through the entry point of the folder ``site``, with torch's launcher, and with commlens
+    beside it.
+    """
     bench = Bench(tmp_path)
     try:
         bench.script.write_text(TRAIN)
@@ -201,7 +227,15 @@ def test_any_program_runs_on_it_unchanged(library, tmp_path, launcher):
 
 def test_the_folder_changes_nothing_unless_asked(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-c", "import torch.distributed as dist; print('NCCL_LIKE' in dir(dist.Backend))"],
-        env={**os.environ, "PYTHONPATH": str(nccl_like.HERE / "site")}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import torch.distributed as dist; print('NCCL_LIKE' in dir(dist.Backend))",
+        ],
+        env={**os.environ, "PYTHONPATH": str(nccl_like.HERE / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ended.stdout.strip() == "False", ended.stderr

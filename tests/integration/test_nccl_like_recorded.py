@@ -1,4 +1,6 @@
-"""Recording is harmless where the host runs ahead of the device, and both engines write the same: on the backend that behaves as NCCL."""
+"""Recording is harmless where the host runs ahead of the device, and both engines write the same:
+on the backend that behaves as NCCL.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,11 @@ def emulation() -> dict[str, str]:
     """What puts a rank on the backend."""
     if why_not := nccl_like.why_not():
         pytest.skip(why_not)
-    return {"NCCL_LIKE": "1", nccl_like.LIBRARY: str(nccl_like.build()), "PROGRAMS": "fsdp2" if fsdp2_runs_on_cpu() else ""}
+    return {
+        "NCCL_LIKE": "1",
+        nccl_like.LIBRARY: str(nccl_like.build()),
+        "PROGRAMS": "fsdp2" if fsdp2_runs_on_cpu() else "",
+    }
 
 
 def said(ended: list[Ended]) -> list[dict[str, Any]]:
@@ -208,12 +214,16 @@ def said(ended: list[Ended]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def bare(ranks: Ranks, emulation: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def bare(
+    ranks: Ranks, emulation: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What the training programs say without commlens."""
     return said(ranks.run(TRAINING, tmp_path_factory.mktemp("bare"), RECORD="0", **emulation))
 
 
-def test_recording_changes_no_bit_holds_no_work_and_queries_nothing(ranks, emulation, bare, engine_environment, tmp_path):
+def test_recording_changes_no_bit_holds_no_work_and_queries_nothing(
+    ranks, emulation, bare, engine_environment, tmp_path
+):
     recorded = said(ranks.run(TRAINING, tmp_path, RECORD="1", **emulation, **engine_environment))
     name = "NativeRecorder" if engine_environment["COMMLENS_ENGINE"] == "native" else "Recorder"
     for rank, found in enumerate(recorded):
@@ -223,21 +233,36 @@ def test_recording_changes_no_bit_holds_no_work_and_queries_nothing(ranks, emula
         assert all(works for _, works, _ in found.values())
 
 
-def test_nothing_is_queried_while_a_graph_is_captured(ranks, emulation, engine_environment, tmp_path):
+def test_nothing_is_queried_while_a_graph_is_captured(
+    ranks, emulation, engine_environment, tmp_path
+):
     for found in said(ranks.run(CAPTURE, tmp_path, RECORD="1", **emulation, **engine_environment)):
         assert found == {"during": 0, "afterwards": True, "result": [32.0] * 4, "works": 0}
 
 
 @pytest.fixture(scope="module")
 def records(
-    ranks: Ranks, emulation: dict[str, str], native_cache: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks,
+    emulation: dict[str, str],
+    native_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[list[Collective]]]:
     """The records of one program, by engine and rank."""
     found = {}
     for engine in ("python", "native"):
         folder = tmp_path_factory.mktemp(engine)
-        ranks.run(RECORDS, folder, RECORD="1", COMMLENS_ENGINE=engine, COMMLENS_NATIVE_DIR=str(native_cache), **emulation)
-        logs = sorted((read_box(path) for path in job_dirs.boxes(job_dirs.user_folder(folder) / "job")), key=lambda log: log.rank)
+        ranks.run(
+            RECORDS,
+            folder,
+            RECORD="1",
+            COMMLENS_ENGINE=engine,
+            COMMLENS_NATIVE_DIR=str(native_cache),
+            **emulation,
+        )
+        logs = sorted(
+            (read_box(path) for path in job_dirs.boxes(job_dirs.user_folder(folder) / "job")),
+            key=lambda log: log.rank,
+        )
         assert [log.problems for log in logs] == [[], []]
         found[engine] = [log.collectives for log in logs]
     return found
@@ -245,9 +270,19 @@ def records(
 
 def shown(op: Collective) -> tuple[object, ...]:
     return (
-        op.index, op.op, op.channel.group.label, op.channel.device, op.channel.runs_ahead, op.sequence_number, op.state.value,
-        op.learned_how.value, op.peer, op.captured, bool(op.coalescing_id), op.coalesced_members,
-    )  # fmt: skip
+        op.index,
+        op.op,
+        op.channel.group.label,
+        op.channel.device,
+        op.channel.runs_ahead,
+        op.sequence_number,
+        op.state.value,
+        op.learned_how.value,
+        op.peer,
+        op.captured,
+        bool(op.coalescing_id),
+        op.coalesced_members,
+    )
 
 
 def test_both_engines_write_the_same_records(records):
@@ -258,12 +293,18 @@ def test_both_engines_write_the_same_records(records):
 def test_all_that_ran_is_known_to_be_complete(records):
     for ops in records["python"]:
         batches = [op for op in ops if op.coalescing_id and not op.coalesced_members]
-        assert [op.op for op in batches] == ["send", "recv"] * 2  # whose states are those of the records that close them
+        # whose states are those of the records that close them
+        assert [op.op for op in batches] == ["send", "recv"] * 2
         replays = [op for op in ops if op.op == GRAPH_REPLAY]
         assert [(op.channel.group.label, op.sequence_number) for op in replays] == [
-            ("default_pg", 1), ("other", 1), ("default_pg", 2), ("other", 2),
-        ]  # fmt: skip
+            ("default_pg", 1),
+            ("other", 1),
+            ("default_pg", 2),
+            ("other", 2),
+        ]
         captured = [op for op in ops if op.captured]
         assert [op.op for op in captured] == ["all_reduce"] * 2
         ran = [op for op in ops if op not in (*batches, *replays, *captured)]
-        assert {(op.state, op.learned_how) for op in ran} == {(State.COMPLETED, LearnedHow.NATIVE_RECORDER)}, list(map(shown, ran))
+        assert {(op.state, op.learned_how) for op in ran} == {
+            (State.COMPLETED, LearnedHow.NATIVE_RECORDER)
+        }, list(map(shown, ran))

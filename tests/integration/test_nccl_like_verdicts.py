@@ -1,6 +1,8 @@
-"""Verdicts where the host runs ahead of the device, as with NCCL: on the test backend that behaves so.
+"""Verdicts where the host runs ahead of the device, as with NCCL: on the test backend that behaves
+so.
 
-A synchronous call returns at once and returns no Work, so a hung job stands in ``.item()`` or any other line after the collective.
+A synchronous call returns at once and returns no Work, so a hung job stands in ``.item()`` or any
+other line after the collective.
 """
 
 from __future__ import annotations
@@ -42,17 +44,30 @@ def run(jobs: Harness, tmp_path: Path) -> Run:
     """Runs a scenario, or a program of nccl_like_faults.py, on the backend."""
     if why_not := nccl_like.why_not():
         pytest.skip(why_not)
-    common = {"NCCL_LIKE": "1", nccl_like.LIBRARY: str(nccl_like.build()), "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200"}
+    common = {
+        "NCCL_LIKE": "1",
+        nccl_like.LIBRARY: str(nccl_like.build()),
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200",
+    }
 
     def run(
-        name: str, *, program: bool = True, stall_s: float = STALL_TIMEOUT_S, goes_on: bool = False, environ: dict[str, str] | None = None,
+        name: str,
+        *,
+        program: bool = True,
+        stall_s: float = STALL_TIMEOUT_S,
+        goes_on: bool = False,
+        environ: dict[str, str] | None = None,
         **settings: Any,
-    ) -> JobResult:  # fmt: skip
+    ) -> JobResult:
         result = jobs.run_job(
-            find("healthy-plain" if program else name), 3 if program else 4, tmp_path,
-            settings=Settings(stall_timeout=stall_s, **settings), environment={**common, **(environ or {})},
-            arguments=[str(PROGRAM), name] if program else (), timeout_s=3 * stall_s if goes_on else 50,
-        )  # fmt: skip
+            find("healthy-plain" if program else name),
+            3 if program else 4,
+            tmp_path,
+            settings=Settings(stall_timeout=stall_s, **settings),
+            environment={**common, **(environ or {})},
+            arguments=[str(PROGRAM), name] if program else (),
+            timeout_s=3 * stall_s if goes_on else 50,
+        )
         print(result)  # pytest shows it when the test fails
         assert result.timed_out == goes_on
         return result
@@ -60,7 +75,14 @@ def run(jobs: Harness, tmp_path: Path) -> Run:
     return run
 
 
-SCENARIOS = ["holds-gil", "dies-exception", "swap-three-groups", "pipeline-lost-send", "ddp-skip-backward", "mismatch-root"]
+SCENARIOS = [
+    "holds-gil",
+    "dies-exception",
+    "swap-three-groups",
+    "pipeline-lost-send",
+    "ddp-skip-backward",
+    "mismatch-root",
+]
 """One of each way of reasoning; benchmarks/soak.py runs random jobs on the backend."""
 
 
@@ -100,8 +122,13 @@ def test_a_late_rank_and_both_lines_of_the_others(run: Run, engine: str) -> None
     assert verdict.source == f"{PROGRAM.name}:{line_of('time.sleep(600)')}"
     assert f"{PROGRAM.name}:{line_of('dist.all_reduce(x)')}" in verdict.explanation
     hosts = line_of("x.sum().item()", after="def asleep")
-    assert f"The hosts of ranks 0,2 ran ahead and stand at {PROGRAM.name}:{hosts}" in verdict.explanation
-    states = {log.rank: [(op.state, op.learned_how) for op in log.collectives] for log in result.logs()}
+    assert (
+        f"The hosts of ranks 0,2 ran ahead and stand at {PROGRAM.name}:{hosts}"
+        in verdict.explanation
+    )
+    states = {
+        log.rank: [(op.state, op.learned_how) for op in log.collectives] for log in result.logs()
+    }
     assert states[1] == [(State.COMPLETED, LearnedHow.NATIVE_RECORDER)] * 20
     for rank in (0, 2):
         in_flight = [(State.ISSUED, LearnedHow.NATIVE_RECORDER)] * 50
@@ -113,7 +140,10 @@ def test_a_host_that_ran_ahead_further_than_the_ring_buffer_holds(run: Run) -> N
     verdict = result.verdict
     assert verdict is not None
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [1], [0, 2])
-    assert any("ranks 0,2: the collective in which their devices wait is overwritten" in note.lower() for note in verdict.missing_evidence)
+    assert any(
+        "ranks 0,2: the collective in which their devices wait is overwritten" in note.lower()
+        for note in verdict.missing_evidence
+    )
 
 
 def test_sizes_that_differ(run: Run) -> None:
@@ -129,7 +159,9 @@ def test_two_groups_in_another_order(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("timing", "culprits"), [("1", [1]), ("0", [])])
-def test_a_kernel_that_never_ends_is_told_from_a_collective_that_does_not(run: Run, timing: str, culprits: list[int]) -> None:
+def test_a_kernel_that_never_ends_is_told_from_a_collective_that_does_not(
+    run: Run, timing: str, culprits: list[int]
+) -> None:
     """With timing, torch's recorder knows what the device has started."""
     verdict = run("endless_kernel", environ={"TORCH_NCCL_ENABLE_TIMING": timing}).verdict
     assert verdict is not None
@@ -138,11 +170,22 @@ def test_a_kernel_that_never_ends_is_told_from_a_collective_that_does_not(run: R
 
 
 @pytest.mark.parametrize(("name", "number"), [("asleep", 21), ("late_replay", 21)])
-def test_where_torch_does_not_tell_how_far_the_device_is_the_verdict_says_so(run: Run, name: str, number: int) -> None:
-    """torch's recorder is off, or the collectives are in a CUDA graph. The rank that issued fewer is late, and still nothing is sure."""
-    verdict = run(name, goes_on=True, environ={"TORCH_FR_BUFFER_SIZE": "0" if name == "asleep" else "2000"}).verdict
+def test_where_torch_does_not_tell_how_far_the_device_is_the_verdict_says_so(
+    run: Run, name: str, number: int
+) -> None:
+    """torch's recorder is off, or the collectives are in a CUDA graph. The rank that issued fewer
+    is late, and still nothing is sure.
+    """
+    verdict = run(
+        name, goes_on=True, environ={"TORCH_FR_BUFFER_SIZE": "0" if name == "asleep" else "2000"}
+    ).verdict
     assert verdict is not None
-    assert (verdict.kind, verdict.culprits, verdict.confidence, verdict.certain) == ("missing", [1], "low", False)
+    assert (verdict.kind, verdict.culprits, verdict.confidence, verdict.certain) == (
+        "missing",
+        [1],
+        "low",
+        False,
+    )
     assert verdict.collective is not None and verdict.collective.sequence_number == number
     assert "torch's own recorder is off" in str(verdict.findings[0].would_raise_confidence)
 

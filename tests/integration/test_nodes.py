@@ -1,4 +1,6 @@
-"""Jobs on several nodes, which are emulated: one node reports for all, and nobody is accused when a node is lost."""
+"""Jobs on several nodes, which are emulated: one node reports for all, and nobody is accused when a
+node is lost.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def start(two: list[Node], how: str, **settings: str) -> None:
 
 def said(node: Node) -> str:
     """What commlens printed on a node, without line breaks."""
-    lines = [line.strip() for line in node.output.splitlines() if re.match(r"commlens: |VERDICT |WHY | {9,10}\S", line)]
+    lines = [
+        line.strip()
+        for line in node.output.splitlines()
+        if re.match(r"commlens: |VERDICT |WHY | {9,10}\S", line)
+    ]
     return " ".join(" ".join(lines).split())
 
 
@@ -82,13 +88,26 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
     assert 0 not in codes, first
     assert None not in codes, first
     # The wrong reduce op hangs nothing. Only the digests of both nodes together show it.
-    assert "VERDICT rank 3 disagrees on the reduce op of all_reduce #11 of the default group [0-3]" in first
+    assert (
+        "VERDICT rank 3 disagrees on the reduce op of all_reduce #11 of the default group [0-3]"
+        in first
+    )
     assert "commlens: Rank 3 disagrees on the reduce op of all_reduce #11" in second
-    assert "VERDICT rank 3 never reached all_reduce #41 of the default group [0-3]; ranks 0-2 wait for it." in first
+    assert (
+        "VERDICT rank 3 never reached all_reduce #41 of the default group [0-3]; ranks 0-2 wait"
+        " for it." in first
+    )
     assert "load_batch" in first
-    assert "commlens: Rank 3 never reached all_reduce #41 of the default group [0-3]; ranks 0-2 wait for it. (the whole" in second
+    assert (
+        "commlens: Rank 3 never reached all_reduce #41 of the default group [0-3]; ranks 0-2 wait"
+        " for it. (the whole" in second
+    )
     assert "VERDICT" not in second
-    assert first.count("ending the job, because on_stall") == second.count("ending the job, because on_stall") == 1
+    assert (
+        first.count("ending the job, because on_stall")
+        == second.count("ending the job, because on_stall")
+        == 1
+    )
     reports = [json.loads(path.read_text()) for path in two[0].folder.glob("dump/*/verdict*.json")]
     assert [report["culprits"] for report in reports] == [[3]]
     # The reporter's dump holds all ranks, so that it can be diagnosed without the other node's.
@@ -102,7 +121,10 @@ def test_a_death_on_the_second_node_is_told_on_both(two: list[Node]):
     codes = wait(two, 60)
     first, second = map(said, two)
     assert None not in codes, first
-    line = "ank 3 died of SIGKILL; ranks 0-2 were waiting for it in all_reduce #41 of the default group [0-3]."
+    line = (
+        "ank 3 died of SIGKILL; ranks 0-2 were waiting for it in all_reduce #41 of the default"
+        " group [0-3]."
+    )
     assert f"VERDICT r{line}" in first
     assert f"commlens: R{line}" in second
     assert (first + second).count("VERDICT") == 1
@@ -126,9 +148,16 @@ def test_a_node_without_a_network_is_lost_and_nobody_is_blamed(two: list[Node]):
     time.sleep(1)
     two[1].pull_the_cable()
     until(two[0], "Node node1 (ranks 2-3) no longer answers.", timeout_s=30)
-    until(two[1], "Of ranks 0-1 on other nodes nothing is known: the job's store at 10.99.0.1:29511 has not answered", timeout_s=30)
+    until(
+        two[1],
+        "Of ranks 0-1 on other nodes nothing is known: the job's store at 10.99.0.1:29511 has not"
+        " answered",
+        timeout_s=30,
+    )
     for node in two:
-        reports = [json.loads(path.read_text()) for path in node.folder.glob("dump/*/verdict*.json")]
+        reports = [
+            json.loads(path.read_text()) for path in node.folder.glob("dump/*/verdict*.json")
+        ]
         assert [report["culprits"] for report in reports if report["culprits"]] == []
 
 
@@ -158,8 +187,12 @@ def test_the_next_node_speaks_if_the_first_is_killed(two: list[Node], tmp_path: 
     assert len(rows) == 2, shown
     assert not two[0].isolated or [row[1] for row in rows] == ["2 hosts", "node1"]
     assert rows[0][-2:] == ["3", "train.py:10 step"] and "load_batch" in rows[1][-1]
-    two[1].start([sys.executable, "-c", TOP], {"TERM": "xterm", "COLUMNS": "120", "LINES": "24"}).wait(30)
-    assert "4 ranks on" in two[1].output and "load_batch" in two[1].output.rpartition("4 ranks on")[2], two[1].output
+    two[1].start(
+        [sys.executable, "-c", TOP], {"TERM": "xterm", "COLUMNS": "120", "LINES": "24"}
+    ).wait(30)
+    assert (
+        "4 ranks on" in two[1].output and "load_batch" in two[1].output.rpartition("4 ranks on")[2]
+    ), two[1].output
     two[0].kill()
     # Its store ended with it, and so did the connections of the second node's ranks.
     until(two[1], "rank 2", timeout_s=20)

@@ -1,4 +1,6 @@
-"""Any rank of any world in one process: what a preview sees is what the program issues, on real tensors and on fake ones."""
+"""Any rank of any world in one process: what a preview sees is what the program issues, on real
+tensors and on fake ones.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ pytestmark = pytest.mark.timeout(360)
 
 HERE = Path(__file__).parent
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-QUIET = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+QUIET = {
+    **os.environ,
+    "PYTHONPATH": f"{SOURCE}:{HERE}",
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything that previews in one process can show, from one process."""
     out = tmp_path_factory.mktemp("preview") / "report.json"
     done = subprocess.run(
-        [sys.executable, str(HERE / "preview_programs.py"), str(out)], env=QUIET, capture_output=True, text=True, timeout=340, check=False
+        [sys.executable, str(HERE / "preview_programs.py"), str(out)],
+        env=QUIET,
+        capture_output=True,
+        text=True,
+        timeout=340,
+        check=False,
     )
     assert out.exists(), done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
@@ -50,13 +62,33 @@ def test_families_issue_in_a_preview_what_they_issue_on_the_bare_backend(report)
 @pytest.mark.parametrize(
     ("name", "rank", "size", "expected"),
     [
-        ("ddp", 2, 4, {"all_gather": 1, "broadcast": 4, "all_reduce": 5}),  # 1 bucket, then 2: they are rebuilt after the first step
+        # 1 bucket, then 2: they are rebuilt after the first step
+        ("ddp", 2, 4, {"all_gather": 1, "broadcast": 4, "all_reduce": 5}),
         ("ddp_hook", 0, 4, {"all_gather": 1, "broadcast": 2, "all_reduce": 1}),
-        ("objects source", 0, 4, {"broadcast": 3, "scatter": 2, "send": 2, "all_gather": 3, "gather": 1, "recv": 1, "barrier": 1}),
-        ("objects", 3, 4, {"broadcast": 3, "scatter": 2, "recv": 3, "all_gather": 3, "gather": 1, "barrier": 1}),
+        (
+            "objects source",
+            0,
+            4,
+            {
+                "broadcast": 3,
+                "scatter": 2,
+                "send": 2,
+                "all_gather": 3,
+                "gather": 1,
+                "recv": 1,
+                "barrier": 1,
+            },
+        ),
+        (
+            "objects",
+            3,
+            4,
+            {"broadcast": 3, "scatter": 2, "recv": 3, "all_gather": 3, "gather": 1, "barrier": 1},
+        ),
         ("objects anyhow", 3, 4, {"broadcast": 4, "recv": 2}),
         ("spawned", 2, 4, {"all_reduce": 1}),
-        ("exchange", 1, 4, {"scatter": 1, "all_to_all": 1}),  # as on GPUs: on a CPU mesh DTensor would gather
+        # as on GPUs: on a CPU mesh DTensor would gather
+        ("exchange", 1, 4, {"scatter": 1, "all_to_all": 1}),
     ],
 )
 def test_programs_for_gpus_run_unchanged(report, name, rank, size, expected, kind):
@@ -67,9 +99,19 @@ def test_programs_for_gpus_run_unchanged(report, name, rank, size, expected, kin
     assert found[kind]
 
 
-@pytest.mark.parametrize("kind", ["real", pytest.param("fake", marks=pytest.mark.skipif(VERSION < (2, 13), reason="2.6 pickles tensors"))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "real",
+        pytest.param(
+            "fake", marks=pytest.mark.skipif(VERSION < (2, 13), reason="2.6 pickles tensors")
+        ),
+    ],
+)
 def test_every_stage_of_a_pipeline_learns_its_shapes_from_the_others(report, kind):
-    first, middle, last = (report["programs"][f"pipeline {which}"][kind] for which in ("first", "middle", "last"))
+    first, middle, last = (
+        report["programs"][f"pipeline {which}"][kind] for which in ("first", "middle", "last")
+    )
     # Four microbatches forward and back; what comes on top tells shapes, and differs by version.
     assert first["send"] >= 4
     assert first["recv"] >= 4
@@ -80,7 +122,9 @@ def test_every_stage_of_a_pipeline_learns_its_shapes_from_the_others(report, kin
 
 
 @pytest.mark.skipif(VERSION < (2, 13), reason="2.6 cannot run FSDP2's backward on a CPU")
-def test_one_process_previews_rank_after_rank_of_a_pipeline_of_sharded_tensor_parallel_stages(report):
+def test_one_process_previews_rank_after_rank_of_a_pipeline_of_sharded_tensor_parallel_stages(
+    report,
+):
     """DTensor's caches would keep the groups of the rank before."""
     found = report["three dimensions"]
     assert len(found) == 12
@@ -91,9 +135,12 @@ def test_one_process_previews_rank_after_rank_of_a_pipeline_of_sharded_tensor_pa
         stage, pair = divmod(rank, half)
         tp = [rank // 2 * 2, rank // 2 * 2 + 1]
         assert groups == {
-            "pp": [pair, pair + half], "tp": tp, "dp": [stage * half + pair % 2 + 2 * other for other in range(data)],
-        }, name  # fmt: skip
-        # Only the second stage's input needs a gradient, which TP reduces, and only there FSDP2 gathers again for backward.
+            "pp": [pair, pair + half],
+            "tp": tp,
+            "dp": [stage * half + pair % 2 + 2 * other for other in range(data)],
+        }, name
+        # Only the second stage's input needs a gradient, which TP reduces, and only there FSDP2
+        # gathers again for backward.
         assert stages.setdefault((size, stage), counted) == counted, name
         assert counted["dp reduce_scatter"] == 2, name
         assert unclassified == 0, name
@@ -107,7 +154,9 @@ def test_buckets_of_ddp_have_owners(report):
 def test_fake_tensors_need_no_memory_and_say_what_was_made_up(report):
     size, blind = report["huge"]
     assert size == 2 << 40
-    assert blind == ["The program read values of fake tensors, which were invented: preview_programs.py:190."]
+    assert blind == [
+        "The program read values of fake tensors, which were invented: preview_programs.py:190."
+    ]
 
 
 def test_the_process_is_left_as_it_was(report):
@@ -125,9 +174,15 @@ def test_steps_end_a_preview(report):
         ("raises", "ZeroDivisionError: division by zero"),
         (
             "no source",
-            "CommandError: The program needs an object that rank 0 broadcasts; run as rank 0, it ends before that: ValueError: no data",
+            (
+                "CommandError: The program needs an object that rank 0 broadcasts; run as rank 0,"
+                " it ends before that: ValueError: no data"
+            ),
         ),
-        ("values", "CommandError: The shape of the result of aten.nonzero.default at preview_programs.py"),
+        (
+            "values",
+            "CommandError: The shape of the result of aten.nonzero.default at preview_programs.py",
+        ),
         ("group", "CommandError: This process already has a process group"),
     ],
 )
@@ -140,7 +195,9 @@ def test_errors_are_the_programs_own_or_sentences(report, name, message):
 
 def preview(*arguments: str, expect: int = 0, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "commlens", "preview", *arguments]
-    done = subprocess.run(command, env=QUIET, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=QUIET, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -165,12 +222,31 @@ sys.exit(7)
 def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("SETTINGS = {'width': 1000}")
-    options = ["--world-size", "16", "--rank", "9", "--output", "x.json", "--network", "a100-ib", "--inter-bandwidth", "100Gb/s"]
+    options = [
+        "--world-size",
+        "16",
+        "--rank",
+        "9",
+        "--output",
+        "x.json",
+        "--network",
+        "a100-ib",
+        "--inter-bandwidth",
+        "100Gb/s",
+    ]
     done = preview(*options, "train.py", "--rank", "3", expect=7, cwd=tmp_path)
     assert "started as 9 ['train.py', '--rank', '3'] __main__" in done.stdout
     assert "started as 0" not in done.stdout
-    hint = "commlens: --rank stands after train.py, so train.py gets it; to give it to commlens, put it before the script.\n"
-    assert done.stderr == hint + "commlens: The program needs an object that rank 0 broadcasts: running it as rank 0 up to that point.\n"
+    hint = (
+        "commlens: --rank stands after train.py, so train.py gets it; to give it to commlens, put"
+        " it before the script.\n"
+    )
+    assert (
+        done.stderr
+        == hint
+        + "commlens: The program needs an object that rank 0 broadcasts: running it as rank 0 up to"
+        " that point.\n"
+    )
     assert "3 collectives" in done.stdout
     assert "Estimated time per step on a100-ib, changed, not a measurement" in done.stdout
     assert "12.5 GB/s per rank between nodes" in " ".join(done.stdout.split())
@@ -197,10 +273,16 @@ def test_a_script_that_raises_is_shown_until_there(tmp_path):
     [
         (["--world-size", "4", "nothing.py"], "The program nothing.py cannot be read"),
         (["--world-size", "4", "--rank", "4", "x.py"], "There is no rank 4 in a world of size 4"),
-        (["--world-size", "4", "--network", "h100", "x.py"], "There is no network preset 'h100'. Did you mean"),
+        (
+            ["--world-size", "4", "--network", "h100", "x.py"],
+            "There is no network preset 'h100'. Did you mean",
+        ),
         (["--world-size", "4", "--step-time", "1s", "x.py"], "--step-time needs a network"),
         (["--world-size", "4"], "Which program?"),
-        (["--world-size", "4", "--output", "x.py", "x.py"], "File already exists, will not overwrite without --force: x.py"),
+        (
+            ["--world-size", "4", "--output", "x.py", "x.py"],
+            "File already exists, will not overwrite without --force: x.py",
+        ),
     ],
 )
 def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):
@@ -214,17 +296,41 @@ def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):
 @pytest.mark.skipif(VERSION < (2, 13), reason="2.6 cannot shard 128256 rows over 64 x 8")
 def test_llamas_shapes_on_512_ranks(tmp_path):
     script = str(REPOSITORY / "examples" / "preview_llama.py")
-    done = preview("--world-size", "512", "--rank", "511", "--fake-tensors", "--output", "x.json", script, "--layers", "2", cwd=tmp_path)
-    rows = {m[1]: (int(m[2]), int(m[3])) for m in re.finditer(r"^(tp|dp) +(\d+) +(\d+) ", done.stdout, re.MULTILINE)}
-    # FSDP2: 3 gathers, 2 again for backward, 3 scatters, 1 all-reduce for clipping. TP: 10 a layer and more around them.
+    done = preview(
+        "--world-size",
+        "512",
+        "--rank",
+        "511",
+        "--fake-tensors",
+        "--output",
+        "x.json",
+        script,
+        "--layers",
+        "2",
+        cwd=tmp_path,
+    )
+    rows = {
+        m[1]: (int(m[2]), int(m[3]))
+        for m in re.finditer(r"^(tp|dp) +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
+    }
+    # FSDP2: 3 gathers, 2 again for backward, 3 scatters, 1 all-reduce for clipping. TP: 10 a layer
+    # and more around them.
     assert rows["dp"] == (64, 9)
     assert rows["tp"][0] == 8
     saved = json.loads((tmp_path / "x.json").read_text())
     assert saved["coverage"]["unclassified"] == 0
     assert saved["groups"][saved["events"][0]["group"]]["ranks"] == list(range(7, 512, 8))
-    parameters = {f"{module['path']}.{one['name']}": one for module in saved["modules"] for one in module.get("parameters", ())}
+    parameters = {
+        f"{module['path']}.{one['name']}": one
+        for module in saved["modules"]
+        for one in module.get("parameters", ())
+    }
     assert parameters["FSDPLlama.layers.1.attention.wo.weight"] == {
-        "name": "weight", "placements": "(Shard(dim=0), Shard(dim=1))", "shape": [4096, 4096], "dtype": "float32",
-        "local_bytes": 4096 * 4096 * 4 // 512, "mesh": "DeviceMesh((dp=64, tp=8), 'cpu', stride=(8, 1))",
-    }  # fmt: skip
+        "name": "weight",
+        "placements": "(Shard(dim=0), Shard(dim=1))",
+        "shape": [4096, 4096],
+        "dtype": "float32",
+        "local_bytes": 4096 * 4096 * 4 // 512,
+        "mesh": "DeviceMesh((dp=64, tp=8), 'cpu', stride=(8, 1))",
+    }
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2_000_000  # kB

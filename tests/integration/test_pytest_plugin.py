@@ -60,28 +60,49 @@ def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest on the suite, with the plugin and torch's entry point as an installation has them."""
     (folder / "test_suite.py").write_text(SUITE)
     points = importlib.metadata.entry_points(group="pytest11")
-    plugin = [] if any(point.value == "commlens.testing.plugin" for point in points) else ["-p", "commlens.testing.plugin"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(installed(folder))]), "COLUMNS": "200", "CI": "1"}
+    plugin = (
+        []
+        if any(point.value == "commlens.testing.plugin" for point in points)
+        else ["-p", "commlens.testing.plugin"]
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(installed(folder))]),
+        "COLUMNS": "200",
+        "CI": "1",
+    }
     for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
         environ.pop(name, None)
     command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+    )
 
 
-def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     boxes = tmp_path / "boxes"
     boxes.mkdir()
     monkeypatch.setenv("COMMLENS_BOX_DIR", str(boxes))
     done = suite(tmp_path, "--commlens", "--junitxml=report.xml")
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = "rank 1 never reached all_reduce #2 of the default group [0-1]; rank 0 waits for it"
-    assert f"FAILED test_suite.py::test_hangs - commlens: {verdict} (Failed: Timeout (>8.0s)" in done.stdout, done.stdout
-    assert "FAILED test_suite.py::test_fails_while_those_ranks_still_hang - AssertionError" in done.stdout, done.stdout
+    assert (
+        f"FAILED test_suite.py::test_hangs - commlens: {verdict} (Failed: Timeout (>8.0s)"
+        in done.stdout
+    ), done.stdout
+    assert (
+        "FAILED test_suite.py::test_fails_while_those_ranks_still_hang - AssertionError"
+        in done.stdout
+    ), done.stdout
     assert done.stdout.count("VERDICT") == 1, done.stdout
     assert "NEXT     look at load_batch (test_suite.py:8) on rank 1" in done.stdout, done.stdout
     hangs, fails = xml.parse(tmp_path / "report.xml").getroot().iter("testcase")
     assert verdict in hangs.find("failure").attrib["message"]  # type: ignore[union-attr]
-    assert [(each.attrib["name"], each.attrib["value"]) for each in hangs.iter("property")] == [("commlens", verdict)]
+    assert [(each.attrib["name"], each.attrib["value"]) for each in hangs.iter("property")] == [
+        ("commlens", verdict)
+    ]
     assert not list(fails.iter("property"))
     (dump,) = (tmp_path / "commlens-dumps").iterdir()
     assert (dump / "index.html").exists()
@@ -91,20 +112,23 @@ def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(tmp
 
 def test_without_the_option_nothing_is_loaded_or_set(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        "import os, sys\n"
-        "def pytest_sessionfinish():\n"
-        "    heavy = {'torch', 'numpy', 'msgspec', 'rich', 'yaml', 'commlens.config', 'commlens.testing.observation'}\n"
-        "    print('LOADED', sorted(heavy & set(sys.modules)), [name for name in os.environ if name == 'COMMLENS'])\n"
+        "import os, sys\ndef pytest_sessionfinish():\n    heavy = {'torch', 'numpy', 'msgspec',"
+        " 'rich', 'yaml', 'commlens.config', 'commlens.testing.observation'}\n    print('LOADED',"
+        " sorted(heavy & set(sys.modules)), [name for name in os.environ if name == 'COMMLENS'])\n"
     )
     done = suite(tmp_path, "-s", "--collect-only", "--ignore=test_suite.py")
     assert "LOADED [] []" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_setting_that_is_wrong_is_said_before_any_test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_is_wrong_is_said_before_any_test_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COMMLENS_STALL_TIMEOUT", "soon")
     done = suite(tmp_path, "--commlens")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--commlens cannot record: " in done.stderr and "COMMLENS_STALL_TIMEOUT" in done.stderr, done.stderr
+    assert (
+        "--commlens cannot record: " in done.stderr and "COMMLENS_STALL_TIMEOUT" in done.stderr
+    ), done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -143,8 +167,22 @@ def children() -> set[int]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("raise", ["Rank 1 failed first: ValueError: bad batch", "in train\n", 'raise ValueError("bad batch")']),
-        ("leave", ["Rank 0 failed first: RuntimeError: ", "rank 1 finished without all_reduce #2", "Neither a majority nor"]),
+        (
+            "raise",
+            [
+                "Rank 1 failed first: ValueError: bad batch",
+                "in train\n",
+                'raise ValueError("bad batch")',
+            ],
+        ),
+        (
+            "leave",
+            [
+                "Rank 0 failed first: RuntimeError: ",
+                "rank 1 finished without all_reduce #2",
+                "Neither a majority nor",
+            ],
+        ),
         ("hang", ["still running after 20 s", "rank 1 never reached all_reduce #2", "load_batch"]),
     ],
 )
@@ -164,7 +202,13 @@ def killed() -> None:
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
-    with pytest.raises(RanksFailed, match=r"^Rank 0 failed first: its process was killed by SIGKILL before the function returned\.$"):
+    with pytest.raises(
+        RanksFailed,
+        match=(
+            r"^Rank 0 failed first: its process was killed by SIGKILL before the function"
+            r" returned\.$"
+        ),
+    ):
         run_on_ranks(killed, world_size=1)
 
 
@@ -188,7 +232,13 @@ def test_the_fake_backend_takes_one_process() -> None:
         ({"backend": "nccl"}, "run_on_ranks has no backend 'nccl': it takes gloo or fake."),
         ({"world_size": 0}, "run_on_ranks takes a world_size of at least 1, not 0."),
         ({"timeout_s": 0}, "run_on_ranks takes a timeout_s of more than 0 seconds, not 0."),
-        ({}, "lambda> to the ranks: define it at the top level of its module, and pass what it needs as arguments."),
+        (
+            {},
+            (
+                "lambda> to the ranks: define it at the top level of its module, and pass what it"
+                " needs as arguments."
+            ),
+        ),
     ],
 )
 def test_bad_use_is_one_sentence(wrong: dict[str, object], words: str) -> None:

@@ -1,4 +1,6 @@
-"""Scenarios as a user meets them: through `commlens demo`, `commlens launch`, and with COMMLENS=1 in the environment alone."""
+"""Scenarios as a user meets them: through `commlens demo`, `commlens launch`, and with COMMLENS=1
+in the environment alone.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,26 @@ from commlens.scenarios import find
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def commlens(*arguments: str, folder: Path, timeout: float = 80, **options: object) -> subprocess.CompletedProcess[str]:
+def commlens(
+    *arguments: str, folder: Path, timeout: float = 80, **options: object
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "commlens", *arguments], env=environment(), cwd=folder, capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-m", "commlens", *arguments],
+        env=environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def skip_where_impossible(name: str) -> None:
@@ -38,7 +52,8 @@ def skip_where_impossible(name: str) -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("data-loader", 4), ("dies-exception", 2), ("mismatch-reduce-op", 4), ("healthy-plain", 2)]
+    ("name", "world_size"),
+    [("data-loader", 4), ("dies-exception", 2), ("mismatch-reduce-op", 4), ("healthy-plain", 2)],
 )
 def test_demo_finds_the_truth(tmp_path: Path, name: str, world_size: int) -> None:
     skip_where_impossible(name)
@@ -74,7 +89,9 @@ def test_demo_lists_its_scenarios(tmp_path: Path) -> None:
         (["swap-three-groups", "--nproc-per-node", "2"], "4, 8"),
     ],
 )
-def test_demo_refuses_unknown_scenarios_and_sizes(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_demo_refuses_unknown_scenarios_and_sizes(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
     done = commlens("demo", *arguments, folder=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
@@ -110,7 +127,9 @@ def jobs() -> Iterator[Harness]:
 @pytest.mark.parametrize("name", ["data-loader", "dies-sigkill", "swap-two-groups"])
 def test_detached_watcher_reports_the_fault(jobs: Harness, tmp_path: Path, name: str) -> None:
     skip_where_impossible(name)
-    """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the job."""
+    """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the
+    job.
+    """
     result = jobs.run_job(find(name), 4, tmp_path, detached=True)
     print(result)
     assert "VERDICT" in result.outputs[0]
@@ -133,7 +152,11 @@ def test_detached_watcher_is_silent_about_health(jobs: Harness, tmp_path: Path) 
 @pytest.mark.timeout(100)
 def test_demo_leaves_nothing_behind_when_interrupted(tmp_path: Path) -> None:
     def job_folders() -> set[Path]:
-        return {job for job in job_dirs.live_jobs(None) if job.name.startswith("commlens.scenarios") or "scenarios" in job.name}
+        return {
+            job
+            for job in job_dirs.live_jobs(None)
+            if job.name.startswith("commlens.scenarios") or "scenarios" in job.name
+        }
 
     before = job_folders()
     process = subprocess.Popen(

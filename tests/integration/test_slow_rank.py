@@ -1,4 +1,6 @@
-"""A rank that makes a running job slow is named with its line; the watcher's waiting times are shortened."""
+"""A rank that makes a running job slow is named with its line; the watcher's waiting times are
+shortened.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,14 @@ def test_the_slow_rank_and_its_line_are_told_once(tmp_path: Path) -> None:
     """DDP waits for its collectives in C++, where nobody records it."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "launch.py").write_text(LAUNCH)
-    done = subprocess.run([sys.executable, "launch.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "launch.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = re.sub(r"\s+", " ", done.stderr)
     assert said.count("makes the job slow: all others wait for") == 1, done.stderr
@@ -64,8 +73,12 @@ def test_the_slow_rank_and_its_line_are_told_once(tmp_path: Path) -> None:
     assert f"train.py:{line} load_batch" in said or "py-spy record" in said
     pytest.importorskip("prometheus_client")
     told = (tmp_path / "then.prom").read_text()
-    assert re.search(r'^commlens_steps_total\{job="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE), told
-    assert re.search(r'^commlens_waiting_ratio\{job="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE), "rank 0 waits"
+    assert re.search(r'^commlens_steps_total\{job="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE), (
+        told
+    )
+    assert re.search(
+        r'^commlens_waiting_ratio\{job="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE
+    ), "rank 0 waits"
     assert re.search(r'^commlens_group_bytes_per_second\{group="default group"', told, re.MULTILINE)
     assert not (tmp_path / "now.prom").exists(), "the job is over"
     assert not list(tmp_path.glob("commlens-dumps/*")), "nothing is wrong, so nothing is dumped"

@@ -1,4 +1,6 @@
-"""Strict verification across nodes: the same refusals as on one node, and no harm where the other node is out of reach."""
+"""Strict verification across nodes: the same refusals as on one node, and no harm where the other
+node is out of reach.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ FAULTS = (
     "send_recv_shape",
     "sigkill",
 )
-"""One fault of each kind. Rank 1, which deviates, is on the second node; ranks 0 and 1 run different engines."""
+"""One fault of each kind. Rank 1, which deviates, is on the second node; ranks 0 and 1 run
+different engines.
+"""
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S + 20), pytest.mark.launches]
 
@@ -40,7 +44,14 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S + 20), pytest.mark.launches]
 def launched(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict_nodes")
     names = [f"{name}:{size(name)}:2" for name in FAULTS]
-    return out, launch(out, "verify_forked", "mixed", "caught:4:2", *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
+    return out, launch(
+        out,
+        "verify_forked",
+        "mixed",
+        "caught:4:2",
+        *names,
+        environ={"COMMLENS_NATIVE_DIR": str(native_cache)},
+    )
 
 
 def size(name: str) -> int:
@@ -51,7 +62,9 @@ def size(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_on_the_second_node_is_refused_alike_on_all_nodes(launched: tuple[Path, str], name: str) -> None:
+def test_a_fault_on_the_second_node_is_refused_alike_on_all_nodes(
+    launched: tuple[Path, str], name: str
+) -> None:
     ranks = judge(*launched, name, size(name), 2)
     assert all(record["engine"] == verify_forked.MIXED[rank % 2] for rank, record in ranks.items())
 
@@ -65,9 +78,14 @@ def start(made: Sequence[Node], how: str, **settings: str) -> None:
     for node in made:
         node.start(
             [sys.executable, str(PROGRAM), str(node.number), how],
-            {"MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT), "COMMLENS_ENGINE": "python", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-             **settings},
-        )  # fmt: skip
+            {
+                "MASTER_ADDR": made[0].address,
+                "MASTER_PORT": str(PORT),
+                "COMMLENS_ENGINE": "python",
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+                **settings,
+            },
+        )
 
 
 def lines(node: Node, beginning: str) -> list[str]:
@@ -85,15 +103,21 @@ def until_trained(made: Sequence[Node]) -> None:
 
 
 def judge_cut(made: Sequence[Node], *, across: str) -> None:
-    """Require that the ranks of each node went on with each other, and that a collective across nodes ended in this way."""
+    """Require that the ranks of each node went on with each other, and that a collective across
+    nodes ended in this way.
+    """
     for node in made:
         for rank in (2 * node.number, 2 * node.number + 1):
             ended, inside, mismatch = lines(node, f"rank {rank}:")[1:]
             assert across in ended, ended
             assert "DistributedOperation" not in ended, ended
-            assert float(ended.split()[3]) < 16, ended  # 5 to 7 s until the node is given up, 8 s until the backend's timeout
+            # 5 to 7 s until the node is given up, 8 s until the backend's timeout
+            assert float(ended.split()[3]) < 16, ended
             assert float(inside.split()[3]) < 2, inside
-            assert "DistributedOperationException Cannot apply desired operation due to shape mismatches" in mismatch
+            assert (
+                "DistributedOperationException Cannot apply desired operation due to shape"
+                " mismatches" in mismatch
+            )
 
 
 def test_a_node_that_does_not_take_part_or_is_cut_off_harms_nothing(tmp_path: Path) -> None:
@@ -118,7 +142,10 @@ def test_a_node_that_does_not_take_part_or_is_cut_off_harms_nothing(tmp_path: Pa
 
         assert wait(without, 60) == [0, 0], f"{without[0].output}\n{without[1].output}"
         (line,) = lines(without[0], "commlens")
-        assert line.startswith("commlens: ranks 2-3 did not join strict verification within 10 s (commlens is not switched on there")
+        assert line.startswith(
+            "commlens: ranks 2-3 did not join strict verification within 10 s (commlens is not"
+            " switched on there"
+        )
         assert lines(without[1], "commlens") == []
 
         assert wait(cable, 60) == [0, 0], f"{cable[0].output}\n{cable[1].output}"

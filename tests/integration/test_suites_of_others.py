@@ -1,4 +1,6 @@
-"""What a test suite does to ranks: groups in the parent first, then ranks forked again and again, which end in several ways."""
+"""What a test suite does to ranks: groups in the parent first, then ranks forked again and again,
+which end in several ways.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_of_a_test_suite_are_recorded_without_a_word_and_leave_nothing(tmp_path: Path) -> None:
+def test_ranks_of_a_test_suite_are_recorded_without_a_word_and_leave_nothing(
+    tmp_path: Path,
+) -> None:
     bench = Bench(tmp_path)
     bench.script.write_text(SUITE)
     bench.boxes.mkdir()
@@ -70,6 +74,8 @@ def test_ranks_of_a_test_suite_are_recorded_without_a_word_and_leave_nothing(tmp
     words = [line for line in program.err if "commlens" in line or "VERDICT" in line]
     assert not words, program.report()
     until = time.monotonic() + 10
-    while left := [box for job in job_dirs.live_jobs(str(bench.boxes)) for box in job_dirs.boxes(job)]:
+    while left := [
+        box for job in job_dirs.live_jobs(str(bench.boxes)) for box in job_dirs.boxes(job)
+    ]:
         assert time.monotonic() < until, left
         time.sleep(0.1)

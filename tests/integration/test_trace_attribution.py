@@ -1,7 +1,8 @@
-"""Where and why: each collective of small programs has the site, phase, owner and cause that its program gives it.
+"""Where and why: each collective of small programs has the site, phase, owner and cause that its
+program gives it.
 
-On the fake backend (or one gloo rank) in this process. ``Talk`` is a collective that backward issues again, so that most tests
-can look at both passes.
+On the fake backend (or one gloo rank) in this process. ``Talk`` is a collective that backward
+issues again, so that most tests can look at both passes.
 """
 
 from __future__ import annotations
@@ -29,9 +30,16 @@ from launching import fsdp2_runs_on_cpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -161,7 +169,9 @@ def test_an_optimizer_inside_backward_is_the_optimizer(fake: None) -> None:
     for optimizer in optimizers.values():
         optimizer.register_step_pre_hook(lambda *_: dist.all_reduce(torch.ones(3)))
     for parameter, optimizer in optimizers.items():
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: optimizer.step()
+        )
     model.layers[0].register_full_backward_hook(lambda *_: dist.all_reduce(torch.ones(5)))
     comm_mode = commlens.CommDebugMode()
     with commlens.trace(depth="ops") as trace, comm_mode:
@@ -176,16 +186,25 @@ def test_an_optimizer_inside_backward_is_the_optimizer(fake: None) -> None:
     }
     assert trace.data.steps == 2
     assert {event.site for event in trace.filter(phase="optimizer").events} == {None}
-    assert comm_mode.comm_module_counts["Global"]["optimizer"] == {torch.ops.c10d.allreduce_: 2 * number}
-    assert sum(op.name == "aten.add_.Tensor" for op in trace.ops if op.phase is Phase.OPTIMIZER) == 2 * number
+    assert comm_mode.comm_module_counts["Global"]["optimizer"] == {
+        torch.ops.c10d.allreduce_: 2 * number
+    }
+    assert (
+        sum(op.name == "aten.add_.Tensor" for op in trace.ops if op.phase is Phase.OPTIMIZER)
+        == 2 * number
+    )
 
 
 def test_collectives_in_hooks_of_gradients_belong_to_the_parameters_module(fake: None) -> None:
     model = Stack(1)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: dist.all_reduce(parameter.grad)
+        )
     trace = run(model)
-    assert sorted(sites(trace)) == [(BACKWARD, f"Stack.layers.0.{name}") for name in ("net1", "net1", "net2", "net2")]
+    assert sorted(sites(trace)) == [
+        (BACKWARD, f"Stack.layers.0.{name}") for name in ("net1", "net1", "net2", "net2")
+    ]
     assert trace.coverage.unclassified == 0
 
 
@@ -209,7 +228,9 @@ def test_a_backward_inside_an_optimizer_is_backward(fake: None) -> None:
 
 
 def _every_kind_of_collective(mesh: DeviceMesh) -> None:
-    model = parallelize_module(MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    model = parallelize_module(
+        MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+    )
     model(batch()).sum().backward()
     tensor = torch.ones(8)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -230,10 +251,23 @@ def test_collectives_on_fake_tensors_are_those_on_real_ones(fake: None, depth: s
             _every_kind_of_collective(mesh)
         assert trace.coverage.recorded == trace.coverage.dispatched > 0
         return [
-            (e.op, e.api, e.phase, e.site, e.dtype, e.input_bytes, e.output_bytes, e.wire_bytes, e.reduce_op, e.root, e.cause, e.source,
-             trace.data.group_of(e).ranks)
+            (
+                e.op,
+                e.api,
+                e.phase,
+                e.site,
+                e.dtype,
+                e.input_bytes,
+                e.output_bytes,
+                e.wire_bytes,
+                e.reduce_op,
+                e.root,
+                e.cause,
+                e.source,
+                trace.data.group_of(e).ranks,
+            )
             for e in trace.events
-        ]  # fmt: skip
+        ]
 
     real = traced()
     untouched = FakeTensorMode.dispatch
@@ -264,7 +298,9 @@ class Between(nn.Module):
 def test_parent_before_between_and_after_its_children(fake: None) -> None:
     trace = run(Between(), batch().requires_grad_())
     order = ["Between", "Between.a", "Between", "Between.b", "Between"]
-    assert sites(trace) == [(FORWARD, site) for site in order] + [(BACKWARD, site) for site in reversed(order)]
+    assert sites(trace) == [(FORWARD, site) for site in order] + [
+        (BACKWARD, site) for site in reversed(order)
+    ]
 
 
 def test_sequence_numbers_and_threads_count_from_the_first_one(fake: None) -> None:
@@ -304,7 +340,8 @@ def test_wrappers_have_no_part_in_paths(gloo: None, wrap: Callable[[nn.Module], 
     }.items()
     assert len({module.path for module in wrapped.data.modules}) == len(wrapped.data.modules)
     assert wrapped.coverage.unclassified == 0
-    again = sites(talks.filter(phase="recomputation"))  # which stops once it has what backward needs
+    # which stops once it has what backward needs
+    again = sites(talks.filter(phase="recomputation"))
     assert {site for _, site in again} <= {site for _, site in sites(plain.filter(phase="forward"))}
     assert talks.filter(module="0.0", phase="forward").calls == 1
 
@@ -312,11 +349,15 @@ def test_wrappers_have_no_part_in_paths(gloo: None, wrap: Callable[[nn.Module], 
 def test_siblings_in_a_module_list(fake: None) -> None:
     model = nn.Sequential(Talker(), nn.ModuleList([Talker()])[0], Talker())
     order = ["Sequential.0", "Sequential.1", "Sequential.2"]
-    assert sites(run(model)) == [(FORWARD, site) for site in order] + [(BACKWARD, site) for site in reversed(order)]
+    assert sites(run(model)) == [(FORWARD, site) for site in order] + [
+        (BACKWARD, site) for site in reversed(order)
+    ]
 
 
 class DictOutput(nn.Module):
-    """A child whose outputs are in a dict, a list and a dataclass-like object: what module hooks cannot follow."""
+    """A child whose outputs are in a dict, a list and a dataclass-like object: what module hooks
+    cannot follow.
+    """
 
     class Child(nn.Module):
         def __init__(self) -> None:
@@ -336,7 +377,10 @@ class DictOutput(nn.Module):
 
 
 def test_dict_outputs(fake: None) -> None:
-    assert sites(run(DictOutput())) == [(FORWARD, "DictOutput.child"), (BACKWARD, "DictOutput.child")]
+    assert sites(run(DictOutput())) == [
+        (FORWARD, "DictOutput.child"),
+        (BACKWARD, "DictOutput.child"),
+    ]
 
 
 class InPlace(nn.Module):
@@ -382,7 +426,9 @@ def test_shared_modules(fake: None) -> None:
     """The parent through which it was called is told, so it has a row for each."""
     trace = run(Sharing())
     order = ["Sharing.a.shared", "Sharing.a", "Sharing.b.shared", "Sharing.b"]
-    assert calls(trace) == [(FORWARD, site, 1) for site in order] + [(BACKWARD, site, 1) for site in reversed(order)]
+    assert calls(trace) == [(FORWARD, site, 1) for site in order] + [
+        (BACKWARD, site, 1) for site in reversed(order)
+    ]
     rows = {module.path: module for module in trace.data.modules}
     for name in ("a", "b"):
         row = rows[f"Sharing.{name}.shared"]
@@ -406,11 +452,18 @@ def test_a_module_with_two_names_has_both(fake: None) -> None:
     assert rows["Tied.first"] == (2, ("Tied.second",))
     assert rows["Tied.first.layer"] == (2, ("Tied.second.layer",))
     assert rows["Tied.once"] == (1, ())
-    assert [trace.filter(module=name).calls for name in ("first", "second", "once", "Tied")] == [4, 4, 2, 6]
+    assert [trace.filter(module=name).calls for name in ("first", "second", "once", "Tied")] == [
+        4,
+        4,
+        2,
+        6,
+    ]
     assert_collectives(trace, {"all_reduce": 2}, module="second", phase="forward")
     with pytest.raises(commlens.SelectionError, match="no module 'third'"):
         assert_collectives(trace, {"all_reduce": 4}, module="third")
-    assert {row.path: row.other_paths for row in trace.to_summary().by_module if row.other_paths} == {"Tied.first": ["Tied.second"]}
+    assert {
+        row.path: row.other_paths for row in trace.to_summary().by_module if row.other_paths
+    } == {"Tied.first": ["Tied.second"]}
     printed = io.StringIO()
     trace.summary(printed)
     assert "first (also second)" in printed.getvalue()
@@ -425,14 +478,23 @@ def test_a_shared_module_that_is_recomputed_has_the_right_parent(fake: None) -> 
     model.b = Checkpointing(model.a.shared)
     trace = run(model, batch().requires_grad_())
     recomputed = [(RECOMPUTATION, "Sharing.b.shared"), (BACKWARD, "Sharing.b.shared")]
-    assert sites(trace)[-4:] == [*recomputed, (BACKWARD, "Sharing.a"), (BACKWARD, "Sharing.a.shared")]
+    assert sites(trace)[-4:] == [
+        *recomputed,
+        (BACKWARD, "Sharing.a"),
+        (BACKWARD, "Sharing.a.shared"),
+    ]
 
 
 def test_two_models_of_one_class(fake: None) -> None:
     first, second = Talker(), Talker()
     with commlens.trace() as trace:
         (first(batch()).sum() + second(batch()).sum()).backward()
-    assert sites(trace) == [(FORWARD, "Talker"), (FORWARD, "Talker#2"), (BACKWARD, "Talker#2"), (BACKWARD, "Talker")]
+    assert sites(trace) == [
+        (FORWARD, "Talker"),
+        (FORWARD, "Talker#2"),
+        (BACKWARD, "Talker#2"),
+        (BACKWARD, "Talker"),
+    ]
 
 
 class Twice(nn.Module):
@@ -447,7 +509,12 @@ class Twice(nn.Module):
 def test_modules_called_twice(fake: None) -> None:
     trace = run(Twice())
     child = "Twice.child"
-    assert calls(trace) == [(FORWARD, child, 1), (FORWARD, child, 2), (BACKWARD, child, 2), (BACKWARD, child, 1)]
+    assert calls(trace) == [
+        (FORWARD, child, 1),
+        (FORWARD, child, 2),
+        (BACKWARD, child, 2),
+        (BACKWARD, child, 1),
+    ]
 
 
 def test_micro_batches_whose_backward_comes_later(fake: None) -> None:
@@ -456,7 +523,9 @@ def test_micro_batches_whose_backward_comes_later(fake: None) -> None:
         losses = [model(batch()).sum() for _ in range(3)]
         for loss in losses:
             loss.backward()
-    assert calls(trace) == [(phase, "Talker", number) for phase in (FORWARD, BACKWARD) for number in (1, 2, 3)]
+    assert calls(trace) == [
+        (phase, "Talker", number) for phase in (FORWARD, BACKWARD) for number in (1, 2, 3)
+    ]
 
 
 class Recursive(nn.Module):
@@ -472,7 +541,9 @@ class Recursive(nn.Module):
 
 def test_recursion(fake: None) -> None:
     trace = run(Recursive())
-    assert calls(trace) == [(FORWARD, "Recursive", n) for n in (3, 2, 1)] + [(BACKWARD, "Recursive", n) for n in (1, 2, 3)]
+    assert calls(trace) == [(FORWARD, "Recursive", n) for n in (3, 2, 1)] + [
+        (BACKWARD, "Recursive", n) for n in (1, 2, 3)
+    ]
 
 
 class Fragile(nn.Module):
@@ -552,7 +623,9 @@ def test_nested_contexts(fake: None) -> None:
             model(batch()).sum().backward()
         model(batch()).sum().backward()
     assert calls(inner) == [(FORWARD, "Talker", 1), (BACKWARD, "Talker", 1)]
-    assert calls(outer) == [(phase, "Talker", number) for number in (1, 2, 3) for phase in (FORWARD, BACKWARD)]
+    assert calls(outer) == [
+        (phase, "Talker", number) for number in (1, 2, 3) for phase in (FORWARD, BACKWARD)
+    ]
 
 
 def test_a_live_trace_can_be_copied_and_pickled(fake: None) -> None:
@@ -646,7 +719,11 @@ def test_a_backward_inside_a_forward(fake: None) -> None:
 
     with commlens.trace() as trace:
         Force()(batch())
-    assert sites(trace) == [(FORWARD, "Force.energy"), (BACKWARD, "Force.energy"), (FORWARD, "Force")]
+    assert sites(trace) == [
+        (FORWARD, "Force.energy"),
+        (BACKWARD, "Force.energy"),
+        (FORWARD, "Force"),
+    ]
 
 
 # --- checkpointing
@@ -661,7 +738,9 @@ def test_recomputation(fake: None, reentrant: bool) -> None:
             self.head = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(checkpoint(lambda y: torch.tanh(self.talker(y)), x, use_reentrant=reentrant))
+            return self.head(
+                checkpoint(lambda y: torch.tanh(self.talker(y)), x, use_reentrant=reentrant)
+            )
 
     trace = run(Checkpointed(), batch().requires_grad_())
     talker = "Checkpointed.talker"
@@ -687,22 +766,35 @@ class Checkpointing(Checkpointed):
     def body(self, x: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD
         y = torch.tanh(self.child(torch.tanh(Talk.apply(torch.tanh(x)))))
-        y = functional.reduce_scatter_tensor_autograd(functional.all_gather_tensor_autograd(y, 0, group), "sum", 0, group)
+        y = functional.reduce_scatter_tensor_autograd(
+            functional.all_gather_tensor_autograd(y, 0, group), "sum", 0, group
+        )
         return torch.tanh(y * functional.all_reduce(y.detach(), "sum", group))
 
 
 def _tensor_parallel() -> nn.Module:
-    plan = {"net1": ColwiseParallel(input_layouts=Shard(0)), "net2": RowwiseParallel(output_layouts=Shard(0))}
+    plan = {
+        "net1": ColwiseParallel(input_layouts=Shard(0)),
+        "net2": RowwiseParallel(output_layouts=Shard(0)),
+    }
     return parallelize_module(MLP(), init_device_mesh("cpu", (8,), mesh_dim_names=("tp",)), plan)
 
 
-@pytest.mark.parametrize("own_thread", [False, True], ids=["one thread", "backward on a thread of its own"])
+@pytest.mark.parametrize(
+    "own_thread", [False, True], ids=["one thread", "backward on a thread of its own"]
+)
 @pytest.mark.parametrize("child", [Talker, _tensor_parallel])
-def test_both_kinds_of_checkpointing_tell_the_same(fake: None, child: Callable[[], nn.Module], own_thread: bool) -> None:
-    """Accelerators run backward on a thread of its own. Autograd counts nodes per thread, so recomputed nodes share forward's numbers."""
+def test_both_kinds_of_checkpointing_tell_the_same(
+    fake: None, child: Callable[[], nn.Module], own_thread: bool
+) -> None:
+    """Accelerators run backward on a thread of its own. Autograd counts nodes per thread, so
+    recomputed nodes share forward's numbers.
+    """
     results = []
     for reentrant in (False, True):
-        model = nn.Sequential(Talker(), *(Checkpointing(child(), reentrant=reentrant) for _ in range(3)))
+        model = nn.Sequential(
+            Talker(), *(Checkpointing(child(), reentrant=reentrant) for _ in range(3))
+        )
         with commlens.trace() as trace, ThreadPoolExecutor(1) as thread:
             for _ in range(2):
                 loss = model(batch()).sum()
@@ -711,10 +803,16 @@ def test_both_kinds_of_checkpointing_tell_the_same(fake: None, child: Callable[[
         first, second = results[-1][: len(trace.events) // 2], results[-1][len(trace.events) // 2 :]
         assert first == second
         for number in (1, 2, 3):
-            passed = [(phase, site) for phase, site in first if site is not None and site.startswith(f"Sequential.{number}")]
+            passed = [
+                (phase, site)
+                for phase, site in first
+                if site is not None and site.startswith(f"Sequential.{number}")
+            ]
             forward = [site for phase, site in passed if phase is FORWARD]
             number_of = len(forward)
-            assert [phase for phase, _ in passed[: 2 * number_of]] == [FORWARD] * number_of + [RECOMPUTATION] * number_of
+            assert [phase for phase, _ in passed[: 2 * number_of]] == [FORWARD] * number_of + [
+                RECOMPUTATION
+            ] * number_of
             assert {phase for phase, _ in passed[2 * number_of :]} == {BACKWARD}
             assert [site for phase, site in passed if phase is RECOMPUTATION] == forward
             assert {site for phase, site in passed if phase is BACKWARD} == set(forward)
@@ -725,7 +823,9 @@ class OwnCheckpoint(torch.autograd.Function):
     """As Megatron and DeepSpeed have it."""
 
     @staticmethod
-    def forward(ctx: Any, run_function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, run_function: Callable[..., torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
         ctx.run_function = run_function
         ctx.save_for_backward(x)
         with torch.no_grad():
@@ -762,14 +862,21 @@ def test_checkpointing_of_other_libraries(fake: None) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["once", "within another"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_ops_of_a_recomputation_are_where_its_collectives_are(fake: None, reentrant: bool, depth: int) -> None:
+def test_ops_of_a_recomputation_are_where_its_collectives_are(
+    fake: None, reentrant: bool, depth: int
+) -> None:
     """Also those that run without gradients, as a custom function's forward does."""
     model: nn.Module = Checkpointing(Talker(), reentrant=reentrant)
     for _ in range(depth - 1):
         model = Checkpointing(model, reentrant=reentrant)
     with commlens.trace(depth="ops") as trace:
         model(batch().requires_grad_()).sum().backward()
-    issuing = ("c10d.allreduce_", "_c10d_functional.all_gather_into", "_c10d_functional.reduce_scatter", "_c10d_functional.all_reduce")
+    issuing = (
+        "c10d.allreduce_",
+        "_c10d_functional.all_gather_into",
+        "_c10d_functional.reduce_scatter",
+        "_c10d_functional.all_reduce",
+    )
     assert [(op.phase, op.site) for op in trace.ops if op.name.startswith(issuing)] == sites(trace)
     assert {phase for phase, _ in sites(trace)} == {FORWARD, RECOMPUTATION, BACKWARD}
 
@@ -777,17 +884,27 @@ def test_ops_of_a_recomputation_are_where_its_collectives_are(fake: None, reentr
 def test_checkpointing_within_checkpointing(fake: None) -> None:
     inner = Checkpointing(Talker(), reentrant=True)
     trace = run(Checkpointing(inner, reentrant=True), batch().requires_grad_())
-    assert {site for _, site in sites(trace)} == {"Checkpointing", "Checkpointing.child", "Checkpointing.child.child"}
+    assert {site for _, site in sites(trace)} == {
+        "Checkpointing",
+        "Checkpointing.child",
+        "Checkpointing.child.child",
+    }
     once = sites(trace.filter(phase="forward"))
     assert [site for _, site in sites(trace.filter(phase="backward"))] == [
-        *["Checkpointing"] * 2, *["Checkpointing.child"] * 2, "Checkpointing.child.child", *["Checkpointing.child"], "Checkpointing",
-    ]  # fmt: skip
+        *["Checkpointing"] * 2,
+        *["Checkpointing.child"] * 2,
+        "Checkpointing.child.child",
+        *["Checkpointing.child"],
+        "Checkpointing",
+    ]
     again = [site for _, site in sites(trace.filter(phase="recomputation"))]
     assert len(again) == len(once) + 5  # the inner one's function runs again by itself
 
 
 def test_a_backward_inside_a_checkpointed_forward(fake: None) -> None:
-    """Its collectives are those of the module that takes the gradient, although the whole is recomputed."""
+    """Its collectives are those of the module that takes the gradient, although the whole is
+    recomputed.
+    """
 
     class Force(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -829,13 +946,21 @@ def tail(path: str | None) -> str:
 
 def fsdp_events(trace: commlens.Trace) -> list[tuple[str, str, str]]:
     """Op, whose parameters, and where it was issued."""
-    assert all(event.owner is not None and event.owner.library == "FSDP2" for event in trace.events), trace.events
-    return [(event.op, tail(event.owner.name), tail(event.site)) for event in trace.events if event.owner is not None]
+    assert all(
+        event.owner is not None and event.owner.library == "FSDP2" for event in trace.events
+    ), trace.events
+    return [
+        (event.op, tail(event.owner.name), tail(event.site))
+        for event in trace.events
+        if event.owner is not None
+    ]
 
 
 @pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_blocks(fake: None) -> None:
-    """Forward gathers where it needs; backward prefetches the block before, inside the one that is running."""
+    """Forward gathers where it needs; backward prefetches the block before, inside the one that is
+    running.
+    """
     model = sharded_stack()
     x = batch().requires_grad_()
     with commlens.trace() as trace:
@@ -846,7 +971,11 @@ def test_fsdp2_blocks(fake: None) -> None:
         loss.backward()
     backward = trace.events[3:]
     assert {event.phase for event in backward} == {BACKWARD}
-    assert [(event.op, tail(event.owner.name), tail(event.site)) for event in backward if event.owner is not None] == [
+    assert [
+        (event.op, tail(event.owner.name), tail(event.site))
+        for event in backward
+        if event.owner is not None
+    ] == [
         ("all_gather", "layers.2", "layers.2"),
         ("all_gather", "layers.1", "layers.2"),
         ("reduce_scatter", "layers.2", "layers.2"),
@@ -872,7 +1001,9 @@ def test_fsdp2_prefetch_in_forward(fake: None) -> None:
 
 @pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_whose_input_needs_no_gradient(fake: None) -> None:
-    """The first block's gradients are reduced at the very end of backward, where no node of a module runs."""
+    """The first block's gradients are reduced at the very end of backward, where no node of a
+    module runs.
+    """
     trace = run(sharded_stack())
     assert [event.op for event in trace.events].count("reduce_scatter") == 3
     last = trace.events[-1]
@@ -890,7 +1021,9 @@ def test_fsdp2_with_tensor_parallelism_and_checkpointing(fake: None) -> None:
     for number in range(3):
         block = nn.Sequential(MLP(), MLP())
         for part in block:
-            parallelize_module(part, mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+            parallelize_module(
+                part, mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+            )
         model.layers[number] = fully_shard(checkpoint_wrapper(block), mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     trace = run(model, batch().requires_grad_())
@@ -902,19 +1035,25 @@ def test_fsdp2_with_tensor_parallelism_and_checkpointing(fake: None) -> None:
         ("backward", "tp", "all_reduce"): 6,
         ("backward", "dp", "reduce_scatter"): 3,
     }
-    parameters = 4 * 2 * (16 * WIDTH // 4 + 16 // 4 + WIDTH * 16 // 4 + WIDTH)  # bytes of a block on one rank of tp
+    # bytes of a block on one rank of tp
+    parameters = 4 * 2 * (16 * WIDTH // 4 + 16 // 4 + WIDTH * 16 // 4 + WIDTH)
     assert trace.bytes(by=("mesh_dim", "op")) == {
         ("dp", "all_gather"): 6 * parameters // 2,
         ("dp", "reduce_scatter"): 3 * parameters // 2,
         ("tp", "all_reduce"): 15 * batch().nbytes * 2 * 3 // 4,
     }
-    recomputed = [(event.site or "").partition(".")[2] for event in trace.filter(phase="recomputation").events]
+    recomputed = [
+        (event.site or "").partition(".")[2] for event in trace.filter(phase="recomputation").events
+    ]
     assert recomputed == [f"layers.{number}.0.net2" for number in (2, 1, 0)]
     assert trace.coverage.unclassified == 0
 
 
 def parameter_bytes(model: nn.Module, names: tuple[str, ...]) -> int:
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
+    sizes = {
+        name: parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+    }
     return sum(sizes[name] for name in names)
 
 
@@ -930,10 +1069,14 @@ DDP_OPTIONS = {
 
 @pytest.mark.parametrize("options", DDP_OPTIONS.values(), ids=DDP_OPTIONS)
 def test_ddp_buckets(gloo: None, options: dict[str, Any]) -> None:
-    """Every gradient is in one bucket, and a bucket's parameters have its bytes: in every step, as buckets are rebuilt after the first."""
+    """Every gradient is in one bucket, and a bucket's parameters have its bytes: in every step, as
+    buckets are rebuilt after the first.
+    """
     inner = Stack()
     hook = options.get("hook")
-    model = DistributedDataParallel(inner, bucket_cap_mb=0.001, **{k: v for k, v in options.items() if k != "hook"})
+    model = DistributedDataParallel(
+        inner, bucket_cap_mb=0.001, **{k: v for k, v in options.items() if k != "hook"}
+    )
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -944,7 +1087,11 @@ def test_ddp_buckets(gloo: None, options: dict[str, Any]) -> None:
             optimizer.zero_grad()
     several = False
     for step in range(3):
-        reduced = [e for e in trace.events if e.step == step and e.op == "all_reduce" and e.dtype == "float32"]
+        reduced = [
+            e
+            for e in trace.events
+            if e.step == step and e.op == "all_reduce" and e.dtype == "float32"
+        ]
         assert reduced
         several = several or len(reduced) > 1
         names: list[str] = []
@@ -952,7 +1099,9 @@ def test_ddp_buckets(gloo: None, options: dict[str, Any]) -> None:
             assert event.owner is not None, f"step {step}: {event}"
             assert event.owner.library == "DDP"
             assert event.owner.parameters
-            assert event.input_bytes == parameter_bytes(inner, event.owner.parameters), f"step {step}: {event}"
+            assert event.input_bytes == parameter_bytes(inner, event.owner.parameters), (
+                f"step {step}: {event}"
+            )
             assert event.site == "Stack"
             assert event.phase is BACKWARD
             names += event.owner.parameters
@@ -977,30 +1126,44 @@ def test_the_wait_for_ddps_buckets_at_the_end_of_backward(gloo: None) -> None:
     with commlens.trace() as trace:
         for _ in range(2):
             model(batch()).sum().backward()
-    buckets = [event for event in trace.events if event.op == "all_reduce" and event.owner is not None]
+    buckets = [
+        event for event in trace.events if event.op == "all_reduce" and event.owner is not None
+    ]
     assert len(buckets) > 2
     assert all(event.wait_ended_ns >= event.wait_began_ns >= event.returned_ns for event in buckets)
     ends = [event.wait_ended_ns for event in buckets]
     assert len(set(ends)) == 2 and ends == sorted(ends)  # one for each backward
-    last = [max((event for event in buckets if event.wait_ended_ns == end), key=lambda event: event.sequence) for end in set(ends)]
+    last = [
+        max(
+            (event for event in buckets if event.wait_ended_ns == end),
+            key=lambda event: event.sequence,
+        )
+        for end in set(ends)
+    ]
     assert all((event.wait_ended_ns > event.wait_began_ns) is (event in last) for event in buckets)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_ddps_buckets_end_together_under_checkpointing(gloo: None, reentrant: bool) -> None:
-    """Reentrant checkpointing issues them in passes of their own; the reducer waits in the pass of the last one."""
+    """Reentrant checkpointing issues them in passes of their own; the reducer waits in the pass of
+    the last one.
+    """
     model = nn.Sequential(*(Checkpointed(MLP(), reentrant=reentrant) for _ in range(3)))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0001)
     wrapped(batch().requires_grad_()).sum().backward()
     with commlens.trace() as trace:
         for _ in range(2):
             wrapped(batch().requires_grad_()).sum().backward()
-    buckets = [event for event in trace.events if event.op == "all_reduce" and event.owner is not None]
+    buckets = [
+        event for event in trace.events if event.op == "all_reduce" and event.owner is not None
+    ]
     assert len(buckets) > 4
     half = len(buckets) // 2
     for own in (buckets[:half], buckets[half:]):
         assert len({event.wait_ended_ns for event in own}) == 1
-        assert [event.wait_ended_ns > event.wait_began_ns for event in own] == [False] * (half - 1) + [True]
+        assert [event.wait_ended_ns > event.wait_began_ns for event in own] == [False] * (
+            half - 1
+        ) + [True]
         assert own[-1].wait_began_ns >= own[-1].returned_ns
 
 
@@ -1018,7 +1181,10 @@ def test_a_backward_that_raises_leaves_no_wait(gloo: None) -> None:
             broken(batch()).sum().backward()
         model(batch()).sum().backward()
     reduced = [event for event in trace.events if event.op == "all_reduce"]
-    waited = {site: [bool(event.wait_ended_ns) for event in reduced if event.site == site] for site in (reduced[0].site, reduced[-1].site)}
+    waited = {
+        site: [bool(event.wait_ended_ns) for event in reduced if event.site == site]
+        for site in (reduced[0].site, reduced[-1].site)
+    }
     assert list(map(set, waited.values())) == [{False}, {True}]
 
 
@@ -1038,9 +1204,13 @@ def frames_read_natively(native_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.launches
-def test_the_native_engine_reads_the_same_of_the_stacks(fake: None, frames_read_natively: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_native_engine_reads_the_same_of_the_stacks(
+    fake: None, frames_read_natively: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    model = parallelize_module(
+        MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+    )
     fully_shard(model, mesh=mesh["dp"])
 
     def traced() -> list[TraceEvent]:
@@ -1055,7 +1225,9 @@ def test_the_native_engine_reads_the_same_of_the_stacks(fake: None, frames_read_
     monkeypatch.setattr(stacks, "_local_values", None)
     assert natively == traced()
     assert {event.owner.library for event in natively if event.owner is not None} == {"FSDP2"}
-    assert any(event.cause is not None and event.cause.op for event in natively) and any(event.through for event in natively)
+    assert any(event.cause is not None and event.cause.op for event in natively) and any(
+        event.through for event in natively
+    )
 
 
 class AveragingSGD(torch.optim.SGD):
@@ -1075,9 +1247,12 @@ def test_optimizer(fake: None) -> None:
         optimizer.step()
         optimizer.step()
     assert sites(trace) == [(Phase.OPTIMIZER, None)] * 8
-    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4  # though its base class's step is wrapped, too
+    # though its base class's step is wrapped, too
+    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4
     assert trace.data.steps == 2
-    assert {event.source.line for event in trace.events if event.source} == {line_of(AveragingSGD.step, "dist.all_reduce")}
+    assert {event.source.line for event in trace.events if event.source} == {
+        line_of(AveragingSGD.step, "dist.all_reduce")
+    }
 
 
 def test_optimizer_of_the_library(gloo: None) -> None:
@@ -1091,8 +1266,10 @@ def test_optimizer_of_the_library(gloo: None) -> None:
         optimizer.step()  # again
     assert len(trace.events) == 8
     assert sites(trace) == [(Phase.OPTIMIZER, None)] * 8
-    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4  # the optimizer inside steps, too, and does not count
-    assert {event.through for event in trace.events} <= {"ZeroRedundancyOptimizer.step", "step"}  # no qualified names before Python 3.11
+    # the optimizer inside steps, too, and does not count
+    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4
+    # no qualified names before Python 3.11
+    assert {event.through for event in trace.events} <= {"ZeroRedundancyOptimizer.step", "step"}
     first = line_of(test_optimizer_of_the_library, "optimizer.step()")
     assert {event.source.line for event in trace.events if event.source} == {first, first + 1}
 
@@ -1115,8 +1292,12 @@ def test_clip_grad_norm(fake: None) -> None:
 
 CHECKPOINTS: dict[str, Callable[[nn.Module, Path], object]] = {
     "save": lambda model, path: dcp.save({"model": model.state_dict()}, checkpoint_id=path),
-    "load": lambda model, path: dcp.load({"model": model.state_dict()}, checkpoint_id=path.parent / "saved"),
-    "async_save": lambda model, path: _async_saved(dcp.async_save({"model": model.state_dict()}, checkpoint_id=path)),
+    "load": lambda model, path: dcp.load(
+        {"model": model.state_dict()}, checkpoint_id=path.parent / "saved"
+    ),
+    "async_save": lambda model, path: _async_saved(
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=path)
+    ),
     "set_model_state_dict": lambda model, path: set_model_state_dict(
         model, MLP().state_dict(), options=StateDictOptions(full_state_dict=True)
     ),
@@ -1124,12 +1305,15 @@ CHECKPOINTS: dict[str, Callable[[nn.Module, Path], object]] = {
 
 
 def _async_saved(future: Any) -> None:
-    getattr(future, "upload_completion", future).result()  # from torch 2.9 on, it may be a future for each part
+    # from torch 2.9 on, it may be a future for each part
+    getattr(future, "upload_completion", future).result()
 
 
 @pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.parametrize("function", CHECKPOINTS)
-def test_collectives_of_a_checkpoint_say_what_called_them(gloo: None, tmp_path: Path, function: str) -> None:
+def test_collectives_of_a_checkpoint_say_what_called_them(
+    gloo: None, tmp_path: Path, function: str
+) -> None:
     model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (1,)))
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
     with commlens.trace() as trace:
@@ -1146,7 +1330,9 @@ def test_collectives_of_a_gathered_state_dict_say_what_called_them(fake: None) -
     model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (8,)))
     with commlens.trace() as trace:
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert trace.counts(by=("op", "through", "phase")) == {("all_gather", "get_model_state_dict", "outside"): 4}
+    assert trace.counts(by=("op", "through", "phase")) == {
+        ("all_gather", "get_model_state_dict", "outside"): 4
+    }
 
 
 def test_a_parallel_plans_redistribution_is_explicit(fake: None) -> None:
@@ -1172,9 +1358,16 @@ def test_an_op_that_needs_its_input_elsewhere_is_implicit(fake: None) -> None:
     assert event.op == "all_gather"
     cause = event.cause
     assert cause is not None
-    assert (cause.op, cause.before, cause.after, cause.implicit) == ("aten.mm.default", "(Shard(dim=0),)", "(Replicate(),)", True)
+    assert (cause.op, cause.before, cause.after, cause.implicit) == (
+        "aten.mm.default",
+        "(Shard(dim=0),)",
+        "(Replicate(),)",
+        True,
+    )
     assert event.source is not None
-    assert event.source.line == line_of(test_an_op_that_needs_its_input_elsewhere_is_implicit, "x @ x")
+    assert event.source.line == line_of(
+        test_an_op_that_needs_its_input_elsewhere_is_implicit, "x @ x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -1182,7 +1375,9 @@ def test_an_op_that_needs_its_input_elsewhere_is_implicit(fake: None) -> None:
     [(Replicate(), "all_gather", "(Replicate(),)"), (Shard(1), None, "(Shard(dim=1),)")],
     ids=["gather", "exchange"],
 )
-def test_explicit_redistribution(fake: None, after: Shard | Replicate, op: str | None, shown: str) -> None:
+def test_explicit_redistribution(
+    fake: None, after: Shard | Replicate, op: str | None, shown: str
+) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
     x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])
     with commlens.trace() as trace:
@@ -1191,7 +1386,12 @@ def test_explicit_redistribution(fake: None, after: Shard | Replicate, op: str |
     assert op in (None, event.op)
     cause = event.cause
     assert cause is not None
-    assert (cause.op, cause.before, cause.after, cause.implicit) == (None, "(Shard(dim=0),)", shown, False)
+    assert (cause.op, cause.before, cause.after, cause.implicit) == (
+        None,
+        "(Shard(dim=0),)",
+        shown,
+        False,
+    )
     assert event.source is not None
     assert event.source.line == line_of(test_explicit_redistribution, "x.redistribute")
 
@@ -1220,10 +1420,16 @@ def test_a_plain_collective_has_no_cause_and_no_owner(fake: None) -> None:
 def test_source_line(fake: None) -> None:
     with commlens.trace() as trace:
         dist.all_reduce(torch.ones(2))  # here
-        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD))  # there
-    assert [event.source.line for event in trace.events if event.source] == [line_of(test_source_line, text) for text in ("here", "there")]
+        # there
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+    assert [event.source.line for event in trace.events if event.source] == [
+        line_of(test_source_line, text) for text in ("here", "there")
+    ]
     assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
-    assert all(event.source is not None and event.source.function == "test_source_line" for event in trace.events)
+    assert all(
+        event.source is not None and event.source.function == "test_source_line"
+        for event in trace.events
+    )
 
 
 def test_source_line_of_backward(fake: None) -> None:
@@ -1252,15 +1458,22 @@ def test_steps_are_optimizer_steps(fake: None) -> None:
 def test_setup_ends_with_the_first_forward(fake: None) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
     with commlens.trace(whole_steps=0) as trace:
-        model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+        model = parallelize_module(
+            MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+        )
         dist.barrier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             model(batch()).sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    setup, steps = [[event for event in trace.events if trace.data.is_setup(event) is wanted] for wanted in (True, False)]
-    assert {event.op for event in setup} == {"scatter", "broadcast", "barrier"} and {event.step for event in setup} == {0}
+    setup, steps = [
+        [event for event in trace.events if trace.data.is_setup(event) is wanted]
+        for wanted in (True, False)
+    ]
+    assert {event.op for event in setup} == {"scatter", "broadcast", "barrier"} and {
+        event.step for event in setup
+    } == {0}
     assert {event.phase for event in setup} == {Phase.OUTSIDE} < {event.phase for event in steps}
     assert "scatter" not in {event.op for event in steps}
     answer = trace.to_summary().answer
@@ -1287,7 +1500,11 @@ def test_what_every_step_issues_before_its_forward_is_no_setup(fake: None) -> No
             dist.broadcast(torch.ones(4), 0)  # the batch, to the ranks of a tensor-parallel group
             model(torch.ones(4)).sum().backward()
             optimizer.step()
-    assert [(event.count, trace.data.is_setup(event)) for event in trace.events] == [(1, True), (1, False), (2, False)]
+    assert [(event.count, trace.data.is_setup(event)) for event in trace.events] == [
+        (1, True),
+        (1, False),
+        (2, False),
+    ]
 
 
 def test_steps_without_any_pass_are_no_setup(fake: None) -> None:
@@ -1329,7 +1546,9 @@ def test_long_runs_are_summarised(fake: None) -> None:
     whole = [event for event in trace.events if event.count == 1]
     summarised = [event for event in trace.events if event.count > 1]
     assert [event.step for event in whole] == [0, 0, 1, 1]
-    assert [(event.phase, event.site, event.count, event.step, event.last_step) for event in summarised] == [
+    assert [
+        (event.phase, event.site, event.count, event.step, event.last_step) for event in summarised
+    ] == [
         (FORWARD, "Talker", 8, 2, 9),
         (BACKWARD, "Talker", 8, 2, 9),
     ]
@@ -1349,7 +1568,9 @@ def test_waits(gloo: None) -> None:
     never.wait()
     waited, alone, by_tensor = trace.events
     for event in (waited, by_tensor):
-        assert 0 < event.started_ns <= event.returned_ns <= event.wait_began_ns <= event.wait_ended_ns
+        assert (
+            0 < event.started_ns <= event.returned_ns <= event.wait_began_ns <= event.wait_ended_ns
+        )
     assert alone.returned_ns > 0
     assert (alone.wait_began_ns, alone.wait_ended_ns) == (0, 0)
     assert waited.asynchronous is not False
@@ -1365,9 +1586,18 @@ def test_groups_and_mesh_dimensions(fake: None) -> None:
         dist.all_reduce(torch.ones(1), group=own)
         dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
     groups = [trace.data.group_of(event) for event in trace.events]
-    assert [group.ranks for group in groups] == [tuple(range(8)), (0, 2, 4, 6), (0, 1), (0, 3, 5), (0, 1)]
-    # torch 2.6 does not tell a mesh of an earlier world (another test's, kept by a cache) from one of this world.
-    assert [group.mesh_dim for group in groups][TORCH < (2, 9) :] == [None, "dp", "tp", None, "tp"][TORCH < (2, 9) :]
+    assert [group.ranks for group in groups] == [
+        tuple(range(8)),
+        (0, 2, 4, 6),
+        (0, 1),
+        (0, 3, 5),
+        (0, 1),
+    ]
+    # torch 2.6 does not tell a mesh of an earlier world (another test's, kept by a cache) from one
+    # of this world.
+    assert [group.mesh_dim for group in groups][TORCH < (2, 9) :] == [None, "dp", "tp", None, "tp"][
+        TORCH < (2, 9) :
+    ]
     assert groups[3].label == "the odd ones"
     assert groups[2] is groups[4]
 
@@ -1468,7 +1698,21 @@ def test_both_depths_tell_the_same(gloo: None, make: Callable[[], nn.Module]) ->
         with commlens.trace(depth=depth) as trace:
             for _ in range(2):
                 model(batch().requires_grad_()).sum().backward()
-        found.append([(e.op, e.api, e.phase, e.site, e.call, e.owner, e.source and e.source.line, e.input_bytes) for e in trace.events])
+        found.append(
+            [
+                (
+                    e.op,
+                    e.api,
+                    e.phase,
+                    e.site,
+                    e.call,
+                    e.owner,
+                    e.source and e.source.line,
+                    e.input_bytes,
+                )
+                for e in trace.events
+            ]
+        )
     assert found[0] == found[1]
     assert found[0]
 
@@ -1486,7 +1730,10 @@ def test_torch_compile_is_as_fast_afterwards(fake: None) -> None:
     torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    compiled, compiled_model = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.compile(model, backend="aot_eager")
+    compiled, compiled_model = (
+        torch.compile(step, fullgraph=True, backend="aot_eager"),
+        torch.compile(model, backend="aot_eager"),
+    )
     x = batch()
     compiled(x)
     compiled_model(x).sum().backward()
@@ -1519,7 +1766,9 @@ def test_compiled_under_the_trace_stays_compiled(fake: None) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend: str) -> None:
-    """What a compiler made of it (a graph module, generated code) is no module and no line of the user's."""
+    """What a compiler made of it (a graph module, generated code) is no module and no line of the
+    user's.
+    """
 
     class Gathering(nn.Module):
         def __init__(self) -> None:
@@ -1527,7 +1776,12 @@ def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend:
             self.layer = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.wait_tensor(functional.all_gather_tensor_autograd(self.layer(x), 0, dist.group.WORLD)) * 2
+            return (
+                functional.wait_tensor(
+                    functional.all_gather_tensor_autograd(self.layer(x), 0, dist.group.WORLD)
+                )
+                * 2
+            )
 
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gathering())
@@ -1535,10 +1789,15 @@ def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend:
     trace = run(model)
     assert [(event.op, event.phase, event.site, event.call) for event in trace.events] == [
         ("all_gather", FORWARD, "Sequential.1", 1),
-        ("reduce_scatter", BACKWARD if TORCH >= (2, 9) else FORWARD, "Sequential.1", 1),  # torch 2.6 compiles it into the forward
+        # torch 2.6 compiles it into the forward
+        ("reduce_scatter", BACKWARD if TORCH >= (2, 9) else FORWARD, "Sequential.1", 1),
     ]
     assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
-    assert [module.path for module in trace.data.modules] == ["Sequential", "Sequential.0", "Sequential.1"]
+    assert [module.path for module in trace.data.modules] == [
+        "Sequential",
+        "Sequential.0",
+        "Sequential.1",
+    ]
     torch._dynamo.reset()
 
 
@@ -1552,7 +1811,9 @@ def test_compiled_code_is_not_kept(fake: None) -> None:
 
     def traced() -> commlens.Trace:
         model = Talker()
-        compiled = torch.compile(lambda x: functional.all_reduce(model(x), "sum", dist.group.WORLD) + 1, backend=backend)
+        compiled = torch.compile(
+            lambda x: functional.all_reduce(model(x), "sum", dist.group.WORLD) + 1, backend=backend
+        )
         with commlens.trace() as trace:
             compiled(batch())
         return trace
@@ -1568,7 +1829,9 @@ def test_compiled_code_is_not_kept(fake: None) -> None:
 
 
 def test_memory_is_bounded(fake: None) -> None:
-    """300 steps of a tensor-parallel model, of which 5 are kept whole. (tracemalloc makes each of them slow.)"""
+    """300 steps of a tensor-parallel model, of which 5 are kept whole. (tracemalloc makes each of
+    them slow.)
+    """
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
     model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -1619,7 +1882,11 @@ def test_results_are_ordinary_tensors(fake: None) -> None:
 
 @pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("outlives", [True, False], ids=["the model outlives the trace", "the model is gone before its end"])
+@pytest.mark.parametrize(
+    "outlives",
+    [True, False],
+    ids=["the model outlives the trace", "the model is gone before its end"],
+)
 def test_parameters_are_those_between_two_steps(outlives: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     with commlens.trace() as trace:
@@ -1631,10 +1898,22 @@ def test_parameters_are_those_between_two_steps(outlives: bool) -> None:
         if not outlives:
             del model, layer
             gc.collect()
-    found = {f"{module.path}.{one.name}": one for module in trace.data.modules for one in module.parameters}
-    assert [path.removeprefix("FSDP") for path in found] == ["Sequential.0.weight", "Sequential.2.weight", "Sequential.2.bias"]
+    found = {
+        f"{module.path}.{one.name}": one
+        for module in trace.data.modules
+        for one in module.parameters
+    }
+    assert [path.removeprefix("FSDP") for path in found] == [
+        "Sequential.0.weight",
+        "Sequential.2.weight",
+        "Sequential.2.bias",
+    ]
     weight = list(found.values())[1]
-    assert (weight.placements, weight.shape, weight.dtype) == ("(Shard(dim=0), Shard(dim=1))", (WIDTH, 16), "float32")
+    assert (weight.placements, weight.shape, weight.dtype) == (
+        "(Shard(dim=0), Shard(dim=1))",
+        (WIDTH, 16),
+        "float32",
+    )
     assert weight.local_bytes == WIDTH * 16 * 4 // 8 and weight.mesh.startswith("DeviceMesh(")
 
 
@@ -1644,8 +1923,14 @@ def test_entries_of_torchs_recorder_are_found_by_the_moment_of_issue(gloo: None)
         for size in (1, 2, 3):
             dist.all_reduce(torch.ones(size))
     # gloo's entries have no durations: each gets one of its own.
-    recorded = [{**entry, "duration_ms": entry["record_id"] + 0.5} for entry in backend_times.entries()][-3:]
+    recorded = [
+        {**entry, "duration_ms": entry["record_id"] + 0.5} for entry in backend_times.entries()
+    ][-3:]
     assert len(recorded) == 3
     events = list(trace.events)
-    backend_times.add_durations(events, [*recorded, {"duration_ms": None}, {}], trace.data.started_unix_ns)
-    assert [event.duration_ns for event in events] == [round(entry["duration_ms"] * 1e6) for entry in recorded]
+    backend_times.add_durations(
+        events, [*recorded, {"duration_ms": None}, {}], trace.data.started_unix_ns
+    )
+    assert [event.duration_ns for event in events] == [
+        round(entry["duration_ms"] * 1e6) for entry in recorded
+    ]

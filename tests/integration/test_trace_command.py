@@ -1,4 +1,6 @@
-"""`commlens trace` and `commlens launch --trace`: a script that knows nothing of it is traced, and otherwise left alone."""
+"""`commlens trace` and `commlens launch --trace`: a script that knows nothing of it is traced, and
+otherwise left alone.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,23 @@ if __name__ == "__main__":
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(cwd: Path, *command: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", *command], env=environment(), cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", *command],
+        env=environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert expect is None or done.returncode == expect, done.stdout + done.stderr
     return done
@@ -74,13 +87,23 @@ def collectives(data: dict[str, Any]) -> list[tuple[Any, ...]]:
         return found and (found["library"], found["name"], sorted(found["parameters"]))
 
     return [
-        (e["op"], e["phase"], e.get("site"), owner(e), e.get("input_bytes", 0), e.get("step", 0), (e.get("source") or {}).get("line"))
+        (
+            e["op"],
+            e["phase"],
+            e.get("site"),
+            owner(e),
+            e.get("input_bytes", 0),
+            e.get("step", 0),
+            (e.get("source") or {}).get("line"),
+        )
         for e in data["events"]
     ]
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def traced(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "train.py").write_text(TRAIN)
@@ -102,7 +125,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
 
 def test_every_rank_saves_a_file_and_the_first_says_so(traced):
     folder, done = traced
-    assert sorted(path.name for path in folder.joinpath("commlens-trace").iterdir()) == ["trace-rank0.json", "trace-rank1.json"]
+    assert sorted(path.name for path in folder.joinpath("commlens-trace").iterdir()) == [
+        "trace-rank0.json",
+        "trace-rank1.json",
+    ]
     hint, *said = [line for line in done.stderr.splitlines() if line.startswith("commlens: ")]
     assert hint.startswith("commlens: --steps stands after train.py, so train.py gets it")
     assert len(said) == 4
@@ -110,22 +136,48 @@ def test_every_rank_saves_a_file_and_the_first_says_so(traced):
     assert "commlens view commlens-trace/trace-rank0.json" in said[-1]
     for rank in (0, 1):
         data = load(folder / "commlens-trace" / f"trace-rank{rank}.json")
-        assert (data["rank"], data["world_size"], data["steps"], data["script"]) == (rank, 2, 4, "train.py well --steps x")
+        assert (data["rank"], data["world_size"], data["steps"], data["script"]) == (
+            rank,
+            2,
+            4,
+            "train.py well --steps x",
+        )
         assert data["coverage"]["unclassified"] == 0
         assert data["coverage"]["dispatched"] == data["coverage"]["recorded"] == len(data["events"])
-        assert {event["op"] for event in data["events"]} == {"all_gather", "broadcast", "all_reduce", "barrier"}
+        assert {event["op"] for event in data["events"]} == {
+            "all_gather",
+            "broadcast",
+            "all_reduce",
+            "barrier",
+        }
         (group,) = data["groups"]
-        assert (group["ranks"], group["backend"]) == ([0, 1], "gloo")  # the script had destroyed it when the trace was saved
+        # the script had destroyed it when the trace was saved
+        assert (group["ranks"], group["backend"]) == ([0, 1], "gloo")
 
 
 def test_the_script_is_itself(traced):
     _, done = traced
-    assert done.stdout.splitlines() == ["argv ['train.py', 'well', '--steps', 'x'] __main__ train.py"] * 2
+    assert (
+        done.stdout.splitlines()
+        == ["argv ['train.py', 'well', '--steps', 'x'] __main__ train.py"] * 2
+    )
 
 
 def test_a_preview_shows_what_the_real_run_issued(traced, tmp_path):
     folder, _ = traced
-    run(folder, "commlens", "preview", "--world-size", "2", "--rank", "1", "--output", f"{tmp_path}/x.json", "train.py", "well")
+    run(
+        folder,
+        "commlens",
+        "preview",
+        "--world-size",
+        "2",
+        "--rank",
+        "1",
+        "--output",
+        f"{tmp_path}/x.json",
+        "train.py",
+        "well",
+    )
     real = load(folder / "commlens-trace" / "trace-rank1.json")
     previewed = load(tmp_path / "x.json")
     assert collectives(previewed) == collectives(real)
@@ -156,7 +208,8 @@ def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_pa
     data = load(tmp_path / "traces" / "trace-rank0.json")
     assert {event.get("step", 0) for event in data["events"]} == {1, 2}
     assert data["steps"] == 2  # of those that were to be traced
-    if not version("torch").startswith("2.6."):  # whose torchrun lists only those that it did not end itself
+    # whose torchrun lists only those that it did not end itself
+    if not version("torch").startswith("2.6."):
         assert f"exitcode  : {-signal.SIGTERM}" in done.stderr  # it died of what it was sent
     assert "rank 0 of 2" in done.stderr
     assert "commlens view traces/trace-rank0.json shows the whole trace" in done.stderr
@@ -181,7 +234,9 @@ sys.exit(7)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str, str]]:
-    """The script in each of its ways, side by side: for each the folder, the exit status and both outputs."""
+    """The script in each of its ways, side by side: for each the folder, the exit status and both
+    outputs.
+    """
     started = {}
     for how in ("raise", "interrupt", "fork", "unsaved"):
         folder = tmp_path_factory.mktemp(how)
@@ -191,7 +246,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
         command = [sys.executable, "-m", "commlens", "trace", "--output", "out", "alone.py", how]
         started[how] = (
             folder,
-            subprocess.Popen(command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+            subprocess.Popen(
+                command,
+                env=environment(),
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ),
         )
     ended = {}
     for how, (folder, process) in started.items():
@@ -203,7 +265,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     return ended
 
 
-@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("interrupt", -signal.SIGINT), ("fork", 7)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("raise", 1), ("interrupt", -signal.SIGINT), ("fork", 7)]
+)
 def test_a_process_without_ranks_is_traced_and_its_end_is_its_own(alone, how, status):
     folder, returncode, out, err = alone[how]
     assert returncode == status, err
@@ -221,7 +285,10 @@ def test_a_traceback_leaves_out_the_installed_command():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as raised:
-        exec(compile("def main():\n    program()\nmain()", "/usr/local/bin/commlens", "exec"), {"program": program})
+        exec(
+            compile("def main():\n    program()\nmain()", "/usr/local/bin/commlens", "exec"),
+            {"program": program},
+        )
     error = raised.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without this test

@@ -1,6 +1,8 @@
-"""Every family of programs, traced: the counts are the oracle's, nothing is changed, nothing is left.
+"""Every family of programs, traced: the counts are the oracle's, nothing is changed, nothing is
+left.
 
-All families of all jobs run in one launch (``families/__main__.py``): torch is imported once, each job forked from that process.
+All families of all jobs run in one launch (``families/__main__.py``): torch is imported once, each
+job forked from that process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,19 @@ import pytest
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400  # takes about 60 s on two idle cores
-JOBS = sorted({(backend, size) for family in families.load() for backend, sizes in family.world_sizes.items() for size in sizes})
-CASES = [(backend, size, family.name) for backend, size in JOBS for family in families.traced_cases(backend, size)]
+JOBS = sorted(
+    {
+        (backend, size)
+        for family in families.load()
+        for backend, sizes in family.world_sizes.items()
+        for size in sizes
+    }
+)
+CASES = [
+    (backend, size, family.name)
+    for backend, size in JOBS
+    for family in families.traced_cases(backend, size)
+]
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
@@ -30,14 +43,40 @@ Results = dict[tuple[str, int, str], dict[int, dict[str, Any]]]
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str]:
     """What every rank of every job reported, and what the launch printed."""
     out = tmp_path_factory.mktemp("families") / "results.jsonl"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
-    environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
-    environment.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(out.parent / "inductor"))
-    environment["KINETO_LOG_LEVEL"] = "6"  # the oracle's, which says at level 5 when it starts and stops
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "families", str(out), *(f"{backend}:{size}" for backend, size in JOBS)]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))
+    }
+    environment.update(
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+        PYTHONWARNINGS="ignore",
+    )
+    environment.update(
+        TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(out.parent / "inductor")
+    )
+    # the oracle's, which says at level 5 when it starts and stops
+    environment["KINETO_LOG_LEVEL"] = "6"
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")]
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "families",
+        str(out),
+        *(f"{backend}:{size}" for backend, size in JOBS),
+    ]
     with subprocess.Popen(
-        command, env=environment, cwd=out.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=out.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             printed, _ = process.communicate(timeout=TIMEOUT_S)
@@ -51,20 +90,31 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str]:
     return results, printed
 
 
-@pytest.mark.parametrize(("backend", "size", "name"), CASES, ids=[f"{name}-{backend}-{size}" for backend, size, name in CASES])
+@pytest.mark.parametrize(
+    ("backend", "size", "name"),
+    CASES,
+    ids=[f"{name}-{backend}-{size}" for backend, size, name in CASES],
+)
 def test_family(launched: tuple[Results, str], backend: str, size: int, name: str) -> None:
     results, printed = launched
     ranks = results[backend, size, name]
     expected = size if backend == families.GLOO else 1
-    assert len(ranks) == expected, f"{len(ranks)} of {expected} ranks reported; the launch printed:\n{printed[-6000:]}"
+    assert len(ranks) == expected, (
+        f"{len(ranks)} of {expected} ranks reported; the launch printed:\n{printed[-6000:]}"
+    )
     for rank, report in sorted(ranks.items()):
         assert "error" not in report, f"rank {rank}: {report['error']}"
         for depth, record in report["depths"].items():
             where = f"rank {rank}, depth {depth}"
             assert record["truth"], f"{where}: the family issues no collective at all"
-            # Counts: what the oracle saw without the trace, beside the trace, and what the trace saw.
-            assert record["truth_while_traced"] == record["truth"], f"{where}: under the trace the program issues other collectives"
-            assert record["traced"] == record["truth"], f"{where}: the trace has not what was issued"
+            # Counts: what the oracle saw without the trace, beside the trace, and what the trace
+            # saw.
+            assert record["truth_while_traced"] == record["truth"], (
+                f"{where}: under the trace the program issues other collectives"
+            )
+            assert record["traced"] == record["truth"], (
+                f"{where}: the trace has not what was issued"
+            )
             total = sum(record["truth"].values())
             assert sum(record["by_wire_op"].values()) == total, where
             # The trace's own check of itself.
@@ -76,5 +126,6 @@ def test_family(launched: tuple[Results, str], backend: str, size: int, name: st
             assert record["differs"] == [], f"{where}: not bit-identical under the trace"
             assert record["left"] == [], f"{where}: left behind by the trace"
             assert record["alive"] == [], f"{where}: kept alive by the trace"
-            if not name.startswith("compiled"):  # torch keeps some of each compilation, traced or not
+            # torch keeps some of each compilation, traced or not
+            if not name.startswith("compiled"):
                 assert record["tensors"] <= 0, f"{where}: the trace keeps so many tensors"

@@ -1,4 +1,5 @@
-"""Traces of healthy jobs on real ranks: nothing false is said, a preview sees the same, and bytes are as arithmetic says.
+"""Traces of healthy jobs on real ranks: nothing false is said, a preview sees the same, and bytes
+are as arithmetic says.
 
 All jobs run in one launch, ``traced_jobs.py``.
 """
@@ -37,10 +38,20 @@ pytestmark = [pytest.mark.timeout(360), pytest.mark.filterwarnings("ignore")]
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
     """The traces of every job."""
     out = tmp_path_factory.mktemp("jobs")
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{SOURCE}:{HERE}",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(HERE / "traced_jobs.py"), str(out)]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as done:
         try:
             printed, _ = done.communicate(timeout=340)
@@ -48,11 +59,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
             os.killpg(done.pid, 9)
             printed = f"not done in time\n{done.communicate()[0]}"
     assert done.returncode == 0, printed[-6000:]
-    return {name: RankTraces(map(commlens.Trace.load, sorted((out / name).glob("*.json")))) for name in traced_jobs.JOBS}
+    return {
+        name: RankTraces(map(commlens.Trace.load, sorted((out / name).glob("*.json"))))
+        for name in traced_jobs.JOBS
+    }
 
 
 # From torch 2.15 on, stages reduce what they learn of each other before the first microbatch.
-PIPELINE = "All 4 ranks issued the same collectives." if torch.__version__ >= (2, 15) else "All 4 ranks issued only sends and receives."
+PIPELINE = (
+    "All 4 ranks issued the same collectives."
+    if torch.__version__ >= (2, 15)
+    else "All 4 ranks issued only sends and receives."
+)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +81,13 @@ PIPELINE = "All 4 ranks issued the same collectives." if torch.__version__ >= (2
         ("gpipe", PIPELINE),
         ("1f1b", PIPELINE),
         ("interleaved", PIPELINE),
-        ("three_dimensions", "All 4 ranks issued the same collectives as the others of their pipeline stage (0-1; 2-3)."),
+        (
+            "three_dimensions",
+            (
+                "All 4 ranks issued the same collectives as the others of their pipeline stage"
+                " (0-1; 2-3)."
+            ),
+        ),
     ],
 )
 def test_nothing_false_is_said_of_a_healthy_job(jobs, job, answer):
@@ -73,22 +97,36 @@ def test_nothing_false_is_said_of_a_healthy_job(jobs, job, answer):
 
 
 def passes(trace: commlens.Trace, op: str) -> list[tuple[str, str | None, int | None]]:
-    return sorted((e.phase.value, e.site, e.microbatch) for e in trace.events if e.op == op and e.microbatch is not None)
+    return sorted(
+        (e.phase.value, e.site, e.microbatch)
+        for e in trace.events
+        if e.op == op and e.microbatch is not None
+    )
 
 
 @pytest.mark.parametrize(("job", "microbatches"), [("gpipe", 4), ("1f1b", 4)])
 def test_messages_of_a_pipeline_have_their_pass_and_microbatch(jobs, job, microbatches):
     for rank, trace in jobs[job].by_rank.items():
-        forward, backward = ([(phase, "Blocks", number) for number in range(microbatches)] for phase in ("forward", "backward"))
-        assert passes(trace, "send") == (backward if rank > 0 else []) + (forward if rank < 3 else [])
-        assert passes(trace, "recv") == (backward if rank < 3 else []) + (forward if rank > 0 else [])
-        others = [event for event in trace.events if event.microbatch is None]  # the shapes, sent once before
+        forward, backward = (
+            [(phase, "Blocks", number) for number in range(microbatches)]
+            for phase in ("forward", "backward")
+        )
+        assert passes(trace, "send") == (backward if rank > 0 else []) + (
+            forward if rank < 3 else []
+        )
+        assert passes(trace, "recv") == (backward if rank < 3 else []) + (
+            forward if rank > 0 else []
+        )
+        # the shapes, sent once before
+        others = [event for event in trace.events if event.microbatch is None]
         assert {event.phase.value for event in others} <= {"outside"}
 
 
 def test_microbatches_of_several_stages_on_a_rank(jobs):
     for rank, trace in jobs["interleaved"].by_rank.items():
-        first = [("forward", site, number) for site in ("Blocks", "Blocks#2") for number in range(4)]
+        first = [
+            ("forward", site, number) for site in ("Blocks", "Blocks#2") for number in range(4)
+        ]
         sent = [each for each in passes(trace, "send") if each[0] == "forward"]
         assert sent == (first if rank < 3 else first[:4])
 
@@ -99,22 +137,45 @@ def test_what_stages_communicate_has_its_pass_and_microbatch(jobs):
         assert [event.phase.value for event in scattered] == ["backward"] * len(scattered), rank
         reduced = trace.filter(op="all_reduce", phase=["forward", "backward"], mesh_dim="tp")
         assert set(reduced.counts(by="microbatch")) == {0, 1, None}  # None: to learn the shapes
-        assert trace.filter(phase="outside").counts().keys() <= {"send", "recv", "scatter", "broadcast", "all_reduce"}
+        assert trace.filter(phase="outside").counts().keys() <= {
+            "send",
+            "recv",
+            "scatter",
+            "broadcast",
+            "all_reduce",
+        }
 
 
 def _content(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
     group, owner = data.group_of(event), event.owner
     return (
-        event.op, event.api, event.phase, group.mesh_dim, group.ranks, event.site, event.dtype, event.input_bytes, event.output_bytes,
-        event.wire_bytes, event.peer, event.root, owner and owner.name, event.call, event.cause and event.cause.before,
-    )  # fmt: skip
+        event.op,
+        event.api,
+        event.phase,
+        group.mesh_dim,
+        group.ranks,
+        event.site,
+        event.dtype,
+        event.input_bytes,
+        event.output_bytes,
+        event.wire_bytes,
+        event.peer,
+        event.root,
+        owner and owner.name,
+        event.call,
+        event.cause and event.cause.before,
+    )
 
 
 @pytest.mark.parametrize("job", ["sharded_tensor_parallel", "three_dimensions"])
 def test_a_preview_of_every_rank_is_what_gloo_issued(jobs, job):
     for rank, real in jobs[job].by_rank.items():
-        preview = commlens.preview(lambda: traced_jobs.run(traced_jobs.JOBS[job]), world_size=4, rank=rank)
-        assert [_content(preview.data, event) for event in preview.events] == [_content(real.data, event) for event in real.events]
+        preview = commlens.preview(
+            lambda: traced_jobs.run(traced_jobs.JOBS[job]), world_size=4, rank=rank
+        )
+        assert [_content(preview.data, event) for event in preview.events] == [
+            _content(real.data, event) for event in real.events
+        ]
 
 
 # --- bytes
@@ -126,7 +187,12 @@ def check_bytes(trace: commlens.Trace, rank: int, size: int, *, fake: bool) -> N
     for event, case in zip(trace.events, expected, strict=True):
         found = (event.op, event.input_bytes, event.output_bytes, event.wire_bytes)
         item = bytes_table.ITEM
-        assert found == (case.op, case.sent * item, case.received * item, int(case.wire * item + 1e-6)), f"{case.name} on rank {rank}"
+        assert found == (
+            case.op,
+            case.sent * item,
+            case.received * item,
+            int(case.wire * item + 1e-6),
+        ), f"{case.name} on rank {rank}"
 
 
 def test_bytes_on_gloo(jobs):

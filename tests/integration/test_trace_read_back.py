@@ -1,4 +1,6 @@
-"""What people do with a trace, on real ones: of one process on the fake backend, and of two ranks on gloo."""
+"""What people do with a trace, on real ones: of one process on the fake backend, and of two ranks
+on gloo.
+"""
 
 from __future__ import annotations
 
@@ -80,14 +82,22 @@ dist.destroy_process_group()
 def run(out: Path, backend: str, size: int, ranks: int) -> str:
     program = out / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), str(out), backend, str(size), str(rank)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     finally:
@@ -107,24 +117,41 @@ def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
     path = tmp_path / "traces" / "trace-rank0.json.gz"
     assert "- all_reduce: expected 1, found 2:" in output and "program.py:" in output
     trace = commlens.Trace.load(path)
-    assert trace.counts(by=("phase", "op")) == {("forward", "all_reduce"): 1, ("outside", "all_reduce"): 1, ("outside", "barrier"): 1}
+    assert trace.counts(by=("phase", "op")) == {
+        ("forward", "all_reduce"): 1,
+        ("outside", "all_reduce"): 1,
+        ("outside", "barrier"): 1,
+    }
     assert trace.coverage.dispatched == trace.coverage.recorded == 3
-    (why, *_) = trace.filter(phase="forward").to_summary().why
-    assert why.sentence.startswith("1 all_reduce on tp (4 ranks): forward of MLP.net2, DTensor Partial(sum) -> Replicate() (explicit), at")
+    why, *_ = trace.filter(phase="forward").to_summary().why
+    assert why.sentence.startswith(
+        "1 all_reduce on tp (4 ranks): forward of MLP.net2, DTensor Partial(sum) -> Replicate()"
+        " (explicit), at"
+    )
     golden = (tmp_path / "golden-0.json").read_text()
     assert str(tmp_path) not in golden and len(golden) < 1500
     for name in ("theirs", "ours"):
         assert commands.main(["view", str(tmp_path / f"{name}-0.json")]) == 0
         assert "1 all_reduce on unknown: forward of MLP.net2" in capsys.readouterr().out
-    assert commands.main(["compare", str(tmp_path / "theirs-0.json"), str(tmp_path / "ours-0.json")]) == 0
+    assert (
+        commands.main(["compare", str(tmp_path / "theirs-0.json"), str(tmp_path / "ours-0.json")])
+        == 0
+    )
 
 
 @pytest.mark.timeout(120)
 def test_two_ranks_side_by_side(tmp_path, capsys):
     run(tmp_path, "gloo", 2, 2)
     ranks = read_ranks([tmp_path / "traces"]).ranks
-    assert ranks.answer() == "All 2 ranks issued the same collectives." and ranks.differences() == []
+    assert (
+        ranks.answer() == "All 2 ranks issued the same collectives." and ranks.differences() == []
+    )
     assert not compare_ranks(ranks, ranks)
     assert commands.main(["view", str(tmp_path / "traces")]) == 0
-    assert capsys.readouterr().out.startswith("All 2 ranks issued the same collectives.\n\n4 collectives")
-    assert commands.main(["compare", str(tmp_path / "golden-0.json"), str(tmp_path / "golden-1.json")]) == 0
+    assert capsys.readouterr().out.startswith(
+        "All 2 ranks issued the same collectives.\n\n4 collectives"
+    )
+    assert (
+        commands.main(["compare", str(tmp_path / "golden-0.json"), str(tmp_path / "golden-1.json")])
+        == 0
+    )

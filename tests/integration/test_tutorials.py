@@ -1,7 +1,9 @@
-"""Every program and every command of the tutorials runs, in the order of the page, and prints what the page shows.
+"""Every program and every command of the tutorials runs, in the order of the page, and prints what
+the page shows.
 
-A ``python`` block is a file, named in its first line. A ``console`` block holds commands after ``$`` and their output. ``...`` in the
-output stands for any text. Line breaks are not compared, nor are figures that differ between runs.
+A ``python`` block is a file, named in its first line. A ``console`` block holds commands after
+``$`` and their output. ``...`` in the output stands for any text. Line breaks are not compared, nor
+are figures that differ between runs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ DIFFERENT = (
     (r"pid \d+", "pid N"),
     (r"\d{8}-\d{6}-\d+", "TIME"),
     (r"\b\d+(\.\d+)? ?(s|ms|us)\b", "T s"),
-    (r"#\d+", "#N"),  # a collective's number: how many DDP issues at its start depends on torch's version
+    # a collective's number: how many DDP issues at its start depends on torch's version
+    (r"#\d+", "#N"),
     (r"\d+ records", "N records"),
 )
 
@@ -36,7 +39,9 @@ def flowing(text: str) -> str:
 
 
 def assert_prints(expected: str, found: str) -> None:
-    parts = [re.escape(flowing(part)) for part in re.split(r"^\.\.\.$", expected, flags=re.MULTILINE)]
+    parts = [
+        re.escape(flowing(part)) for part in re.split(r"^\.\.\.$", expected, flags=re.MULTILINE)
+    ]
     if not re.fullmatch(r"\s*.*?\s*".join(parts), flowing(found)):
         raise AssertionError(f"The page shows:\n{expected}\nThe command printed:\n{found}")
 
@@ -49,7 +54,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {name} "$@"\n')
         (programs / name).chmod(0o755)
     paths = os.pathsep.join([str(programs), os.environ["PATH"]])
-    return {**os.environ, "PATH": paths, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONWARNINGS": "ignore"}
+    return {
+        **os.environ,
+        "PATH": paths,
+        "PYTHONPATH": str(SOURCE),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> str:
@@ -66,7 +78,9 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
             return process.communicate(timeout=80)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"{command}\nprinted, until it was killed:\n{process.communicate()[0]}") from None
+            raise AssertionError(
+                f"{command}\nprinted, until it was killed:\n{process.communicate()[0]}"
+            ) from None
 
 
 @pytest.mark.timeout(200)

@@ -1,4 +1,6 @@
-"""Strict verification of faulty programs on real gloo ranks: the outcome of each case, and the page with the table."""
+"""Strict verification of faulty programs on real gloo ranks: the outcome of each case, and the page
+with the table.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,33 @@ JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def launch(out: Path, module: str, *arguments: str, environ: dict[str, str], timeout_s: float = TIMEOUT_S) -> str:
+def launch(
+    out: Path, module: str, *arguments: str, environ: dict[str, str], timeout_s: float = TIMEOUT_S
+) -> str:
     """Run one of this folder's programs and return its output."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))} | environ
-    environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))
+    } | environ
+    environment.update(
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+        PYTHONWARNINGS="ignore",
+    )
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, str(HERE / f"{module}.py"), str(out), *arguments]
     with subprocess.Popen(
-        command, env=environment, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=out,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             printed, _ = process.communicate(timeout=timeout_s)
@@ -45,10 +66,19 @@ def launch(out: Path, module: str, *arguments: str, environ: dict[str, str], tim
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> tuple[Path, str]:
+def launched(
+    tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]
+) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict")
     names = [f"{name}:{size}" for name, size in JOBS]
-    return out, launch(out, "verify_forked", engine_environment["COMMLENS_ENGINE"], *PROGRAMS, *names, environ=engine_environment)
+    return out, launch(
+        out,
+        "verify_forked",
+        engine_environment["COMMLENS_ENGINE"],
+        *PROGRAMS,
+        *names,
+        environ=engine_environment,
+    )
 
 
 MIXED = [
@@ -65,15 +95,26 @@ MIXED = [
 
 
 @pytest.fixture(scope="module")
-def launched_mixed(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
+def launched_mixed(
+    tmp_path_factory: pytest.TempPathFactory, native_cache: Path
+) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("mixed")
     names = [f"{name}:2" for name in MIXED]
-    return out, launch(out, "verify_forked", "mixed", *PROGRAMS, *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
+    return out, launch(
+        out,
+        "verify_forked",
+        "mixed",
+        *PROGRAMS,
+        *names,
+        environ={"COMMLENS_NATIVE_DIR": str(native_cache)},
+    )
 
 
 def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
     """Return the outcome in the words of the table, by the ranks' reports."""
-    refused = [rank for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"]
+    refused = [
+        rank for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"
+    ]
     if not refused:
         return ENDED if any(ranks[rank]["raised"] for rank in involved) else PASSES
     if refused != involved:
@@ -82,11 +123,15 @@ def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("name", "size"), JOBS, ids=[f"{name}-{size}" for name, size in JOBS])
-def test_fault(launched: tuple[Path, str], engine_environment: dict[str, str], name: str, size: int) -> None:
+def test_fault(
+    launched: tuple[Path, str], engine_environment: dict[str, str], name: str, size: int
+) -> None:
     if name.startswith("fsdp_") and not fsdp2_runs_on_cpu():
         pytest.skip("FSDP2 does not run on CPU")
     ranks = judge(*launched, name, size)
-    assert {record["engine"] for record in ranks.values()} == {engine_environment["COMMLENS_ENGINE"]}
+    assert {record["engine"] for record in ranks.values()} == {
+        engine_environment["COMMLENS_ENGINE"]
+    }
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -95,16 +140,27 @@ def test_fault_between_ranks_of_both_engines(launched_mixed: tuple[Path, str], n
     assert all(record["engine"] == verify_forked.MIXED[rank] for rank, record in ranks.items())
 
 
-def judge(out: Path, printed: str, name: str, size: int, nodes: int = 1) -> dict[int, dict[str, Any]]:
+def judge(
+    out: Path, printed: str, name: str, size: int, nodes: int = 1
+) -> dict[int, dict[str, Any]]:
     """Require the outcome that a case declares, and return the ranks' reports."""
     case, folder = CASES[name], out / (f"{name}:{size}" if nodes == 1 else f"{name}:{size}:{nodes}")
     assert (folder / "job.json").exists(), f"the job did not run: {printed[-4000:]}"
     job = json.loads((folder / "job.json").read_text())
-    outputs = "\n".join(f"--- rank {rank}:\n{(folder / f'{rank}.out').read_text()[-3000:]}" for rank in range(size))
-    ranks = {rank: json.loads(path.read_text()) for rank in range(size) if (path := folder / f"{rank}.json").exists()}
+    outputs = "\n".join(
+        f"--- rank {rank}:\n{(folder / f'{rank}.out').read_text()[-3000:]}" for rank in range(size)
+    )
+    ranks = {
+        rank: json.loads(path.read_text())
+        for rank in range(size)
+        if (path := folder / f"{rank}.json").exists()
+    }
     shown = f"{json.dumps(ranks, indent=1)}\n{outputs}"
-    assert not job["hung"], f"ranks {job['hung']} were ended by force after {job['seconds']:.0f} s\n{shown}"
-    # Ranks that died or left by themselves do not raise, nor do ranks that take no part in a message.
+    assert not job["hung"], (
+        f"ranks {job['hung']} were ended by force after {job['seconds']:.0f} s\n{shown}"
+    )
+    # Ranks that died or left by themselves do not raise, nor do ranks that take no part in a
+    # message.
     survivors = [rank for rank in ranks if not (rank == 1 and case.leaves)]
     involved = [rank for rank in survivors if rank < 2 or not case.pair]
     assert set(ranks) >= set(range(size)) - ({1} if case.leaves else set()), shown
@@ -118,18 +174,29 @@ def judge(out: Path, printed: str, name: str, size: int, nodes: int = 1) -> dict
     if any("does not support" in record["text"] for record in ranks.values()):
         pytest.skip("gloo has no such operation in this torch")
     for record in ranks.values():
-        record["text"] = record["text"].split("\n\nWhile executing ")[0]  # torch 2.6 adds where in a compiled graph it was
-    texts = {ranks[rank]["text"] for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"}
+        # torch 2.6 adds where in a compiled graph it was
+        record["text"] = record["text"].split("\n\nWhile executing ")[0]
+    texts = {
+        ranks[rank]["text"]
+        for rank in involved
+        if ranks[rank]["raised"] == "DistributedOperationException"
+    }
     if case.kind:
         assert len(texts) == 1, f"not one text on all ranks\n{shown}"
     for text in texts:
-        assert all(ranks[rank]["kind"] == case.kind for rank in involved if ranks[rank]["text"] == text), shown
+        assert all(
+            ranks[rank]["kind"] == case.kind for rank in involved if ranks[rank]["text"] == text
+        ), shown
         for words in (*case.shows, *case.lines):
             assert words in text, f"{words!r} is not in\n{text}\n{shown}"
     if case.usable and (prevents or case.ends != PREVENTED):
-        assert all(ranks[rank]["usable"] for rank in ranks), f"the group was not usable afterwards\n{shown}"
+        assert all(ranks[rank]["usable"] for rank in ranks), (
+            f"the group was not usable afterwards\n{shown}"
+        )
     if case.kind == "missing":
-        assert all(ranks[rank]["seconds"] < case.timeout_s + 10 for rank in involved if ranks[rank]["kind"]), shown
+        assert all(
+            ranks[rank]["seconds"] < case.timeout_s + 10 for rank in involved if ranks[rank]["kind"]
+        ), shown
     elif case.kind == "dead" and prevents:
         assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
     return ranks
@@ -141,14 +208,19 @@ def test_groups_are_usable_after_caught_refusals(launched: tuple[Path, str], siz
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_are_usable_after_caught_refusals_with_both_engines(launched_mixed: tuple[Path, str], size: int) -> None:
+def test_groups_are_usable_after_caught_refusals_with_both_engines(
+    launched_mixed: tuple[Path, str], size: int
+) -> None:
     judge_caught(*launched_mixed, size)
 
 
 def judge_caught(out: Path, printed: str, size: int, nodes: int = 1) -> None:
     """Require that every refusal was caught and that the groups still compute."""
     if not says_whether_a_call_waits():
-        pytest.skip("with this torch, faults are found when gloo has the operation already, and no group survives that")
+        pytest.skip(
+            "with this torch, faults are found when gloo has the operation already, and no group"
+            " survives that"
+        )
     folder = out / (f"caught:{size}" if nodes == 1 else f"caught:{size}:{nodes}")
     expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
     for rank in range(size):
@@ -159,24 +231,40 @@ def judge_caught(out: Path, printed: str, size: int, nodes: int = 1) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_native_engine_verifies_repeated_collectives_without_python(launched: tuple[Path, str], size: int) -> None:
+def test_the_native_engine_verifies_repeated_collectives_without_python(
+    launched: tuple[Path, str], size: int
+) -> None:
     judge_repeated(*launched, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_repeated_collectives_with_both_engines(launched_mixed: tuple[Path, str], size: int) -> None:
+def test_repeated_collectives_with_both_engines(
+    launched_mixed: tuple[Path, str], size: int
+) -> None:
     judge_repeated(*launched_mixed, size)
 
 
 def judge_repeated(out: Path, printed: str, size: int, nodes: int = 1) -> None:
-    """Require that a native rank calls Python only for a slow or wrong peer, and that a Python rank does each time."""
+    """Require that a native rank calls Python only for a slow or wrong peer, and that a Python rank
+    does each time.
+    """
     for rank in range(size):
-        report = out / (f"repeated:{size}" if nodes == 1 else f"repeated:{size}:{nodes}") / f"{rank}.json"
-        assert report.exists(), f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
+        report = (
+            out
+            / (f"repeated:{size}" if nodes == 1 else f"repeated:{size}:{nodes}")
+            / f"{rank}.json"
+        )
+        assert report.exists(), (
+            f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
+        )
         found = json.loads(report.read_text())
         entered, rounds = sum(found["entered"].values()), ROUNDS * len(found["entered"])
-        assert entered < rounds / 4 if found["engine"] == "native" else entered > rounds, f"rank {rank}: {found}"
-        assert found["seen"] == [kind for (_, odd), kind in REPEATED_FAULTS.items() if odd or rank != 1], f"rank {rank}: {found}"
+        assert entered < rounds / 4 if found["engine"] == "native" else entered > rounds, (
+            f"rank {rank}: {found}"
+        )
+        assert found["seen"] == [
+            kind for (_, odd), kind in REPEATED_FAULTS.items() if odd or rank != 1
+        ], f"rank {rank}: {found}"
         if found["engine"] == "python":
             assert found["continued"] == 0, f"rank {rank}: {found}"
         elif found["seen"]:
@@ -184,4 +272,6 @@ def judge_repeated(out: Path, printed: str, size: int, nodes: int = 1) -> None:
 
 
 def test_the_page_matches_the_cases() -> None:
-    assert verify_cases.TABLE.read_text() == verify_cases.table(), "write it anew: python tests/integration/verify_cases.py"
+    assert verify_cases.TABLE.read_text() == verify_cases.table(), (
+        "write it anew: python tests/integration/verify_cases.py"
+    )

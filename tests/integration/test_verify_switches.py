@@ -1,4 +1,6 @@
-"""The ways to switch strict verification on: launch --debug, commlens run, regions, one line of code; and functions of the user's own."""
+"""The ways to switch strict verification on: launch --debug, commlens run, regions, one line of
+code; and functions of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,9 @@ class Outcome:
     def __init__(self, bench: Bench, program: Program, code: int) -> None:
         self.program, self.code = program, code
         assert (bench.folder / "results1.json").exists(), program.report()
-        self.by_rank = [json.loads((bench.folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+        self.by_rank = [
+            json.loads((bench.folder / f"results{rank}.json").read_text()) for rank in (0, 1)
+        ]
         self.logs = [(bench.folder / f"log{rank}.txt").read_text() for rank in (0, 1)]
 
     def both(self, name: str) -> tuple[str, str] | None:
@@ -197,12 +201,16 @@ class Outcome:
         return None if first is None else (first[0], first[1])
 
 
-def run(folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str) -> Outcome:
+def run(
+    folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str
+) -> Outcome:
     bench = Bench(folder)
     try:
         script = folder / "cases.py"
         script.write_text(text)
-        program = getattr(bench, launcher)(*[str(script) if part == "SCRIPT" else part for part in command], **environ)
+        program = getattr(bench, launcher)(
+            *[str(script) if part == "SCRIPT" else part for part in command], **environ
+        )
         return Outcome(bench, program, program.end())
     finally:
         bench.close()
@@ -210,7 +218,9 @@ def run(folder: Path, text: str, *command: str, launcher: str = "launch", **envi
 
 @pytest.fixture(scope="module")
 def debugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    yield run(tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0")
+    yield run(
+        tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -221,17 +231,27 @@ def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 class TestLaunchDebug:
     def test_both_ranks_raise_the_table_within_a_second(self, debugged: Outcome):
         assert debugged.both("fine") is None
-        assert debugged.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+        assert debugged.both("seed") == (
+            "mismatch/shape",
+            TABLE.format(number=2, script="cases", line=BAD_LINE),
+        )
         assert all(results["seed"]["seconds"] < 1 for results in debugged.by_rank)
         assert debugged.both("usable") is None
 
-    def test_the_job_ends_with_an_error_and_torchruns_summary_shows_the_table(self, debugged: Outcome):
+    def test_the_job_ends_with_an_error_and_torchruns_summary_shows_the_table(
+        self, debugged: Outcome
+    ):
         assert debugged.code != 0
         text = debugged.program.error
         summary = text[text.index("Root Cause (first observed failure)") :]
-        assert "Operation: `torch.distributed.broadcast`" in summary and "- Process 1: [1, 2, 5]  float32   cases.py:" in summary
+        assert (
+            "Operation: `torch.distributed.broadcast`" in summary
+            and "- Process 1: [1, 2, 5]  float32   cases.py:" in summary
+        )
         for rank in (0, 1):
-            assert f"[rank{rank}]:   - Process 0: [1, 5]     float32   cases.py:" in text, debugged.program.report()
+            assert f"[rank{rank}]:   - Process 0: [1, 5]     float32   cases.py:" in text, (
+                debugged.program.report()
+            )
 
     def test_the_traceback_has_no_line_of_the_verifier(self, debugged: Outcome):
         assert "commlens/verification/" not in debugged.program.error
@@ -247,19 +267,52 @@ class TestOwnFunctions:
     @pytest.mark.parametrize(
         ("name", "kind", "lines"),
         [
-            ("shape", "mismatch/shape", ['Input shapes of inputs["tokens"]:', "  - Process 1: [1, 2, 5]  float32   cases.py:"]),
-            ("dtype", "mismatch/dtype", ["Input dtypes of inputs[0].y:", "  - Rank 1: int32    [2]   cases.py:"]),
-            ("length", "mismatch/structure", ["Structure of inputs:", "  - Rank 1: list of 3   cases.py:"]),
-            ("none", "mismatch/structure", ["Structure of inputs.mask:", "  - Rank 0: None                 cases.py:"]),
-            ("device", "mismatch/device", ["Devices of inputs:", "  - Rank 1: meta  [1]   cases.py:"]),
-            ("order", "mismatch/structure", ["Structure of inputs:", "  - Rank 0: dict with 'b', 'a'   cases.py:"]),
+            (
+                "shape",
+                "mismatch/shape",
+                [
+                    'Input shapes of inputs["tokens"]:',
+                    "  - Process 1: [1, 2, 5]  float32   cases.py:",
+                ],
+            ),
+            (
+                "dtype",
+                "mismatch/dtype",
+                ["Input dtypes of inputs[0].y:", "  - Rank 1: int32    [2]   cases.py:"],
+            ),
+            (
+                "length",
+                "mismatch/structure",
+                ["Structure of inputs:", "  - Rank 1: list of 3   cases.py:"],
+            ),
+            (
+                "none",
+                "mismatch/structure",
+                ["Structure of inputs.mask:", "  - Rank 0: None                 cases.py:"],
+            ),
+            (
+                "device",
+                "mismatch/device",
+                ["Devices of inputs:", "  - Rank 1: meta  [1]   cases.py:"],
+            ),
+            (
+                "order",
+                "mismatch/structure",
+                ["Structure of inputs:", "  - Rank 0: dict with 'b', 'a'   cases.py:"],
+            ),
             ("value", "mismatch/value", ["Values of op:", "  - Rank 1: 'sum'    cases.py:"]),
             ("padded dims", "mismatch/shape", ["  - Process 1: [2]  float32   cases.py:"]),
-            ("many", "mismatch/shape", ["Input shapes of inputs[3000]:", "  - Process 1: [2]  float32   cases.py:"]),
+            (
+                "many",
+                "mismatch/shape",
+                ["Input shapes of inputs[3000]:", "  - Process 1: [2]  float32   cases.py:"],
+            ),
             ("functions", "mismatch/op", ["  - Rank 0: `cases.gather_metrics`   cases.py:"]),
         ],
     )
-    def test_a_difference_is_named_by_function_and_path_on_all_ranks(self, debugged: Outcome, name: str, kind: str, lines: list[str]):
+    def test_a_difference_is_named_by_function_and_path_on_all_ranks(
+        self, debugged: Outcome, name: str, kind: str, lines: list[str]
+    ):
         raised = debugged.both(name)
         assert raised is not None and raised[0] == kind
         for line in lines:
@@ -273,11 +326,17 @@ class TestRegions:
     def test_collectives_are_verified_inside_only(self, regions: Outcome):
         assert regions.code == 0, regions.program.report()
         assert regions.both("outside") is None
-        assert regions.both("inside") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+        assert regions.both("inside") == (
+            "mismatch/shape",
+            TABLE.format(number=2, script="cases", line=BAD_LINE),
+        )
         assert regions.both("after") is None
 
     def test_messages_that_cross_the_border_of_a_region_are_not_compared(self, regions: Outcome):
-        assert [regions.by_rank[1][name]["raised"] for name in ("crossed", "from any source", "the next")] == [None] * 3
+        assert [
+            regions.by_rank[1][name]["raised"]
+            for name in ("crossed", "from any source", "the next")
+        ] == [None] * 3
 
     def test_a_region_that_one_rank_lacks_is_logged_and_the_job_goes_on(self, regions: Outcome):
         assert "rank 1 did not reach the point where verification begins" in regions.logs[0]
@@ -295,18 +354,38 @@ def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
     (tmp_path / "settings.yaml").write_text("debug: true\n")
     arguments = ("--no-debug", "--config-file", str(tmp_path / "settings.yaml"), "SCRIPT")
     outcome = run(
-        tmp_path, LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"), *arguments, "all", COMMLENS_DEBUG_MODE="1"
+        tmp_path,
+        LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"),
+        *arguments,
+        "all",
+        COMMLENS_DEBUG_MODE="1",
     )
     assert outcome.both("late") is None and outcome.code == 0
 
 
 def test_under_torchrun(tmp_path: Path):
-    outcome = run(tmp_path, CASES, "-m", "commlens", "run", "--debug", "SCRIPT", launcher="torchrun", CAUGHT="1")
+    outcome = run(
+        tmp_path,
+        CASES,
+        "-m",
+        "commlens",
+        "run",
+        "--debug",
+        "SCRIPT",
+        launcher="torchrun",
+        CAUGHT="1",
+    )
     assert outcome.code == 0, outcome.program.report()
-    assert outcome.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+    assert outcome.both("seed") == (
+        "mismatch/shape",
+        TABLE.format(number=2, script="cases", line=BAD_LINE),
+    )
     crossed = outcome.both("against a collective")
     assert crossed is not None and crossed[0] == "cycle"
-    assert "  - Rank 0: waits in all_reduce #" in crossed[1] and "  - Rank 1: waits in cases.gather_metrics #" in crossed[1]
+    assert (
+        "  - Rank 0: waits in all_reduce #" in crossed[1]
+        and "  - Rank 1: waits in cases.gather_metrics #" in crossed[1]
+    )
 
 
 @pytest.mark.parametrize("who", ["all", "one"])
@@ -319,5 +398,8 @@ def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, w
         assert outcome.logs == ["", ""]
     else:
         assert outcome.both("late") is None
-        wanted = "collectives are not verified here: rank 1 did not switch verification on at the same point of the program"
+        wanted = (
+            "collectives are not verified here: rank 1 did not switch verification on at the same"
+            " point of the program"
+        )
         assert outcome.logs[0] == f"commlens: {wanted}\n"

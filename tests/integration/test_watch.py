@@ -32,7 +32,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def watchers(bench: Bench) -> list[int]:
-    return [pid for pid in bench.processes() if b"commlens.watch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in bench.processes()
+        if b"commlens.watch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def gone(bench: Bench, timeout_s: float = 5.0) -> bool:
@@ -46,7 +50,10 @@ def gone(bench: Bench, timeout_s: float = 5.0) -> bool:
 
 def test_switched_on_by_the_environment(bench: Bench) -> None:
     """Its working directory is removed before it initialises."""
-    leave = "def main():\n    name = f'gone{os.environ[\"RANK\"]}'; os.mkdir(name); os.chdir(name); os.rmdir(os.getcwd())"
+    leave = (
+        "def main():\n    name = f'gone{os.environ[\"RANK\"]}'; os.mkdir(name); os.chdir(name);"
+        " os.rmdir(os.getcwd())"
+    )
     bench.script.write_text(bench.script.read_text().replace("def main():", leave))
     program = bench.torchrun("train.py", "well", COMMLENS="1")
     program.until("training")
@@ -57,11 +64,15 @@ def test_switched_on_by_the_environment(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
-@pytest.mark.parametrize("how", ["the environment", "commlens run", "commlens run without the entry point"])
+@pytest.mark.parametrize(
+    "how", ["the environment", "commlens run", "commlens run without the entry point"]
+)
 def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> None:
     environ = {"COMMLENS_STALL_TIMEOUT": "2"}
     if how == "the environment":
-        program = bench.torchrun("train.py", "sleep", COMMLENS="1", COMMLENS_ON_STALL="abort", **environ)
+        program = bench.torchrun(
+            "train.py", "sleep", COMMLENS="1", COMMLENS_ON_STALL="abort", **environ
+        )
     else:
         if how.endswith("point"):
             environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -91,7 +102,8 @@ def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     os.kill(int(box.name.split(".")[1]), signal.SIGKILL)
     program.until("VERDICT", stream="err")
     verdict = next(line for line in program.err if "VERDICT" in line)
-    assert "rank 0" in verdict or "ranks 0-1 are gone" in verdict, program.report()  # torchrun is quick to end the other
+    # torchrun is quick to end the other
+    assert "rank 0" in verdict or "ranks 0-1 are gone" in verdict, program.report()
     ended = program.process.wait(60)
     at = time.monotonic()
     assert ended == 1
@@ -100,11 +112,27 @@ def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
-def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before(bench: Bench) -> None:
-    end = "import torch, torch.distributed as dist\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)"
-    bench.script.write_text(bench.script.read_text().replace("import torch, torch.distributed as dist", end))
-    environ = {"COMMLENS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "COMMLENS_STALL_TIMEOUT": "2"}
-    first, second = (bench.start("train.py", "well", **environ, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1"))
+def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before(
+    bench: Bench,
+) -> None:
+    end = (
+        "import torch, torch.distributed as dist\nif os.environ['RANK'] == '0':"
+        " os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    bench.script.write_text(
+        bench.script.read_text().replace("import torch, torch.distributed as dist", end)
+    )
+    environ = {
+        "COMMLENS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+        "COMMLENS_STALL_TIMEOUT": "2",
+    }
+    first, second = (
+        bench.start("train.py", "well", **environ, RANK=rank, LOCAL_RANK=rank)
+        for rank in ("0", "1")
+    )
     second.until("VERDICT", stream="err", timeout_s=90)
     assert "rank 0" in next(line for line in second.err if "VERDICT" in line), second.report()
     assert len(watchers(bench)) == 1
@@ -116,13 +144,18 @@ def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before
 
 def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Bench) -> None:
     bench.script.write_text(
-        "import os, sys, torch, torch.distributed as dist\nif os.environ['RANK'] == '0': sys.exit(2)\ndist.init_process_group('gloo')\n"
+        "import os, sys, torch, torch.distributed as dist\nif os.environ['RANK'] == '0':"
+        " sys.exit(2)\ndist.init_process_group('gloo')\n"
     )
     program = bench.torchrun("train.py", COMMLENS="1")
     assert program.end() == 1
     assert gone(bench) and not list(bench.boxes.rglob("*.box")), program.report()
     # On a busy machine, torchrun has reaped the rank before the watcher sees how it ended.
-    assert "VERDICT" not in program.error or "rank 0 exited with status 2" in program.error or "not observed" in program.error
+    assert (
+        "VERDICT" not in program.error
+        or "rank 0 exited with status 2" in program.error
+        or "not observed" in program.error
+    )
 
 
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
@@ -134,12 +167,16 @@ def test_the_line_that_holds_the_gil(bench: Bench) -> None:
 
 
 def top(bench: Bench, keys: bytes) -> str:
-    """Return what ``commlens top`` writes to a terminal of 80 x 24, while these keys are pressed, one for each frame."""
+    """Return what ``commlens top`` writes to a terminal of 80 x 24, while these keys are pressed,
+    one for each frame.
+    """
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "commlens", "top", "--interval", "0.3"]
     environ = {**bench.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     shown, pressed = b"", 0
-    with subprocess.Popen(command, cwd=bench.folder, env=environ, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+    with subprocess.Popen(
+        command, cwd=bench.folder, env=environ, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
         os.close(terminal)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and process.poll() is None:
@@ -191,7 +228,9 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
 
 
 def test_a_rank_that_rank_0_starts_is_one_of_the_job(bench: Bench) -> None:
-    """As Lightning starts its ranks: without RANK, and before rank 0 has a box. A worker of a rank is none."""
+    """As Lightning starts its ranks: without RANK, and before rank 0 has a box. A worker of a rank
+    is none.
+    """
     (bench.folder / "lightning.py").write_text("""
 import os, subprocess, sys, time
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
@@ -207,12 +246,22 @@ if rank == 1:
     time.sleep(60)
 dist.all_reduce(torch.ones(2))
 """)
-    program = bench.start("lightning.py", COMMLENS="1", MASTER_PORT=free_port(), COMMLENS_STALL_TIMEOUT="2", COMMLENS_ON_STALL="abort")
+    program = bench.start(
+        "lightning.py",
+        COMMLENS="1",
+        MASTER_PORT=free_port(),
+        COMMLENS_STALL_TIMEOUT="2",
+        COMMLENS_ON_STALL="abort",
+    )
     program.until("training")
     program.until("ending the job", stream="err")
     assert program.end() != 0
-    assert "rank 1 never reached all_reduce #2" in program.error.replace("\n         ", " "), program.report()
-    assert program.error.count("VERDICT") == 1 and "ranks are recorded" not in program.error, program.report()
+    assert "rank 1 never reached all_reduce #2" in program.error.replace("\n         ", " "), (
+        program.report()
+    )
+    assert program.error.count("VERDICT") == 1 and "ranks are recorded" not in program.error, (
+        program.report()
+    )
     assert gone(bench)
     assert not bench.processes(), "no orphan"
     assert bench.dumped == ["rank0", "rank1"]

@@ -1,4 +1,6 @@
-"""Ranks that disagree while the job runs, under `commlens launch` and with the detached watcher: real processes, real gloo."""
+"""Ranks that disagree while the job runs, under `commlens launch` and with the detached watcher:
+real processes, real gloo.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_a_reduce_op_mismatch_is_reported_once_while_the_job_runs(bench: Bench) 
     assert told - odd < 1.0, "the rank's watchdog reads reduce ops four times a second"
     assert program.end() == 0, "the job is left alone"
     assert len(verdicts(program.err)) == 1, program.report()
-    assert "disagree in all_reduce" in program.error or "the reduce op of all_reduce" in program.error
+    assert (
+        "disagree in all_reduce" in program.error or "the reduce op of all_reduce" in program.error
+    )
     text = " ".join(program.error.split())
     assert "mismatch/reduce-op, first in all_reduce #" in text
     assert text.endswith("55 times in all."), program.report()
@@ -107,15 +111,20 @@ def test_abort_ends_the_job(bench: Bench) -> None:
     told = program.until("VERDICT", stream="err")
     assert told - odd < 0.6, "shapes need no watchdog"
     assert program.end() != 0
-    _, ending, rest = program.error.partition("commlens: ending the job, because on_mismatch is set to abort.")
-    assert ending and "Traceback" not in rest and "ChildFailedError" not in rest, "torchrun's report is left out"
+    _, ending, rest = program.error.partition(
+        "commlens: ending the job, because on_mismatch is set to abort."
+    )
+    assert ending and "Traceback" not in rest and "ChildFailedError" not in rest, (
+        "torchrun's report is left out"
+    )
     assert not any("training ends" in line for line in program.out)
     assert len(verdicts(program.err)) == 1, program.report()
     assert bench.boxes_left == []
 
 
 def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
-    program = bench.torchrun("train.py", "partial", "150", COMMLENS="1")  # longer than the watcher may take to start
+    # longer than the watcher may take to start
+    program = bench.torchrun("train.py", "partial", "150", COMMLENS="1")
     told = program.until("VERDICT", stream="err")
     assert told < program.until("training ends")
     assert program.end() == 0

@@ -1,4 +1,5 @@
-"""Healthy jobs, for test_trace_jobs.py: ``python traced_jobs.py OUT`` runs each on 4 gloo ranks and saves OUT/JOB/trace-rankN.json.
+"""Healthy jobs, for test_trace_jobs.py: ``python traced_jobs.py OUT`` runs each on 4 gloo ranks and
+saves OUT/JOB/trace-rankN.json.
 
 Every job creates and destroys its own process group, so a preview can run it too.
 """
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commlens
@@ -79,7 +85,11 @@ def _run_schedule(schedule: Any, first: bool, last: bool, batch: int) -> None:
 
 
 def tensor_parallel() -> None:
-    _train(_parallel(Blocks(), tp=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))))
+    _train(
+        _parallel(
+            Blocks(), tp=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        )
+    )
 
 
 def sharded_tensor_parallel() -> None:
@@ -95,14 +105,19 @@ def pipeline(schedule: Any = ScheduleGPipe) -> None:
 
 def interleaved() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    stages = [PipelineStage(Blocks(1), rank + size * chunk, 2 * size, torch.device("cpu")) for chunk in range(2)]
+    stages = [
+        PipelineStage(Blocks(1), rank + size * chunk, 2 * size, torch.device("cpu"))
+        for chunk in range(2)
+    ]
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=size, loss_fn=_loss)
     _run_schedule(schedule, rank == 0, rank == size - 1, 2 * size)
 
 
 def three_dimensions() -> None:
     """PP x DP x TP."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp")
+    )
     model = _parallel(Blocks(), mesh["tp"], mesh["dp"])
     place = mesh["pp"].get_local_rank()
     stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
@@ -129,7 +144,8 @@ JOBS: dict[str, Callable[[], None]] = {
 
 def run(job: Callable[[], None], **group: Any) -> None:
     """Run a job in a process group of its own."""
-    dtensor_caches.clear()  # real groups of an earlier job confuse DTensor as much as those of a preview
+    # real groups of an earlier job confuse DTensor as much as those of a preview
+    dtensor_caches.clear()
     torch.manual_seed(0)
     dist.init_process_group("gloo", **group)
     job()

@@ -1,7 +1,9 @@
-"""Faulty programs, one for each row of docs/verify_table.md, with the refusal and the outcome that strict verification must give.
+"""Faulty programs, one for each row of docs/verify_table.md, with the refusal and the outcome that
+strict verification must give.
 
-A case is a function that every rank of a real gloo job runs. Its docstring is its row's title, and every line marked ``# reported`` must be
-in the refusal's text. ``verify_forked.py`` runs them, ``test_verify_strict.py`` judges, and ``python verify_cases.py`` writes the table.
+A case is a function that every rank of a real gloo job runs. Its docstring is its row's title, and
+every line marked ``# reported`` must be in the refusal's text. ``verify_forked.py`` runs them,
+``test_verify_strict.py`` judges, and ``python verify_cases.py`` writes the table.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Context:
         self.rank, self.size = rank, size
         self.odd = rank == 1  # the rank that deviates
         self.groups: list[Any] = []  # two groups of all ranks
-        self.before_the_fault: Callable[[], None] = lambda: None  # for cases that issue something legal first
+        # for cases that issue something legal first
+        self.before_the_fault: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,11 @@ class Case:
     def lines(self) -> list[str]:
         """``verify_cases.py:21`` of every marked line."""
         source, first = inspect.getsourcelines(self.body)
-        return [f"{Path(__file__).name}:{first + i}" for i, line in enumerate(source) if line.rstrip().endswith(MARK)]
+        return [
+            f"{Path(__file__).name}:{first + i}"
+            for i, line in enumerate(source)
+            if line.rstrip().endswith(MARK)
+        ]
 
 
 CASES: dict[str, Case] = {}
@@ -101,7 +108,9 @@ def case(
         name = body.__name__
         assert name not in CASES, name
         again = ends == PREVENTED if usable is None else usable
-        CASES[name] = Case(name, family, body, kind, ends, shows, sizes, timeout_s, again, leaves, family == P2P)
+        CASES[name] = Case(
+            name, family, body, kind, ends, shows, sizes, timeout_s, again, leaves, family == P2P
+        )
         return body
 
     return register
@@ -154,7 +163,10 @@ def all_gather_shape(c: Context) -> None:
 def all_gather_dtype(c: Context) -> None:
     """all_gather (lists): dtype."""
     dtype = torch.int32 if c.odd else torch.float32
-    dist.all_gather([torch.empty(4, dtype=dtype) for _ in range(c.size)], torch.ones(4, dtype=dtype))  # reported
+    # reported
+    dist.all_gather(
+        [torch.empty(4, dtype=dtype) for _ in range(c.size)], torch.ones(4, dtype=dtype)
+    )
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[6]", "[4]", sizes=BOTH)
@@ -168,7 +180,8 @@ def all_gather_into_tensor_shape(c: Context) -> None:
 def all_gather_into_tensor_dtype(c: Context) -> None:
     """all_gather_into_tensor: dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.all_gather_into_tensor(torch.empty(4 * c.size, dtype=dtype), torch.ones(4, dtype=dtype))  # reported
+    # reported
+    dist.all_gather_into_tensor(torch.empty(4 * c.size, dtype=dtype), torch.ones(4, dtype=dtype))
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, sizes=BOTH)
@@ -189,7 +202,10 @@ def reduce_scatter_tensor_op(c: Context) -> None:
 def reduce_scatter_dtype(c: Context) -> None:
     """reduce_scatter (lists): dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.reduce_scatter(torch.empty(4, dtype=dtype), [torch.ones(4, dtype=dtype) for _ in range(c.size)])  # reported
+    # reported
+    dist.reduce_scatter(
+        torch.empty(4, dtype=dtype), [torch.ones(4, dtype=dtype) for _ in range(c.size)]
+    )
 
 
 @case(PLAIN, "mismatch/splits", PREVENTED, "sends [3, 1", "sends even", sizes=BOTH)
@@ -197,14 +213,18 @@ def all_to_all_splits(c: Context) -> None:
     """all_to_all_single: splits."""
     send = [3, 1] + [2] * (c.size - 2) if c.odd else []
     receive = [2] * c.size if c.odd else []
-    dist.all_to_all_single(torch.empty(2 * c.size), torch.ones(2 * c.size), receive, send)  # reported
+    # reported
+    dist.all_to_all_single(torch.empty(2 * c.size), torch.ones(2 * c.size), receive, send)
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
 def all_to_all_dtype(c: Context) -> None:
     """all_to_all_single: dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.all_to_all_single(torch.empty(2 * c.size, dtype=dtype), torch.ones(2 * c.size, dtype=dtype))  # reported
+    # reported
+    dist.all_to_all_single(
+        torch.empty(2 * c.size, dtype=dtype), torch.ones(2 * c.size, dtype=dtype)
+    )
 
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`barrier`", "`all_reduce`", sizes=BOTH)
@@ -234,7 +254,9 @@ def order_swap_shapes(c: Context) -> None:
 
 @case(PLAIN, "", PASSES)
 def order_swap_same_shape(c: Context) -> None:
-    """Two all_reduces of the same shape, swapped (no difference to refuse; the watcher warns about the source lines)."""
+    """Two all_reduces of the same shape, swapped (no difference to refuse; the watcher warns about
+    the source lines).
+    """
     if c.odd:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.zeros(3))
@@ -293,31 +315,44 @@ def reduce_shape(c: Context) -> None:
 @case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "PRODUCT")
 def reduce_op(c: Context) -> None:
     """reduce: reduce op."""
-    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.PRODUCT if c.odd else dist.ReduceOp.SUM)  # reported
+    # reported
+    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.PRODUCT if c.odd else dist.ReduceOp.SUM)
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
 def scatter_root(c: Context) -> None:
     """scatter: source."""
-    dist.scatter(torch.empty(4), [torch.ones(4)] * c.size if c.rank < 2 else None, int(c.odd))  # reported
+    # reported
+    dist.scatter(torch.empty(4), [torch.ones(4)] * c.size if c.rank < 2 else None, int(c.odd))
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED)
 def scatter_shape(c: Context) -> None:
     """scatter: number of elements."""
-    dist.scatter(torch.empty(5 if c.odd else 4), [torch.ones(4)] * c.size if c.rank == 0 else None, 0)  # reported
+    # reported
+    dist.scatter(
+        torch.empty(5 if c.odd else 4), [torch.ones(4)] * c.size if c.rank == 0 else None, 0
+    )
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
 def gather_root(c: Context) -> None:
     """gather: destination."""
-    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank < 2 else None, int(c.odd))  # reported
+    # reported
+    dist.gather(
+        torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank < 2 else None, int(c.odd)
+    )
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[5]", "[4]", sizes=BOTH)
 def gather_shape(c: Context) -> None:
     """gather: number of elements."""
-    dist.gather(torch.ones(5 if c.odd else 4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # reported
+    # reported
+    dist.gather(
+        torch.ones(5 if c.odd else 4),
+        [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None,
+        0,
+    )
 
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`broadcast` with root 0", "`all_reduce`", sizes=BOTH)
@@ -350,7 +385,9 @@ def send_recv_dtype(c: Context) -> None:
         dist.recv(torch.ones(4, dtype=torch.int32), 0)  # reported
 
 
-@case(P2P, "mismatch/p2p", DETECTED, "recv from rank 0, tag 7", "send to rank 1, tag 5", timeout_s=1.5)
+@case(
+    P2P, "mismatch/p2p", DETECTED, "recv from rank 0, tag 7", "send to rank 1, tag 5", timeout_s=1.5
+)
 def send_recv_tag(c: Context) -> None:
     """send vs. recv: tag."""
     if c.rank == 0:
@@ -370,7 +407,10 @@ def both_receive(c: Context) -> None:
 def batch_shape(c: Context) -> None:
     """batch_isend_irecv: number of elements."""
     n = 6 if c.odd else 4
-    ops = [dist.P2POp(dist.isend, torch.ones(4), 1 - c.rank), dist.P2POp(dist.irecv, torch.ones(n), 1 - c.rank)]
+    ops = [
+        dist.P2POp(dist.isend, torch.ones(4), 1 - c.rank),
+        dist.P2POp(dist.irecv, torch.ones(n), 1 - c.rank),
+    ]
     for work in dist.batch_isend_irecv(ops):  # reported
         work.wait()
 
@@ -388,14 +428,18 @@ def async_shape(c: Context) -> None:
 def async_ops(c: Context) -> None:
     """all_reduce vs. broadcast, with async_op."""
     x = torch.ones(4)
-    work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)  # reported
+    # reported
+    work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)
     work.wait()
 
 
 @case("async", "mismatch/reduce-op", DETECTED, "SUM", "MAX")
 def async_reduce_op(c: Context) -> None:
     """all_reduce with async_op: reduce op."""
-    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM, async_op=True).wait()  # reported
+    # reported
+    dist.all_reduce(
+        torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM, async_op=True
+    ).wait()
 
 
 # --- coalesced, objects, groups
@@ -449,14 +493,22 @@ def new_group_on_some(c: Context) -> None:
 @case("functional", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
 def functional_shape(c: Context) -> None:
     """all_reduce: number of elements."""
-    functional.wait_tensor(functional.all_reduce(torch.ones(5 if c.odd else 4), "sum", dist.group.WORLD))  # reported
+    # reported
+    functional.wait_tensor(
+        functional.all_reduce(torch.ones(5 if c.odd else 4), "sum", dist.group.WORLD)
+    )
 
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
 def functional_ops(c: Context) -> None:
     """all_reduce vs. all_gather."""
     x, world = torch.ones(4), dist.group.WORLD
-    functional.wait_tensor(functional.all_gather_tensor(x, 0, world) if c.odd else functional.all_reduce(x, "sum", world))  # reported
+    # reported
+    functional.wait_tensor(
+        functional.all_gather_tensor(x, 0, world)
+        if c.odd
+        else functional.all_reduce(x, "sum", world)
+    )
 
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`")
@@ -465,14 +517,17 @@ def functional_against_plain(c: Context) -> None:
     if c.odd:
         dist.broadcast(torch.ones(4), 0)  # reported
     else:
-        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # reported
+        # reported
+        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD))
 
 
 @case("DTensor", "mismatch/shape", DETECTED, "[3, 4]", "[2, 4]", sizes=BOTH)
 def dtensor_local_shapes(c: Context) -> None:
     """Local tensors of different shapes are reduced."""
     mesh = init_device_mesh("cpu", (c.size,))
-    partial = DTensor.from_local(torch.ones(3 if c.odd else 2, 4), mesh, [Partial()], run_check=False)
+    partial = DTensor.from_local(
+        torch.ones(3 if c.odd else 2, 4), mesh, [Partial()], run_check=False
+    )
     c.before_the_fault()
     partial.redistribute(mesh, [Replicate()]).to_local()  # reported
 
@@ -497,7 +552,9 @@ def ddp_skipped_step(c: Context) -> None:
         dist.barrier()  # reported
 
 
-@case("DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", sizes=BOTH, leaves=True)
+@case(
+    "DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", sizes=BOTH, leaves=True
+)
 def ddp_uneven_data(c: Context) -> None:
     """Uneven data: a rank has one batch less and ends."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -517,7 +574,9 @@ def ddp_extra_collective(c: Context) -> None:
 
 @case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel", "[20]", "[1]", sizes=BOTH)
 def ddp_caught(c: Context) -> None:
-    """A rank issues an extra collective, catches the refusal and does something else: the others are woken in the backend."""
+    """A rank issues an extra collective, catches the refusal and does something else: the others
+    are woken in the backend.
+    """
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for step in range(3):
         if c.odd and step == 2:
@@ -530,7 +589,16 @@ def ddp_caught(c: Context) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-@case("DDP", "missing", DETECTED, "rank 1 did not take part", "DistributedDataParallel", "is in verify_cases.py", sizes=BOTH, timeout_s=2.0)
+@case(
+    "DDP",
+    "missing",
+    DETECTED,
+    "rank 1 did not take part",
+    "DistributedDataParallel",
+    "is in verify_cases.py",
+    sizes=BOTH,
+    timeout_s=2.0,
+)
 def ddp_never_comes(c: Context) -> None:
     """A rank does something else between two steps."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -541,13 +609,27 @@ def ddp_never_comes(c: Context) -> None:
 
 
 @case(
-    "DDP", "missing", DETECTED, "rank 1 did not take part", "DistributedDataParallel", "Held up by this", "of group outer for rank 2",
-    sizes=(4,), timeout_s=2.0,
-)  # fmt: skip
+    "DDP",
+    "missing",
+    DETECTED,
+    "rank 1 did not take part",
+    "DistributedDataParallel",
+    "Held up by this",
+    "of group outer for rank 2",
+    sizes=(4,),
+    timeout_s=2.0,
+)
 def ddp_held_up(c: Context) -> None:
     """A rank does something else, and others wait for a rank that waits for it, in another group."""
-    inner, outer = dist.new_group([1, 2], group_desc="inner"), dist.new_group([0, 2, 3], group_desc="outer")
-    model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=inner) if c.rank in (1, 2) else None
+    inner, outer = (
+        dist.new_group([1, 2], group_desc="inner"),
+        dist.new_group([0, 2, 3], group_desc="outer"),
+    )
+    model = (
+        DistributedDataParallel(torch.nn.Linear(4, 4), process_group=inner)
+        if c.rank in (1, 2)
+        else None
+    )
     for step in range(2):
         if step and c.odd:
             time.sleep(4)  # reported
@@ -562,12 +644,17 @@ def ddp_held_up(c: Context) -> None:
 @case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel")
 def ddp_other_model(c: Context) -> None:
     """The model's parameters have other dimensions: the constructor compares them."""
-    DistributedDataParallel(torch.nn.Conv1d(4, 4, 1, bias=False) if c.odd else torch.nn.Linear(4, 4, bias=False))  # reported
+    # reported
+    DistributedDataParallel(
+        torch.nn.Conv1d(4, 4, 1, bias=False) if c.odd else torch.nn.Linear(4, 4, bias=False)
+    )
 
 
 @case("DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", leaves=True)
 def ddp_other_sizes(c: Context) -> None:
-    """The model's parameters have other sizes: torch raises its own error on the ranks that differ from rank 0."""
+    """The model's parameters have other sizes: torch raises its own error on the ranks that differ
+    from rank 0.
+    """
     DistributedDataParallel(torch.nn.Linear(4, 5 if c.odd else 4))  # reported
 
 
@@ -618,7 +705,14 @@ def _sharded(c: Context) -> Any:
     return model
 
 
-@case("FSDP2", "mismatch/shape", DETECTED, "fully_shard (forward)", "fully_shard (backward)", sizes=BOTH)
+@case(
+    "FSDP2",
+    "mismatch/shape",
+    DETECTED,
+    "fully_shard (forward)",
+    "fully_shard (backward)",
+    sizes=BOTH,
+)
 def fsdp_skipped_backward(c: Context) -> None:
     """A rank skips a backward."""
     model = _sharded(c)
@@ -645,7 +739,15 @@ def fsdp_uneven_data(c: Context) -> None:
         model(torch.ones(2, 8)).sum().backward()
 
 
-@case("FSDP2", "missing", DETECTED, "rank 1 did not take part", "fully_shard", "is in verify_cases.py", timeout_s=2.0)
+@case(
+    "FSDP2",
+    "missing",
+    DETECTED,
+    "rank 1 did not take part",
+    "fully_shard",
+    "is in verify_cases.py",
+    timeout_s=2.0,
+)
 def fsdp_never_comes(c: Context) -> None:
     """A rank does something else between forward and backward."""
     model = _sharded(c)
@@ -657,7 +759,14 @@ def fsdp_never_comes(c: Context) -> None:
 
 def _pipeline(c: Context, width: int = _WIDTH, batches: int = 2) -> Callable[[], None]:
     x = torch.ones(2, width)
-    stage = PipelineStage(torch.nn.Linear(width, width), c.rank, c.size, torch.device("cpu"), input_args=x, output_args=x)
+    stage = PipelineStage(
+        torch.nn.Linear(width, width),
+        c.rank,
+        c.size,
+        torch.device("cpu"),
+        input_args=x,
+        output_args=x,
+    )
     schedule = ScheduleGPipe(stage, batches)
     batch = torch.ones(2 * batches, width)
     return lambda: schedule.step(batch) if c.rank == 0 else schedule.step()
@@ -706,7 +815,16 @@ def compiled_shape(c: Context) -> None:
 ABSENT: Final = "a rank is missing"
 
 
-@case(ABSENT, "missing", PREVENTED, "rank 1 did not take part within 2 s", "is in verify_cases.py", sizes=BOTH, timeout_s=2.0, usable=False)
+@case(
+    ABSENT,
+    "missing",
+    PREVENTED,
+    "rank 1 did not take part within 2 s",
+    "is in verify_cases.py",
+    sizes=BOTH,
+    timeout_s=2.0,
+    usable=False,
+)
 def never_comes(c: Context) -> None:
     """It does something else; the message names its line."""
     if c.odd:
@@ -715,12 +833,22 @@ def never_comes(c: Context) -> None:
 
 
 @case(
-    ABSENT, "missing", PREVENTED, "rank 1 did not take part within", "Held up by this", "waits in all_reduce #1 of group outer for rank 2",
-    sizes=(4,), timeout_s=2.0, usable=False,
-)  # fmt: skip
+    ABSENT,
+    "missing",
+    PREVENTED,
+    "rank 1 did not take part within",
+    "Held up by this",
+    "waits in all_reduce #1 of group outer for rank 2",
+    sizes=(4,),
+    timeout_s=2.0,
+    usable=False,
+)
 def held_up(c: Context) -> None:
     """It does something else, and others wait for a rank that waits for it, in another group."""
-    inner, outer = dist.new_group([1, 2], group_desc="inner"), dist.new_group([0, 2, 3], group_desc="outer")
+    inner, outer = (
+        dist.new_group([1, 2], group_desc="inner"),
+        dist.new_group([0, 2, 3], group_desc="outer"),
+    )
     if c.odd:
         time.sleep(4)  # reported
     if c.rank == 2:
@@ -731,7 +859,16 @@ def held_up(c: Context) -> None:
         dist.all_reduce(torch.ones(4), group=outer)  # reported
 
 
-@case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)
+@case(
+    ABSENT,
+    "dead",
+    PREVENTED,
+    "rank 1 has ended",
+    "has finished",
+    sizes=BOTH,
+    usable=False,
+    leaves=True,
+)
 def exits(c: Context) -> None:
     """It exits."""
     if c.odd:
@@ -747,7 +884,16 @@ def raises(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # reported
 
 
-@case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "was killed or crashed", sizes=BOTH, usable=False, leaves=True)
+@case(
+    ABSENT,
+    "dead",
+    PREVENTED,
+    "rank 1 has ended",
+    "was killed or crashed",
+    sizes=BOTH,
+    usable=False,
+    leaves=True,
+)
 def sigkill(c: Context) -> None:
     """It dies by SIGKILL."""
     if c.odd:
@@ -755,7 +901,17 @@ def sigkill(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # reported
 
 
-@case(ABSENT, "missing", PREVENTED, "Rank 1", "is stopped by a signal", sizes=BOTH, timeout_s=1.5, usable=False, leaves=True)
+@case(
+    ABSENT,
+    "missing",
+    PREVENTED,
+    "Rank 1",
+    "is stopped by a signal",
+    sizes=BOTH,
+    timeout_s=1.5,
+    usable=False,
+    leaves=True,
+)
 def sigstop(c: Context) -> None:
     """It is stopped by SIGSTOP."""
     if c.odd:
@@ -784,7 +940,8 @@ def giver_never_comes(c: Context) -> None:
     """A rank that a gather's root waits for does something else."""
     if c.odd:
         time.sleep(4)  # reported
-    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # reported
+    # reported
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)
 
 
 @case(ABSENT, "missing", DETECTED, "recv from rank 0", timeout_s=2.0, usable=False)
@@ -833,7 +990,9 @@ def table() -> str:
             if one.family == family:
                 ranks = " and ".join(map(str, one.sizes))
                 usable = "yes" if one.usable else "-" if one.ends == PASSES else "no"
-                lines.append(f"| {one.title} | {one.ends} | {one.kind or '-'} | {ranks} | {usable} |")
+                lines.append(
+                    f"| {one.title} | {one.ends} | {one.kind or '-'} | {ranks} | {usable} |"
+                )
         lines.append("")
     return "\n".join(lines)
 

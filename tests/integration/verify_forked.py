@@ -1,9 +1,10 @@
-"""Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT ENGINE all_reduce_shape:2 all_reduce_shape:4 ...``.
+"""Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT ENGINE
+all_reduce_shape:2 all_reduce_shape:4 ...``.
 
 The engine is ``python``, ``native``, or ``mixed``, which alternates them by rank.
 
-One process imports torch; every rank of every job is forked from it. Each rank writes its outcome to ``OUT/<job>/<rank>.json``
-and prints to ``OUT/<job>/<rank>.out``.
+One process imports torch; every rank of every job is forked from it. Each rank writes its outcome
+to ``OUT/<job>/<rank>.json`` and prints to ``OUT/<job>/<rank>.out``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def init(folder: Path, rank: int, size: int, timeout_s: float, name: str = "store") -> None:
     """Create the default group, with a file as its store."""
     store = dist.FileStore(str(folder / name), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def engine_here() -> str:
@@ -69,8 +72,12 @@ def engine_here() -> str:
 
 
 def sequence_numbers(groups: Sequence[Any]) -> list[int]:
-    """How many operations the backend of each group was given: the witness that a refused one never reached it."""
-    return [group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for group in groups]
+    """How many operations the backend of each group was given: the witness that a refused one never
+    reached it.
+    """
+    return [
+        group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for group in groups
+    ]
 
 
 class Jobs:
@@ -78,7 +85,8 @@ class Jobs:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._running: dict[str, tuple[Job, float, dict[int, int]]] = {}  # job to its start and pids by rank
+        # job to its start and pids by rank
+        self._running: dict[str, tuple[Job, float, dict[int, int]]] = {}
         self._ended: dict[int, int] = {}
 
     def run(self, jobs: Sequence[Job], at_once: int = AT_ONCE) -> None:
@@ -106,14 +114,25 @@ class Jobs:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             local, per_node = rank // job.nodes, job.size // job.nodes
-            environment = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
+            environment = {
+                "RANK": rank,
+                "WORLD_SIZE": job.size,
+                "LOCAL_RANK": local,
+                "LOCAL_WORLD_SIZE": per_node,
+            }
             os.environ.update({name: str(value) for name, value in environment.items()})
             warnings.simplefilter("ignore")
             if job.verified:
                 import commlens
 
                 box_dir = folder if job.nodes == 1 else folder / f"node{rank % job.nodes}"
-                settings = {"watched": True, "box_dir": str(box_dir), "job": "job", "debug": True, **job.settings}
+                settings = {
+                    "watched": True,
+                    "box_dir": str(box_dir),
+                    "job": "job",
+                    "debug": True,
+                    **job.settings,
+                }
                 if settings.get("engine") == "mixed":
                     settings["engine"] = MIXED[rank % 2]
                 commlens.enable(**settings)
@@ -147,7 +166,8 @@ class Jobs:
             folder = self.out / name
             left = {rank: pid for rank, pid in pids.items() if pid not in self._ended}
             stopped = [rank for rank, pid in left.items() if _state(pid) == "T"]
-            if left and len(stopped) == len(left):  # a rank that stopped itself, and its peers have ended
+            # a rank that stopped itself, and its peers have ended
+            if left and len(stopped) == len(left):
                 for pid in left.values():
                     os.kill(pid, signal.SIGKILL)
                 continue
@@ -157,8 +177,14 @@ class Jobs:
                     os.kill(pid, signal.SIGKILL)
                     self._ended[pid] = os.waitpid(pid, 0)[1]
             if hung or not left:
-                codes = {rank: os.waitstatus_to_exitcode(self._ended.pop(pid)) for rank, pid in pids.items()}
-                write(folder / "job.json", {"hung": sorted(left), "codes": codes, "seconds": time.monotonic() - began})
+                codes = {
+                    rank: os.waitstatus_to_exitcode(self._ended.pop(pid))
+                    for rank, pid in pids.items()
+                }
+                write(
+                    folder / "job.json",
+                    {"hung": sorted(left), "codes": codes, "seconds": time.monotonic() - began},
+                )
                 del self._running[name]
 
 
@@ -183,7 +209,9 @@ def prepare() -> None:
 
 
 def _destroy_later() -> None:
-    """Delay destruction on torch 2.6, which joins gloo's threads with the GIL held: a deadlock if one of them still waits for it."""
+    """Delay destruction on torch 2.6, which joins gloo's threads with the GIL held: a deadlock if
+    one of them still waits for it.
+    """
     original = dist.destroy_process_group
 
     def destroy_process_group(*group: Any) -> None:
@@ -215,7 +243,14 @@ def run_case(rank: int, size: int, result: Path, name: str) -> None:
 
     note()
     context.before_the_fault = note
-    record: dict[str, Any] = {"raised": None, "kind": "", "text": "", "issued": 0, "usable": None, "engine": engine_here()}
+    record: dict[str, Any] = {
+        "raised": None,
+        "kind": "",
+        "text": "",
+        "issued": 0,
+        "usable": None,
+        "engine": engine_here(),
+    }
     began = time.monotonic()
     try:
         case.body(context)
@@ -247,11 +282,20 @@ def are_usable(groups: Sequence[Any], rank: int, size: int) -> bool:
     return usable
 
 
-CAUGHT = ("order_swap_groups", "all_reduce_shape", "order_swap_groups", "all_reduce_shape", "broadcast_root", "gather_or_scatter")
+CAUGHT = (
+    "order_swap_groups",
+    "all_reduce_shape",
+    "order_swap_groups",
+    "all_reduce_shape",
+    "broadcast_root",
+    "gather_or_scatter",
+)
 
 
 def run_caught(rank: int, size: int, result: Path) -> None:
-    """Run one rank of a program that catches one refusal after the other and continues, sooner on some ranks than on others."""
+    """Run one rank of a program that catches one refusal after the other and continues, sooner on
+    some ranks than on others.
+    """
     import verify_cases
 
     from commlens.errors import DistributedOperationException
@@ -275,7 +319,9 @@ def run_caught(rank: int, size: int, result: Path) -> None:
 
 ROUNDS = 20
 REPEATED_FAULTS = {("async", ""): "dead"}
-"""(op of the other ranks, op of rank 1; "" if it ends) -> the kind of the refusal. All ops have been issued before."""
+"""(op of the other ranks, op of rank 1; "" if it ends) -> the kind of the refusal. All ops have
+been issued before.
+"""
 if says_whether_a_call_waits():
     swapped = (("all_reduce", "broadcast"), ("gather", "scatter"), ("all_to_all", "reduce_scatter"))
     REPEATED_FAULTS = {**dict.fromkeys(swapped, "mismatch/op"), **REPEATED_FAULTS}
@@ -284,7 +330,8 @@ if says_whether_a_call_waits():
 def run_repeated(rank: int, size: int, result: Path) -> None:
     """Run one rank of a program that repeats some ops, then misuses the same ops.
 
-    It counts how often each kind of op reaches Python's verifier in the second half of the correct part.
+    It counts how often each kind of op reaches Python's verifier in the second half of the correct
+    part.
     """
     from torch.distributed import _functional_collectives as functional
 
@@ -305,7 +352,9 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
         "broadcast": lambda: dist.broadcast(x, 0),
         "gather": lambda: dist.gather(x, parts),
         "scatter": lambda: dist.scatter(x, parts),
-        "functional": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD)),
+        "functional": lambda: functional.wait_tensor(
+            functional.all_reduce(x, "sum", dist.group.WORLD)
+        ),
         "pair": lambda: dist.all_reduce(x, group=pair) if rank < 2 else None,
         "message": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
     }
@@ -317,7 +366,9 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal continued
             entered[now] += counts
-            continued += name == "before_planned_wait" or (name == "before_issue" and args[0].announced is not None)
+            continued += name == "before_planned_wait" or (
+                name == "before_issue" and args[0].announced is not None
+            )
             return original(self, *args, **kwargs)
 
         setattr(Verifier, name, method)
@@ -329,16 +380,21 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
     schedule = [(name, name) for name in each + each]
     for fault in REPEATED_FAULTS:
         schedule += [*((name, name) for name in again), fault]
-    for at, (usual, odd) in enumerate(schedule):  # one line issues all of them: the call site is part of a plan's key
+    # one line issues all of them: the call site is part of a plan's key
+    for at, (usual, odd) in enumerate(schedule):
         now, counts = odd if rank == 1 else usual, len(each) <= at < 2 * len(each)
         try:
             if now:
                 ops[now]()
             else:
-                time.sleep(1.0)  # gloo may drop the data of a process that ends, which a slower rank has yet to receive
+                # gloo may drop the data of a process that ends, which a slower rank has yet to
+                # receive
+                time.sleep(1.0)
         except DistributedOperationException as error:
             seen.append(error.kind)
-    write(result, {"engine": engine_here(), "entered": entered, "continued": continued, "seen": seen})
+    write(
+        result, {"engine": engine_here(), "entered": entered, "continued": continued, "seen": seen}
+    )
 
 
 def main() -> None:
@@ -347,17 +403,43 @@ def main() -> None:
     out, engine = Path(sys.argv[1]), sys.argv[2]
     jobs = []
     for which in sys.argv[3:]:
-        name, size, *more = which.split(":")  # all_reduce_shape:4, or all_reduce_shape:4:2 on two nodes
+        # all_reduce_shape:4, or all_reduce_shape:4:2 on two nodes
+        name, size, *more = which.split(":")
         nodes = int(more[0]) if more else 1
         if name == "caught":
-            jobs.append(Job(which, int(size), run_caught, {"engine": engine, "verify_timeout": 4.0}, nodes=nodes))
+            jobs.append(
+                Job(
+                    which,
+                    int(size),
+                    run_caught,
+                    {"engine": engine, "verify_timeout": 4.0},
+                    nodes=nodes,
+                )
+            )
             continue
         if name == "repeated":
-            jobs.append(Job(which, int(size), run_repeated, {"engine": engine, "verify_timeout": 4.0}, timeout_s=60.0, nodes=nodes))
+            jobs.append(
+                Job(
+                    which,
+                    int(size),
+                    run_repeated,
+                    {"engine": engine, "verify_timeout": 4.0},
+                    timeout_s=60.0,
+                    nodes=nodes,
+                )
+            )
             continue
         case = verify_cases.CASES[name]
         body = lambda rank, world_size, result, name=name: run_case(rank, world_size, result, name)  # noqa: E731
-        jobs.append(Job(which, int(size), body, {"engine": engine, "verify_timeout": case.timeout_s}, nodes=nodes))
+        jobs.append(
+            Job(
+                which,
+                int(size),
+                body,
+                {"engine": engine, "verify_timeout": case.timeout_s},
+                nodes=nodes,
+            )
+        )
     prepare()
     Jobs(out).run(jobs)
 

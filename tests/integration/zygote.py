@@ -1,13 +1,17 @@
-"""A process that has imported torch and forks ranks on request, so that a job of 4 ranks does not pay for 4 imports.
+"""A process that has imported torch and forks ranks on request, so that a job of 4 ranks does not
+pay for 4 imports.
 
 Lines of JSON in on stdin, one line of JSON back for each on stdout:
 
-    {"do": "start", "folder": ..., "store": true, "ranks": [{"environment": {...}, "arguments": [...]}, ...]}
+    {"do": "start", "folder": ..., "store": true, "ranks": [{"environment": {...}, "arguments":
+    [...]}, ...]}
         ->  {"pids": [...], "store": pid}
-    {"do": "reap", "pids": [...]}  ->  {"ended": {pid: status}}     (waitpid statuses; until then they stay zombies)
+    {"do": "reap", "pids": [...]}  ->  {"ended": {pid: status}}     (waitpid statuses; until then
+    they stay zombies)
 
-``arguments`` is a script with its arguments, or ``-m``, a module and its arguments. The ranks are ordinary processes in all that
-matters: their own pid, real gloo, exit handlers. With ``store`` a further process serves the job's store, as torchrun's agent does.
+``arguments`` is a script with its arguments, or ``-m``, a module and its arguments. The ranks are
+ordinary processes in all that matters: their own pid, real gloo, exit handlers. With ``store`` a
+further process serves the job's store, as torchrun's agent does.
 """
 
 import atexit
@@ -38,7 +42,9 @@ def answer(**fields):
 
 def serve_store(port_pipe: int) -> None:
     """In a child: the job's store, until it is killed."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     os.write(port_pipe, f"{store.port}\n".encode())
     signal.pause()
 
@@ -97,10 +103,11 @@ def reap(request):
 
 
 def keep_native_dumps(folder: str) -> None:
-    """Have torch's own recorder of gloo dumped into this folder whenever there is more in it: the last dump is what is left.
+    """Have torch's own recorder of gloo dumped into this folder whenever there is more in it: the
+    last dump is what is left.
 
-    The file's time of writing is when the recorder was last looked at. A rank that hangs writes nothing more: a rank that writes would
-    look as if it worked.
+    The file's time of writing is when the recorder was last looked at. A rank that hangs writes
+    nothing more: a rank that writes would look as if it worked.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     path = Path(folder) / f"gloo_{os.environ['RANK']}"
@@ -164,7 +171,8 @@ if os.environ.get("NCCL_LIKE") == "1":
 
     nccl_like.register(take_over=True)
 if os.environ.get("COMMLENS") == "1":
-    import commlens_autoload  # torch's entry point would have done this at the end of `import torch`
+    # torch's entry point would have done this at the end of `import torch`
+    import commlens_autoload
 
     commlens_autoload.start()
 if "PYTEST_NATIVE_DUMPS" in os.environ:
@@ -182,7 +190,8 @@ except SystemExit as error:
 except BaseException as error:
     sys.excepthook(type(error), error, error.__traceback__)
     code = 1
-# What the interpreter does at its end, without taking torch apart object by object: that costs half a second of CPU in a fork.
+# What the interpreter does at its end, without taking torch apart object by object: that costs half
+# a second of CPU in a fork.
 threading._shutdown()
 atexit._run_exitfuncs()
 sys.stdout.flush()

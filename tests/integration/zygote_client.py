@@ -14,7 +14,9 @@ HERE = Path(__file__).parent
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is a zombie with all its threads, or gone. Only a pidfd tells: in /proc the first thread is one before that."""
+    """Whether the process is a zombie with all its threads, or gone. Only a pidfd tells: in /proc
+    the first thread is one before that.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -29,9 +31,20 @@ class Zygote:
     """The process that forks ranks."""
 
     def __init__(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
-        environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1")
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")])
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))
+        }
+        environment.update(
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+            OMP_NUM_THREADS="1",
+            TORCH_CPP_LOG_LEVEL="ERROR",
+            PYTHONUNBUFFERED="1",
+        )
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")]
+        )
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
@@ -42,17 +55,24 @@ class Zygote:
             start_new_session=True,
         )
         ready = self._answer(60.0)
-        assert ready["threads"] == 1, f"The zygote has {ready['threads']} threads: forking it is not safe."
+        assert ready["threads"] == 1, (
+            f"The zygote has {ready['threads']} threads: forking it is not safe."
+        )
 
     def _answer(self, timeout_s: float) -> dict:
         assert self.process.stdout is not None
         line = b""
         deadline = time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            readable, _, _ = select.select(
+                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
             chunk = os.read(self.process.stdout.fileno(), 65536) if readable else b""
             if not chunk:
-                raise RuntimeError(f"The zygote gave no answer within {timeout_s:.0f} s (exit status {self.process.poll()}).")
+                raise RuntimeError(
+                    f"The zygote gave no answer within {timeout_s:.0f} s (exit status"
+                    f" {self.process.poll()})."
+                )
             line += chunk
         return json.loads(line)
 

@@ -20,7 +20,8 @@ class Script:
     """A text for the driver, and what a peer must read after each of its lines."""
 
     lines: list[str] = field(default_factory=list)
-    entries: list[dict[int, tuple[int, Said]]] = field(default_factory=lambda: [{}])  # by place: number, and what was said
+    # by place: number, and what was said
+    entries: list[dict[int, tuple[int, Said]]] = field(default_factory=lambda: [{}])
     last: list[int] = field(default_factory=lambda: [0])
 
     def announce(self, number: int, said: Said) -> None:
@@ -41,7 +42,9 @@ class Script:
 
 
 def script(seed: int = 6, times: int = 60) -> Script:
-    """Several laps of a channel's entries; now and then what was said is unsaid and said anew; the next round begins."""
+    """Several laps of a channel's entries; now and then what was said is unsaid and said anew; the
+    next round begins.
+    """
     draw = random.Random(seed)
     s = Script()
     signature = draw.getrandbits(62)
@@ -78,17 +81,23 @@ def step_through(driver: Path, folder: Path) -> str:
         assert peer.channel(7) == {"name": "0"}
     assert (last.begun, last.done) == (len(s.lines), len(s.lines)), last
     return (
-        f"{last.instructions} instructions of {len(s.lines)} calls left {count} states, {partly} of them in the middle of a call: "
-        "each was read, with every announcement that stood"
+        f"{last.instructions} instructions of {len(s.lines)} calls left {count} states, {partly} of"
+        " them in the middle of a call: each was read, with every announcement that stood"
     )
 
 
 def check(peer: PeerBoard, s: Script, numbers: list[int], state: stepped.State) -> None:
-    """That a peer reads what stood before a line of the script, or what stands after it, and never anything else."""
+    """That a peer reads what stood before a line of the script, or what stands after it, and never
+    anything else.
+    """
     slot = peer.slot(7)
     assert slot == SLOT
     for number in numbers:
-        before, later, got = s.read(state.done, number), s.read(state.begun, number), peer.announced(slot, number)
+        before, later, got = (
+            s.read(state.done, number),
+            s.read(state.begun, number),
+            peer.announced(slot, number),
+        )
         # In the middle of a call, the entry that it is about may not be there.
         allowed = {before, later} | ({None} if before != later else set())
         assert got in allowed, f"{state}: {number:x} reads {got}, not one of {allowed}"

@@ -1,7 +1,9 @@
-"""The native code's own test: what it does to shared memory, without torch. ``make native-check`` runs it.
+"""The native code's own test: what it does to shared memory, without torch. ``make native-check``
+runs it.
 
-Threads under ThreadSanitizer and AddressSanitizer, writers killed at every instruction, and the same for another processor. A part that
-cannot be done here says why and is left out; one that fails makes the exit status 1.
+Threads under ThreadSanitizer and AddressSanitizer, writers killed at every instruction, and the
+same for another processor. A part that cannot be done here says why and is left out; one that fails
+makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from stepped import LeftOutError
 MILLISECONDS = "8000"
 MEETINGS = "3000"
 SANITIZERS = {
-    # gcc says that it does not know fences here. None is needed to see that there is no race: all that is shared is stored atomically.
+    # gcc says that it does not know fences here. None is needed to see that there is no race: all
+    # that is shared is stored atomically.
     "thread": ("-fsanitize=thread", "-Wno-tsan"),
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
@@ -32,12 +35,25 @@ ARM, QEMU = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qemu-aarch64")
 
 
 def crowd(driver: Path, *before: str | Path) -> str:
-    """Threads that write and read, and ranks that verify what they issue, as threads and as processes."""
-    said = stepped.run([*before, driver, "crowd", MILLISECONDS]) + stepped.run([*before, driver, "meet", MEETINGS])
-    written = sum(int(line.split()[0]) for line in said.splitlines() if " records by 4 threads" in line)
-    accepted = sum(int(line.split()[7]) for line in said.splitlines() if line.startswith("a reader in a thread"))
+    """Threads that write and read, and ranks that verify what they issue, as threads and as
+    processes.
+    """
+    said = stepped.run([*before, driver, "crowd", MILLISECONDS]) + stepped.run(
+        [*before, driver, "meet", MEETINGS]
+    )
+    written = sum(
+        int(line.split()[0]) for line in said.splitlines() if " records by 4 threads" in line
+    )
+    accepted = sum(
+        int(line.split()[7])
+        for line in said.splitlines()
+        if line.startswith("a reader in a thread")
+    )
     assert written and accepted
-    return f"4 threads wrote {written} records, a reader accepted {accepted}, all whole; 4 ranks verified 2 x {MEETINGS} collectives"
+    return (
+        f"4 threads wrote {written} records, a reader accepted {accepted}, all whole; 4 ranks"
+        f" verified 2 x {MEETINGS} collectives"
+    )
 
 
 def sanitized(driver: Path) -> str:
@@ -48,7 +64,10 @@ def sanitized(driver: Path) -> str:
         if "unexpected memory mapping" not in str(error):
             raise
     if not shutil.which("setarch"):
-        raise LeftOutError("this kernel's addresses are too random for the compiler's runtime, and there is no setarch")
+        raise LeftOutError(
+            "this kernel's addresses are too random for the compiler's runtime, and there is no"
+            " setarch"
+        )
     return crowd(driver, "setarch", "-R")
 
 
@@ -72,7 +91,10 @@ def arm(folder: Path) -> Path:
     """The driver for aarch64."""
     missing = [name for name in (ARM, QEMU[0]) if not shutil.which(name)]
     if missing and not (missing == [QEMU[0]] and shutil.which(QEMU[1])):
-        raise LeftOutError(f"there is no {' and no '.join(missing)} (on Debian: apt install g++-aarch64-linux-gnu qemu-user-static)")
+        raise LeftOutError(
+            f"there is no {' and no '.join(missing)} (on Debian: apt install g++-aarch64-linux-gnu"
+            " qemu-user-static)"
+        )
     return stepped.build(folder, "aarch64", "-static", compiler=[ARM])
 
 
@@ -94,10 +116,16 @@ def main() -> int:
             said = f"FAILED: {error}"
         print(f"{name:26} {time.monotonic() - began:4.0f} s  {said}", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="commlens-native-check-") as temporary, ThreadPoolExecutor(2) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="commlens-native-check-") as temporary,
+        ThreadPoolExecutor(2) as pool,
+    ):
         folder = Path(temporary)
         plain: Future[Path] = pool.submit(stepped.build, folder, "plain")
-        drivers = {name: pool.submit(stepped.build, folder, name, *flags) for name, flags in SANITIZERS.items()}
+        drivers = {
+            name: pool.submit(stepped.build, folder, name, *flags)
+            for name, flags in SANITIZERS.items()
+        }
         other = pool.submit(arm, folder)
         part("killed in a box", lambda: killed_box.step_through(plain.result(), folder))
         part("killed in a board", lambda: killed_board.step_through(plain.result(), folder))

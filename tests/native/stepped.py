@@ -1,4 +1,6 @@
-"""Runs the native code's driver, one instruction at a time where asked, and hands out what its file held after each."""
+"""Runs the native code's driver, one instruction at a time where asked, and hands out what its file
+held after each.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def build(folder: Path, name: str, *flags: str, compiler: Sequence[str] = ()) ->
     command = [*compiler, *COMMON, *flags, str(HERE / "driver.cpp"), "-o", str(driver)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     missing = [
-        line for line in ended.stderr.splitlines() if "cannot find" in line and ("tsan" in line or "asan" in line or "ubsan" in line)
+        line
+        for line in ended.stderr.splitlines()
+        if "cannot find" in line and ("tsan" in line or "asan" in line or "ubsan" in line)
     ]
     if ended.returncode and missing:
         raise LeftOutError(f"the compiler has no runtime for {' '.join(flags)}: {missing[0]}")
@@ -61,8 +65,13 @@ def build(folder: Path, name: str, *flags: str, compiler: Sequence[str] = ()) ->
 
 def run(command: Sequence[str | Path], *, timeout: float = 150) -> str:
     """Run the driver; what it printed."""
-    ended = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout)
-    assert ended.returncode == 0, f"{' '.join(map(str, command))}: exit status {ended.returncode}\n{ended.stdout}{ended.stderr}"
+    ended = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=timeout
+    )
+    assert ended.returncode == 0, (
+        f"{' '.join(map(str, command))}: exit status"
+        f" {ended.returncode}\n{ended.stdout}{ended.stderr}"
+    )
     return ended.stdout
 
 
@@ -77,7 +86,9 @@ def step(driver: Path, kind: str, file: Path, lines: Sequence[str], folder: Path
     """
     script, found = folder / f"{kind}.script", folder / f"{kind}.states"
     script.write_text("".join(line + "\n" for line in lines))
-    ended = subprocess.run([driver, "step", kind, file, script, found], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [driver, "step", kind, file, script, found], capture_output=True, text=True, timeout=300
+    )
     if ended.returncode == NO_PTRACE:
         raise LeftOutError("this system does not let one process trace another (ptrace)")
     assert ended.returncode == 0, ended.stderr
@@ -85,7 +96,9 @@ def step(driver: Path, kind: str, file: Path, lines: Sequence[str], folder: Path
 
 
 def states(found: Path, image: MutableSequence[int]) -> Iterator[State]:
-    """Each state in turn; ``image``, which begins as what the file held before, is brought up to it."""
+    """Each state in turn; ``image``, which begins as what the file held before, is brought up to
+    it.
+    """
     content, at = found.read_bytes(), 0
     while at < len(content):
         instructions, begun, done, count = _STATE.unpack_from(content, at)

@@ -1,6 +1,8 @@
-"""A backend for tests that behaves on tensors of the CPU as ProcessGroupNCCL does on a GPU. README.md says how to use it.
+"""A backend for tests that behaves on tensors of the CPU as ProcessGroupNCCL does on a GPU.
+README.md says how to use it.
 
-``build()`` compiles it once, ``register()`` makes it known to torch.distributed. The other functions look into the simulated device.
+``build()`` compiles it once, ``register()`` makes it known to torch.distributed. The other
+functions look into the simulated device.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LIBRARY = "NCCL_LIKE_LIBRARY"  # the built library, for processes that shall not
 CACHE = "COMMLENS_TEST_NATIVE"  # the folder in which `make test` keeps native builds
 TIMEOUT_S = 900
 COMPILER_FAILED = "The compiler failed on nccl_like"
-OURS = (NAME, "undefined", "None", "gloo", "nccl", "cpu:gloo,cuda:nccl")  # the backends whose groups use it, where it takes over
+# the backends whose groups use it, where it takes over
+OURS = (NAME, "undefined", "None", "gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
 def build() -> Path:
@@ -42,10 +45,23 @@ def build() -> Path:
         from commlens.native import build as native
         from commlens.native.cache import identity
     compiler = native.find_compiler(os.environ)
-    command = [*compiler, str(HERE / "backend.cpp"), f"-I{HERE / 'include'}", *native.flags(), "-DFMT_HEADER_ONLY", "-fvisibility=hidden"]
-    about = repr((sorted(identity().items()), native.compiler_version(compiler), command[len(compiler) :]))
-    digest = hashlib.sha256(about.encode() + b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
-    folder = Path(os.environ.get(CACHE) or Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}").absolute()
+    command = [
+        *compiler,
+        str(HERE / "backend.cpp"),
+        f"-I{HERE / 'include'}",
+        *native.flags(),
+        "-DFMT_HEADER_ONLY",
+        "-fvisibility=hidden",
+    ]
+    about = repr(
+        (sorted(identity().items()), native.compiler_version(compiler), command[len(compiler) :])
+    )
+    digest = hashlib.sha256(
+        about.encode() + b"".join(path.read_bytes() for path in sources())
+    ).hexdigest()[:16]
+    folder = Path(
+        os.environ.get(CACHE) or Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
+    ).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{MODULE}-{digest}.so"
     with (folder / f".{NAME}.lock").open("w") as lock:
@@ -54,10 +70,16 @@ def build() -> Path:
             return library
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / library.name
-            ended = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=TIMEOUT_S)
+            ended = subprocess.run(
+                [*command, "-o", str(made)], capture_output=True, text=True, timeout=TIMEOUT_S
+            )
             if ended.returncode:
-                lines = [line for line in ended.stderr.splitlines() if "error" in line] or ended.stderr.splitlines()[-1:]
-                raise NativeEngineError(f"{COMPILER_FAILED}: {lines[0] if lines else ended.returncode}")
+                lines = [
+                    line for line in ended.stderr.splitlines() if "error" in line
+                ] or ended.stderr.splitlines()[-1:]
+                raise NativeEngineError(
+                    f"{COMPILER_FAILED}: {lines[0] if lines else ended.returncode}"
+                )
             made.replace(library)
     return library
 
@@ -114,7 +136,8 @@ def register(*, take_over: bool = False) -> None:
     """Make the backend ``nccl_like`` known to torch.distributed in this process.
 
     Args:
-        take_over: groups of the backends gloo and nccl use it, and those of the default backend. Only ``cpu:gloo`` stays gloo.
+        take_over: groups of the backends gloo and nccl use it, and those of the default backend.
+            Only ``cpu:gloo`` stays gloo.
     """
     import torch
     import torch.distributed as dist
@@ -123,7 +146,8 @@ def register(*, take_over: bool = False) -> None:
     made = native()
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     if hasattr(made, "_dump_nccl_trace"):
-        # _dump_fr_trace stays what it is in a build for CUDA as well: the recorder of gloo, in libtorch_cpu.
+        # _dump_fr_trace stays what it is in a build for CUDA as well: the recorder of gloo, in
+        # libtorch_cpu.
         for name in ("_dump_nccl_trace", "_dump_nccl_trace_json"):
             setattr(_distributed_c10d, name, getattr(made, name))
     _settings_from_environment(made, torch.__version__)
@@ -138,12 +162,16 @@ def _create(options: Any, backend_options: Any) -> Any:
     timeout = options.timeout
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     ranks = list(options.global_ranks_in_group)
-    return native().create(options.store, options.group_rank, options.group_size, seconds, options.group_id, ranks)
+    return native().create(
+        options.store, options.group_rank, options.group_size, seconds, options.group_id, ranks
+    )
 
 
 def _settings_from_environment(made: Any, version: str) -> None:
     old = tuple(int(part) for part in version.split(".")[:2]) < (2, 8)
-    made.set_sync_returns_work(os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old else "0") == "1")
+    made.set_sync_returns_work(
+        os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old else "0") == "1"
+    )
     made.set_eager(os.environ.get("NCCL_LIKE_EAGER") == "1")
     made.set_watchdogs_stuck(os.environ.get("NCCL_LIKE_STUCK_WATCHDOG") == "1")
     made.set_peer_death_is_an_error(os.environ.get("NCCL_LIKE_PEER_DEATH") == "error")
@@ -170,7 +198,9 @@ def _wait_outside_the_dispatcher(torch: Any, made: Any) -> None:
 
 
 def _make_cuda_graphs(torch: Any, made: Any) -> None:
-    """``torch.cuda.CUDAGraph`` on the simulated device: a tool that patches its methods meets them here."""
+    """``torch.cuda.CUDAGraph`` on the simulated device: a tool that patches its methods meets them
+    here.
+    """
 
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False) -> None:
@@ -195,13 +225,19 @@ def _take_over(dist: Any) -> None:
     default_timeout = module._get_default_timeout
 
     @functools.wraps(original)
-    def with_our_backend(size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **named: Any) -> Any:
+    def with_our_backend(
+        size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **named: Any
+    ) -> Any:
         if str(backend) in OURS:
             backend = dist.Backend(NAME)
         return original(size, rank, ranks, backend, *arguments, **named)
 
     def ten_minutes(backend: Any) -> timedelta:  # NCCL's default
-        return timedelta(minutes=10) if backend is None or str(backend) in OURS else default_timeout(backend)
+        return (
+            timedelta(minutes=10)
+            if backend is None or str(backend) in OURS
+            else default_timeout(backend)
+        )
 
     module._new_process_group_helper = with_our_backend
     module._get_default_timeout = ten_minutes
@@ -228,7 +264,9 @@ def pending() -> int:
 
 
 def capturing(on: bool) -> None:
-    """Whether an event query ends the process with status 99, as it ruins a capture in the global mode."""
+    """Whether an event query ends the process with status 99, as it ruins a capture in the global
+    mode.
+    """
     native().set_capturing(on)
 
 

@@ -1,8 +1,10 @@
-"""Claims about NCCL on which commlens builds, each with a check that runs on the emulation and on a real GPU.
+"""Claims about NCCL on which commlens builds, each with a check that runs on the emulation and on a
+real GPU.
 
 python tests/nccl_like/facts.py                                     # on the emulation
-python tests/nccl_like/facts.py --backend nccl --json FILE          # on real NCCL, one rank on one GPU; --ranks 2 where there are two
-python tests/nccl_like/facts.py --write                             # the table in docs/nccl.md, from both
+python tests/nccl_like/facts.py --backend nccl --json FILE          # on real NCCL, one rank on one
+GPU; --ranks 2 where there are two python tests/nccl_like/facts.py --write
+# the table in docs/nccl.md, from both
 """
 
 from __future__ import annotations
@@ -24,14 +26,26 @@ PAGE = HERE.parents[1] / "docs" / "nccl.md"
 REAL = HERE / "facts_on_nccl.json"  # what a run on a real GPU said, if there was one
 sys.path.insert(0, str(HERE.parent))
 
-from nccl_like.facts_runner import OCCUPIED_S, Answer, Ended, Fact, Here, prepare, run, timed, until  # noqa: E402
+from nccl_like.facts_runner import (  # noqa: E402
+    OCCUPIED_S,
+    Answer,
+    Ended,
+    Fact,
+    Here,
+    prepare,
+    run,
+    timed,
+    until,
+)
 
 ABORTED = -signal.SIGABRT
 
 FACTS: list[Fact] = []
 
 
-def fact(claim: str, **options: Any) -> Callable[[Callable[[Here], Answer]], Callable[[Here], Answer]]:
+def fact(
+    claim: str, **options: Any
+) -> Callable[[Callable[[Here], Answer]], Callable[[Here], Answer]]:
     def add(check: Callable[[Here], Answer]) -> Callable[[Here], Answer]:
         FACTS.append(Fact(check.__name__, claim, check, **options))
         return check
@@ -42,7 +56,10 @@ def fact(claim: str, **options: Any) -> Callable[[Callable[[Here], Answer]], Cal
 # --- what a call returns, and when
 
 
-@fact("A synchronous collective returns no Work: the backend's call returns None (torch 2.8 and later).")
+@fact(
+    "A synchronous collective returns no Work: the backend's call returns None (torch 2.8 and"
+    " later)."
+)
 def sync_returns_no_work(here: Here) -> Answer:
     here.init()
     options = here.torch._C._distributed_c10d.AllreduceOptions()
@@ -64,10 +81,16 @@ def sync_returns_before_it_runs(here: Here) -> Answer:
     here.occupy()
     seconds, _ = timed(lambda: here.dist.all_reduce(here.tensor()))
     behind, _ = timed(here.synchronize)
-    return seconds < OCCUPIED_S / 2 < behind, f"the call took {seconds:.2f} s, synchronize() after it {behind:.2f} s"
+    return (
+        seconds < OCCUPIED_S / 2 < behind,
+        f"the call took {seconds:.2f} s, synchronize() after it {behind:.2f} s",
+    )
 
 
-@fact("The host runs ahead without a bound: 2,000 synchronous calls return while the device is occupied.")
+@fact(
+    "The host runs ahead without a bound: 2,000 synchronous calls return while the device is"
+    " occupied."
+)
 def host_runs_ahead(here: Here) -> Answer:
     here.init()
     tensor = here.tensor()
@@ -89,7 +112,10 @@ def wait_returns_at_once(here: Here) -> Answer:
     work = here.dist.all_reduce(here.tensor(), async_op=True)
     seconds, _ = timed(work.wait)
     done = work.is_completed()
-    return seconds < OCCUPIED_S / 2 and not done, f"wait() took {seconds:.2f} s, is_completed() then: {done}"
+    return (
+        seconds < OCCUPIED_S / 2 and not done,
+        f"wait() took {seconds:.2f} s, is_completed() then: {done}",
+    )
 
 
 @fact("Work.is_completed() is true when the kernel is done, without a wait().")
@@ -109,7 +135,10 @@ def future_is_done_at_once(here: Here) -> Answer:
     return future and not ran, f"get_future().done(): {future}, is_completed(): {ran}"
 
 
-@fact("Work.get_future_result() is marked SUCCESS (0) by the watchdog, soon after the kernel is done and not before.")
+@fact(
+    "Work.get_future_result() is marked SUCCESS (0) by the watchdog, soon after the kernel is done"
+    " and not before."
+)
 def future_result_comes_from_the_watchdog(here: Here) -> Answer:
     here.init()
     here.occupy()
@@ -117,7 +146,10 @@ def future_result_comes_from_the_watchdog(here: Here) -> Answer:
     early = result.done()
     came = until(result.done)
     value = result.value() if came else None
-    return not early and came and int(value) == 0, f"done at once: {early}, later: {came}, value {value}"
+    return (
+        not early and came and int(value) == 0,
+        f"done at once: {early}, later: {came}, value {value}",
+    )
 
 
 @fact("The thread that reads a result stands in .item() until the collective has run.")
@@ -130,7 +162,10 @@ def item_blocks(here: Here) -> Answer:
     return call < OCCUPIED_S / 2 < seconds, f"the call took {call:.2f} s, .item() {seconds:.2f} s"
 
 
-@fact("A thread that waits for the device spins: it uses the CPU, and other Python threads run meanwhile.")
+@fact(
+    "A thread that waits for the device spins: it uses the CPU, and other Python threads run"
+    " meanwhile."
+)
 def waiting_thread_spins(here: Here) -> Answer:
     here.init()
     counted = [0]
@@ -149,15 +184,22 @@ def waiting_thread_spins(here: Here) -> Answer:
     used = time.thread_time() - used
     stop.set()
     counter.join()
-    return used > 0.2 * seconds and counted[
-        0
-    ] > 5, f"{used / seconds:.0%} of a core for {seconds:.2f} s; another thread woke {counted[0]} times"
+    return (
+        used > 0.2 * seconds and counted[0] > 5,
+        (
+            f"{used / seconds:.0%} of a core for {seconds:.2f} s; another thread woke {counted[0]}"
+            " times"
+        ),
+    )
 
 
 # --- barrier
 
 
-@fact("barrier() blocks the caller until the device is done; it is an all_reduce of one element with a number of its own.")
+@fact(
+    "barrier() blocks the caller until the device is done; it is an all_reduce of one element with"
+    " a number of its own."
+)
 def barrier_blocks(here: Here) -> Answer:
     here.init()
     before = here.backend._get_sequence_number_for_group()
@@ -166,10 +208,16 @@ def barrier_blocks(here: Here) -> Answer:
     last = here.entries()[-1]
     numbers = here.backend._get_sequence_number_for_group() - before
     said = f"took {seconds:.2f} s; {last['profiling_name']} {last['input_sizes']}, {numbers} number"
-    return seconds > OCCUPIED_S / 2 and numbers == 1 and (last["profiling_name"], last["input_sizes"]) == (
-        "nccl:all_reduce_barrier",
-        [[1]],
-    ), said
+    return (
+        seconds > OCCUPIED_S / 2
+        and numbers == 1
+        and (last["profiling_name"], last["input_sizes"])
+        == (
+            "nccl:all_reduce_barrier",
+            [[1]],
+        ),
+        said,
+    )
 
 
 @fact("barrier(async_op=True) returns at once; wait() of its Work blocks the caller.")
@@ -202,13 +250,19 @@ def future_result_keeps_no_tensor(here: Here) -> Answer:
     del work
     here.dist.all_reduce(here.tensor())
     freed = storage._expired(known)
-    return held and freed and bool(result.done()), f"alive with the Work: {held}, freed with only the result: {freed}"
+    return (
+        held and freed and bool(result.done()),
+        f"alive with the Work: {held}, freed with only the result: {freed}",
+    )
 
 
 # --- numbers and identities
 
 
-@fact("The backend object calls itself nccl, coalesces, and has a small number, uid: 0 for the first group, 1 for the second.")
+@fact(
+    "The backend object calls itself nccl, coalesces, and has a small number, uid: 0 for the first"
+    " group, 1 for the second."
+)
 def uid_counts_backends(here: Here) -> Answer:
     here.init()
     second = here.backend_of(here.dist.new_group(list(range(here.ranks))))
@@ -243,23 +297,35 @@ def sequence_number_counts_collectives(here: Here) -> Answer:
     ), f"+{between - before} for three all_reduce, +{after - between} for a batch of messages"
 
 
-@fact("A group that was used by nobody yet is neither in the recorder's status nor in its list of groups.")
+@fact(
+    "A group that was used by nobody yet is neither in the recorder's status nor in its list of"
+    " groups."
+)
 def unused_group_is_unknown(here: Here) -> Answer:
     here.begin()
     found = here.recorded()
-    return not found["pg_status"] and not found["pg_config"], f"pg_status {found['pg_status']}, pg_config {found['pg_config']}"
+    return (
+        not found["pg_status"] and not found["pg_config"],
+        f"pg_status {found['pg_status']}, pg_config {found['pg_config']}",
+    )
 
 
-@fact("The status says what is enqueued at once, and what is complete within a second; started stays -1 without timing.")
+@fact(
+    "The status says what is enqueued at once, and what is complete within a second; started stays"
+    " -1 without timing."
+)
 def status_follows(here: Here) -> Answer:
     here.init()
     here.occupy()
     here.dist.all_reduce(here.tensor())
     early = here.status()
     came = until(lambda: here.status()["completed"] == 2)
-    return early == {"enqueued": 2, "started": -1, "completed": 1} and came and here.status()[
-        "started"
-    ] == -1, f"{early}, then {here.status()}"
+    return (
+        early == {"enqueued": 2, "started": -1, "completed": 1}
+        and came
+        and here.status()["started"] == -1,
+        f"{early}, then {here.status()}",
+    )
 
 
 @fact(
@@ -273,9 +339,10 @@ def timing_gives_starts(here: Here) -> Answer:
     early = here.status()
     until(lambda: here.status()["completed"] == 2)
     last = here.entries()[-1]
-    return early["started"] == 1 and here.status()[
-        "started"
-    ] == 2 and "duration_ms" in last, f"{early}, then {here.status()}; {sorted(last)}"
+    return (
+        early["started"] == 1 and here.status()["started"] == 2 and "duration_ms" in last,
+        f"{early}, then {here.status()}; {sorted(last)}",
+    )
 
 
 @fact("An entry becomes retired and completed within a second after its kernel is done.")
@@ -308,7 +375,10 @@ def recorder_can_be_off(here: Here) -> Answer:
 # --- messages and groups of operations
 
 
-@fact("A batch of messages returns one Work, takes one message number, and its entry in the status is that number.")
+@fact(
+    "A batch of messages returns one Work, takes one message number, and its entry in the status is"
+    " that number."
+)
 def batch_takes_one_number(here: Here) -> Answer:
     here.init()
     works = []
@@ -317,17 +387,26 @@ def batch_takes_one_number(here: Here) -> Answer:
     here.synchronize()
     status = here.status()
     numbers = [entry["p2p_seq_id"] for entry in here.entries()[1:]]
-    return len(works) == 1 and status["enqueued"] == 3 and numbers == [1, 1, 1, 2, 2, 2, 3, 3, 3], f"{len(works)} Work, {status}, {numbers}"
+    return (
+        len(works) == 1 and status["enqueued"] == 3 and numbers == [1, 1, 1, 2, 2, 2, 3, 3, 3],
+        f"{len(works)} Work, {status}, {numbers}",
+    )
 
 
-@fact("A batch's members are is_p2p, and stay scheduled for ever; its closing entry nccl:coalesced is not is_p2p, and has the state.")
+@fact(
+    "A batch's members are is_p2p, and stay scheduled for ever; its closing entry nccl:coalesced is"
+    " not is_p2p, and has the state."
+)
 def batch_closes_with_an_entry(here: Here) -> Answer:
     here.init()
     for work in here.send_to_self():
         work.wait()
     here.synchronize()
     until(lambda: bool(here.entries()[-1]["retired"]))
-    found = [(e["profiling_name"], e["is_p2p"], e["state"], e["collective_seq_id"], e["p2p_seq_id"]) for e in here.entries()[1:]]
+    found = [
+        (e["profiling_name"], e["is_p2p"], e["state"], e["collective_seq_id"], e["p2p_seq_id"])
+        for e in here.entries()[1:]
+    ]
     me = here.rank
     wanted = [
         (f"nccl:send {me}->{me}", True, "scheduled", 1, 1),
@@ -344,7 +423,10 @@ def coalesced_collectives_take_one_number(here: Here) -> Answer:
         for _ in range(3):
             here.dist.all_reduce(here.tensor())
     here.synchronize()
-    found = [(e["profiling_name"], e["collective_seq_id"], len(e["input_sizes"])) for e in here.entries()[1:]]
+    found = [
+        (e["profiling_name"], e["collective_seq_id"], len(e["input_sizes"]))
+        for e in here.entries()[1:]
+    ]
     return found == [("nccl:allreduce_coalesced", 2, 3)], str(found)
 
 
@@ -353,22 +435,35 @@ def all_gather_records_a_flat_output(here: Here) -> Answer:
     here.init()
     here.dist.all_gather([here.tensor(3) for _ in range(here.ranks)], here.tensor(3))
     last = here.entries()[-1]
-    return last["output_sizes"] == [[here.ranks, 3]], f"{last['profiling_name']} {last['input_sizes']} {last['output_sizes']}"
+    return (
+        last["output_sizes"] == [[here.ranks, 3]],
+        f"{last['profiling_name']} {last['input_sizes']} {last['output_sizes']}",
+    )
 
 
-@fact("An all_gather of uneven sizes is a group of broadcasts, closed by nccl:ALLGATHER_coalesced, under one number.", ranks=2)
+@fact(
+    "An all_gather of uneven sizes is a group of broadcasts, closed by nccl:ALLGATHER_coalesced,"
+    " under one number.",
+    ranks=2,
+)
 def uneven_all_gather_is_a_group(here: Here) -> Answer:
     here.init()
     here.dist.all_gather([here.tensor(2), here.tensor(3)], here.tensor(2 + here.rank))
     here.synchronize()
     found = [(e["profiling_name"], e["collective_seq_id"]) for e in here.entries()[1:]]
-    return found == [("nccl:_broadcast_oop", 2), ("nccl:_broadcast_oop", 2), ("nccl:ALLGATHER_coalesced", 2)], str(found)
+    return found == [
+        ("nccl:_broadcast_oop", 2),
+        ("nccl:_broadcast_oop", 2),
+        ("nccl:ALLGATHER_coalesced", 2),
+    ], str(found)
 
 
 @fact("A scatter is recorded with its output as input, and its inputs as outputs.", ranks=2)
 def scatter_is_recorded_in_reverse(here: Here) -> Answer:
     here.init()
-    here.dist.scatter(here.tensor(3), [here.tensor(3), here.tensor(3)] if here.rank == 0 else None, src=0)
+    here.dist.scatter(
+        here.tensor(3), [here.tensor(3), here.tensor(3)] if here.rank == 0 else None, src=0
+    )
     last = here.entries()[-1]
     sizes = (last["input_sizes"], last["output_sizes"])
     return here.rank != 0 or sizes == ([[3]], [[3], [3]]), str(sizes)
@@ -392,7 +487,11 @@ def some_things_are_refused(here: Here) -> Answer:
 # --- communicators
 
 
-@fact("A group's communicator is made at its first collective, which blocks in the call until all ranks join; later calls do not.", ranks=2)
+@fact(
+    "A group's communicator is made at its first collective, which blocks in the call until all"
+    " ranks join; later calls do not.",
+    ranks=2,
+)
 def communicator_is_made_at_first_use(here: Here) -> Answer:
     made, _ = timed(here.begin)
     if here.rank == 1:
@@ -406,7 +505,11 @@ def communicator_is_made_at_first_use(here: Here) -> Answer:
     return here.rank == 1 or (first > 1.0 and second < 0.5), said
 
 
-@fact("A send outside of a batch makes a communicator for the two ranks, which blocks in the call until the other rank receives.", ranks=2)
+@fact(
+    "A send outside of a batch makes a communicator for the two ranks, which blocks in the call"
+    " until the other rank receives.",
+    ranks=2,
+)
 def pair_communicator_blocks(here: Here) -> Answer:
     here.init()
     if here.rank == 1:
@@ -415,7 +518,11 @@ def pair_communicator_blocks(here: Here) -> Answer:
     else:
         first, _ = timed(lambda: here.dist.send(here.tensor(), 1))
     here.synchronize()
-    second, _ = timed(lambda: here.dist.send(here.tensor(), 1) if here.rank == 0 else here.dist.recv(here.tensor(), 0))
+    second, _ = timed(
+        lambda: (
+            here.dist.send(here.tensor(), 1) if here.rank == 0 else here.dist.recv(here.tensor(), 0)
+        )
+    )
     numbers = [entry["p2p_seq_id"] for entry in here.entries()[1:]]
     holds = numbers == [1, 2] and (here.rank == 1 or first > 1.0) and second < 0.5
     return holds, f"the first {first:.2f} s, the second {second:.2f} s, numbers {numbers}"
@@ -447,7 +554,9 @@ def opposite_order_hangs(here: Here) -> Answer:
 
 
 def _hang(here: Here) -> Answer:
-    """Rank 0 waits for a collective; the others stand elsewhere. With one rank, the device is occupied."""
+    """Rank 0 waits for a collective; the others stand elsewhere. With one rank, the device is
+    occupied.
+    """
     here.init(timeout_s=2)
     if here.ranks == 1:
         here.occupy(30)
@@ -458,12 +567,19 @@ def _hang(here: Here) -> Answer:
     return False, "nobody ended it"
 
 
-_QUICK = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+_QUICK = {
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "200",
+}
 
 
 def _ends_in_order(ended: Ended) -> Answer:
     wanted = [
-        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=2000)",
+        (
+            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE,"
+            " NumelIn=4, NumelOut=4, Timeout(ms)=2000)"
+        ),
         "failure detected by watchdog at work sequence id: 2",
         "First PG on this rank to signal dumping",
         "Received a dump signal due to a collective timeout from this local rank",
@@ -474,13 +590,18 @@ def _ends_in_order(ended: Ended) -> Answer:
     at = [ended.outputs[0].find(text) for text in wanted]
     dump = ended.dump(0)
     last = dump["entries"][-1]["state"] if dump else "no dump"
-    holds = -1 not in at and at == sorted(at) and ended.statuses[0] == ABORTED and last == "scheduled"
+    holds = (
+        -1 not in at and at == sorted(at) and ended.statuses[0] == ABORTED and last == "scheduled"
+    )
     missing = [text for text, place in zip(wanted, at, strict=True) if place < 0]
-    return holds, f"status {ended.statuses[0]}, the dump's last entry is {last}" + (f"; not said: {missing}" if missing else "")
+    return holds, f"status {ended.statuses[0]}, the dump's last entry is {last}" + (
+        f"; not said: {missing}" if missing else ""
+    )
 
 
 @fact(
-    "At a collective's timeout the watchdog says so, signals the dump, the dump is written, and then SIGABRT ends the process.",
+    "At a collective's timeout the watchdog says so, signals the dump, the dump is written, and"
+    " then SIGABRT ends the process.",
     environment=_QUICK,
     after=_ends_in_order,
 )
@@ -490,16 +611,25 @@ def timeout_ends_with_sigabrt(here: Here) -> Answer:
 
 def _all_dumped(ended: Ended) -> Answer:
     dumps = [ended.dump(rank) is not None for rank in range(2)]
-    return dumps == [True, True] and ended.statuses[0] == ABORTED, f"statuses {ended.statuses}, dumps {dumps}"
+    return (
+        dumps == [True, True] and ended.statuses[0] == ABORTED,
+        f"statuses {ended.statuses}, dumps {dumps}",
+    )
 
 
-@fact("At one rank's timeout all ranks write a dump, also those that wait for nothing.", ranks=2, environment=_QUICK, after=_all_dumped)
+@fact(
+    "At one rank's timeout all ranks write a dump, also those that wait for nothing.",
+    ranks=2,
+    environment=_QUICK,
+    after=_all_dumped,
+)
 def all_ranks_dump(here: Here) -> Answer:
     return _hang(here)
 
 
 @fact(
-    "With TORCH_NCCL_BLOCKING_WAIT=1, wait() blocks and raises at the timeout; the status stays -1 and no watchdog ends the process.",
+    "With TORCH_NCCL_BLOCKING_WAIT=1, wait() blocks and raises at the timeout; the status stays -1"
+    " and no watchdog ends the process.",
     environment={"TORCH_NCCL_BLOCKING_WAIT": "1"},
 )
 def blocking_wait_raises(here: Here) -> Answer:
@@ -516,7 +646,11 @@ def blocking_wait_raises(here: Here) -> Answer:
         raised = str(error).splitlines()[0]
     seconds = time.monotonic() - began
     status = here.status()
-    holds = "ran for" in raised and 0.8 < seconds < 2.4 and status == {"enqueued": -1, "started": -1, "completed": -1}
+    holds = (
+        "ran for" in raised
+        and 0.8 < seconds < 2.4
+        and status == {"enqueued": -1, "started": -1, "completed": -1}
+    )
     return holds, f"{raised[:60]!r} after {seconds:.1f} s, {status}"
 
 
@@ -526,8 +660,13 @@ def _killed_by_monitor(ended: Ended) -> Answer:
 
 
 @fact(
-    "A process whose watchdog is stuck is ended by the heartbeat monitor, after twice TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.",
-    environment={"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1", "NCCL_LIKE_STUCK_WATCHDOG": "1", **_QUICK},
+    "A process whose watchdog is stuck is ended by the heartbeat monitor, after twice"
+    " TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.",
+    environment={
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1",
+        "NCCL_LIKE_STUCK_WATCHDOG": "1",
+        **_QUICK,
+    },
     after=_killed_by_monitor,
     only_emulated=True,
 )
@@ -549,29 +688,49 @@ def threads_have_names(here: Here) -> Answer:
 # --- CUDA graphs
 
 
-@fact("Capturing a collective takes a number, but enqueues and records nothing; a replay does neither.")
+@fact(
+    "Capturing a collective takes a number, but enqueues and records nothing; a replay does"
+    " neither."
+)
 def capture_takes_numbers(here: Here) -> Answer:
     here.init()
     tensor = here.tensor()
     entries = len(here.entries())
     with here.capture() as graph:
         here.dist.all_reduce(tensor)
-    captured = (here.backend._get_sequence_number_for_group(), here.status()["enqueued"], len(here.entries()) - entries)
+    captured = (
+        here.backend._get_sequence_number_for_group(),
+        here.status()["enqueued"],
+        len(here.entries()) - entries,
+    )
     for _ in range(3):
         graph.replay()
     here.synchronize()
-    replayed = (here.backend._get_sequence_number_for_group(), here.status()["enqueued"], len(here.entries()) - entries)
-    return captured == replayed == (2, 1, 0), f"number, enqueued, entries after the capture {captured}, after three replays {replayed}"
+    replayed = (
+        here.backend._get_sequence_number_for_group(),
+        here.status()["enqueued"],
+        len(here.entries()) - entries,
+    )
+    return (
+        captured == replayed == (2, 1, 0),
+        f"number, enqueued, entries after the capture {captured}, after three replays {replayed}",
+    )
 
 
 WENT_WELL = "the capture went well"
 
 
 def _capture_failed(ended: Ended) -> Answer:
-    return WENT_WELL not in ended.outputs[0], f"status {ended.statuses[0]}, {ended.outputs[0].strip().splitlines()[-1:]}"
+    return (
+        WENT_WELL not in ended.outputs[0],
+        f"status {ended.statuses[0]}, {ended.outputs[0].strip().splitlines()[-1:]}",
+    )
 
 
-@fact("A thread that queries a Work while a graph is captured ruins the capture.", after=_capture_failed)
+@fact(
+    "A thread that queries a Work while a graph is captured ruins the capture.",
+    after=_capture_failed,
+)
 def query_ruins_a_capture(here: Here) -> Answer:
     here.init()
     tensor = here.tensor()
@@ -598,7 +757,13 @@ def table(emulated: list[dict[str, Any]], real: Mapping[str, Any] | None) -> str
     not_there = {fact.name for fact in FACTS if fact.only_emulated}
 
     def said(row: Mapping[str, Any] | None) -> str:
-        return "not run yet" if row is None else "yes" if row["holds"] else "**no**: " + str(row["observed"]).splitlines()[0]
+        return (
+            "not run yet"
+            if row is None
+            else "yes"
+            if row["holds"]
+            else "**no**: " + str(row["observed"]).splitlines()[0]
+        )
 
     rows = ["| claim | ranks | emulation | real NCCL |", "|---|---|---|---|"]
     for row in emulated:
@@ -620,10 +785,16 @@ def write_page(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=["nccl_like", "nccl"], default="nccl_like")
     parser.add_argument("--only", metavar="NAME", help="a part of the names to run")
-    parser.add_argument("--ranks", type=int, help="run only checks of at most so many ranks (with nccl: 1 unless given)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="run only checks of at most so many ranks (with nccl: 1 unless given)",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the answers here")
     parser.add_argument("--write", action="store_true", help="write the table in docs/nccl.md")
     arguments = parser.parse_args()
@@ -635,7 +806,11 @@ def main() -> int:
         if left_out or (arguments.only and arguments.only not in chosen.name):
             continue
         rows.append(run(chosen, arguments.backend))
-        print(f"{'yes' if rows[-1]['holds'] else 'NO '}  {chosen.name}: {rows[-1]['observed']} ({rows[-1]['seconds']} s)", flush=True)
+        print(
+            f"{'yes' if rows[-1]['holds'] else 'NO '}  {chosen.name}: {rows[-1]['observed']}"
+            f" ({rows[-1]['seconds']} s)",
+            flush=True,
+        )
     import torch
 
     device = torch.cuda.get_device_name() if arguments.backend == "nccl" else "emulation"

@@ -1,4 +1,6 @@
-"""Runs a check of facts.py: each of its ranks is a fork of this process, on the emulation or on real NCCL, under a time limit."""
+"""Runs a check of facts.py: each of its ranks is a fork of this process, on the emulation or on
+real NCCL, under a time limit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 Answer = tuple[bool, str]
-OCCUPIED_S = 0.8  # how long a kernel occupies the compute stream, so that collectives behind it stay in flight
+# how long a kernel occupies the compute stream, so that collectives behind it stay in flight
+OCCUPIED_S = 0.8
 LIMIT_S = 40.0
 
 
@@ -35,7 +38,8 @@ class Fact:
     check: Callable[[Here], Answer]
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    after: Callable[[Ended], Answer] | None = None  # judges when the ranks have ended, because they do not survive
+    # judges when the ranks have ended, because they do not survive
+    after: Callable[[Ended], Answer] | None = None
     only_emulated: bool = False  # nothing makes it happen on a GPU
 
 
@@ -88,7 +92,9 @@ class Here:
 
     def begin(self, timeout_s: float = 30.0, **options: Any) -> None:
         """The default group, without a communicator."""
-        self.dist.init_process_group(self.backend_name, timeout=timedelta(seconds=timeout_s), **options)
+        self.dist.init_process_group(
+            self.backend_name, timeout=timedelta(seconds=timeout_s), **options
+        )
 
     @property
     def group(self) -> Any:
@@ -137,7 +143,9 @@ class Here:
 
     def status(self, group: Any = None) -> dict[str, int]:
         """Last enqueued, started and completed."""
-        of = self.recorded(collectives=False)["pg_status"].get(str(self.backend_of(group or self.group).uid), {})
+        of = self.recorded(collectives=False)["pg_status"].get(
+            str(self.backend_of(group or self.group).uid), {}
+        )
         return {name.split("_")[1]: int(value) for name, value in of.items()}
 
     def settle(self, group: Any) -> None:
@@ -146,7 +154,9 @@ class Here:
 
     def send_to_self(self) -> list[Any]:
         dist, tensor, into = self.dist, self.tensor(), self.tensor()
-        return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, self.rank), dist.P2POp(dist.irecv, into, self.rank)])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, self.rank), dist.P2POp(dist.irecv, into, self.rank)]
+        )
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
@@ -177,7 +187,9 @@ def run(chosen: Fact, backend: str, ranks: int | None = None) -> dict[str, Any]:
         except Exception as error:
             holds, observed = False, f"{type(error).__name__}: {error}"
         if not holds:
-            observed += "".join(f"\n--- rank {rank}\n{text[-2000:]}" for rank, text in enumerate(ended.outputs))
+            observed += "".join(
+                f"\n--- rank {rank}\n{text[-2000:]}" for rank, text in enumerate(ended.outputs)
+            )
     return {
         "name": chosen.name,
         "claim": chosen.claim,
@@ -205,22 +217,38 @@ def _run_ranks(chosen: Fact, backend: str, ranks: int, folder: Path) -> Ended:
     store = _fork(lambda: _serve_store(port_file), folder / "store.out", {})
     pids = []
     try:
-        assert until(lambda: port_file.exists() and port_file.read_text() != "", 20), "the store does not start"
+        assert until(lambda: port_file.exists() and port_file.read_text() != "", 20), (
+            "the store does not start"
+        )
         for rank in range(ranks):
             environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port_file.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dump_"), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "dump_"),
-                "TORCH_NCCL_TRACE_BUFFER_SIZE": "200", **chosen.environment,
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port_file.read_text(),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dump_"),
+                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "dump_"),
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": "200",
+                **chosen.environment,
+            }
             answer = folder / f"answer{rank}"
             pids.append(
-                _fork(lambda rank=rank, answer=answer: _be_rank(chosen, backend, rank, ranks, answer), folder / f"{rank}.out", environment)
+                _fork(
+                    lambda rank=rank, answer=answer: _be_rank(chosen, backend, rank, ranks, answer),
+                    folder / f"{rank}.out",
+                    environment,
+                )
             )
         statuses = _await(pids, LIMIT_S)
     finally:
         _await([store], 0)
-    answers = [json.loads(path.read_text()) if path.exists() else None for path in (folder / f"answer{rank}" for rank in range(ranks))]
+    answers = [
+        json.loads(path.read_text()) if path.exists() else None
+        for path in (folder / f"answer{rank}" for rank in range(ranks))
+    ]
     outputs = [(folder / f"{rank}.out").read_text(errors="replace") for rank in range(ranks)]
     return Ended(statuses, outputs, answers, folder)
 
@@ -265,7 +293,9 @@ def _serve_store(port_file: Path) -> None:
 
 
 def _await(pids: list[int], seconds: float) -> list[int]:
-    """End all at the limit, and a few seconds after one was aborted. Returns exit statuses, or minus a signal's number."""
+    """End all at the limit, and a few seconds after one was aborted. Returns exit statuses, or
+    minus a signal's number.
+    """
     statuses: dict[int, int] = {}
     end = time.monotonic() + seconds
     while len(statuses) < len(pids):

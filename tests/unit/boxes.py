@@ -1,6 +1,8 @@
-"""Builds valid black boxes byte by byte from docs/protocol.md, independently of the writer in the package.
+"""Builds valid black boxes byte by byte from docs/protocol.md, independently of the writer in the
+package.
 
-Every number here is typed from that page, on purpose: a mistake in ``layout.py`` must not cancel itself out in the tests.
+Every number here is typed from that page, on purpose: a mistake in ``layout.py`` must not cancel
+itself out in the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ HEADER = 4096
 RECORD = 192
 MONO = 1_000_000_000_000  # CLOCK_MONOTONIC at creation
 UNIX = 1_700_000_000_000_000_000  # Unix ns at creation
-ENTERED, RETURNED, WAIT_BEGAN, WAIT_ENDED, DONE, OUTCOME, FAILURE, REDUCE_OP, DURATION = range(120, 192, 8)
+ENTERED, RETURNED, WAIT_BEGAN, WAIT_ENDED, DONE, OUTCOME, FAILURE, REDUCE_OP, DURATION = range(
+    120, 192, 8
+)
 COMPLETED, FAILED, UNKNOWN = 1, 2, 3
 BY_RETURN, BY_WAIT, BY_POLL, BY_NATIVE, BY_UNKNOWN = 1, 2, 3, 4, 5
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -28,7 +32,9 @@ def page(size: int) -> int:
 
 
 class Box:
-    """A black box in the making. Positions of blobs and indices of records are returned as they are written."""
+    """A black box in the making. Positions of blobs and indices of records are returned as they are
+    written.
+    """
 
     def __init__(
         self,
@@ -50,10 +56,24 @@ class Box:
         self.total = self.evidence_at + 2 * 128 * 1024
         self.data = bytearray(self.total)
         self.static = {
-            "magic": b"COMMLENS", "version": 1, "header": HEADER, "record": RECORD, "capacity": capacity, "side_at": self.side_at,
-            "side_size": self.side_size, "evidence_at": self.evidence_at, "evidence_slot": 128 * 1024, "total": self.total, "pid": pid,
-            "rank": rank, "world_size": world_size, "local_rank": local_rank, "start_ticks": start_ticks, "mono": MONO, "unix": UNIX,
-        }  # fmt: skip
+            "magic": b"COMMLENS",
+            "version": 1,
+            "header": HEADER,
+            "record": RECORD,
+            "capacity": capacity,
+            "side_at": self.side_at,
+            "side_size": self.side_size,
+            "evidence_at": self.evidence_at,
+            "evidence_slot": 128 * 1024,
+            "total": self.total,
+            "pid": pid,
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "start_ticks": start_ticks,
+            "mono": MONO,
+            "unix": UNIX,
+        }
         self.about = {
             "job": job,
             "host": host,
@@ -80,7 +100,9 @@ class Box:
         text = json.dumps(self.about).encode() if text is None else text
         assert len(text) <= 2048
         self.static |= changed
-        static = struct.pack("<8sIIIIQQQQQIiIiQQQII", *self.static.values(), len(text), zlib.crc32(text))
+        static = struct.pack(
+            "<8sIIIIQQQQQIiIiQQQII", *self.static.values(), len(text), zlib.crc32(text)
+        )
         self.data[: len(static)] = static
         self.data[len(static) : len(static) + 4] = struct.pack("<I", zlib.crc32(static))
         self.data[2048 : 2048 + len(text)] = text
@@ -102,21 +124,45 @@ class Box:
             self.head += room
         position = self.head + 1
         at = self.side_at + self.head % self.side_size
-        self.data[at : at + 16] = struct.pack("<IIQ", len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position)
+        self.data[at : at + 16] = struct.pack(
+            "<IIQ", len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position
+        )
         self.data[at + 16 : at + 16 + len(payload)] = payload
         self.head += need
         self.word(280, self.head)
         return position
 
     def group(
-        self, name: str = "0", ranks: str = "0-3", *, desc: str = "default_pg", device: str = "cpu", inc: int = 0, **more: Any
+        self,
+        name: str = "0",
+        ranks: str = "0-3",
+        *,
+        desc: str = "default_pg",
+        device: str = "cpu",
+        inc: int = 0,
+        **more: Any,
     ) -> int:
         return self.blob(
-            {"k": "group", "name": name, "desc": desc, "ranks": ranks, "backend": "gloo", "device": device, "mesh_dim": None, "inc": inc}
+            {
+                "k": "group",
+                "name": name,
+                "desc": desc,
+                "ranks": ranks,
+                "backend": "gloo",
+                "device": device,
+                "mesh_dim": None,
+                "inc": inc,
+            }
             | more
         )
 
-    def asked(self, op: str = "all_reduce", dop: str = "allreduce_", shape: tuple[int, ...] = (5, 5), **more: Any) -> int:
+    def asked(
+        self,
+        op: str = "all_reduce",
+        dop: str = "allreduce_",
+        shape: tuple[int, ...] = (5, 5),
+        **more: Any,
+    ) -> int:
         content = {
             "k": "asked",
             "op": op,
@@ -140,14 +186,44 @@ class Box:
     # --- records
 
     def record(
-        self, *, group: int, asked: int, stack: int = 0, module: int = 0, seq: int = 1, step: int = 0, coalescing_id: int = 0, tag: int = 0,
-        thread: int = 4121, flags: int = 8, peer: int = -1, members: int = 0, at: int | None = None, index: int | None = None,
-    ) -> int:  # fmt: skip
-        """Announce. ``at`` is CLOCK_MONOTONIC ns, by default one millisecond after the former record."""
+        self,
+        *,
+        group: int,
+        asked: int,
+        stack: int = 0,
+        module: int = 0,
+        seq: int = 1,
+        step: int = 0,
+        coalescing_id: int = 0,
+        tag: int = 0,
+        thread: int = 4121,
+        flags: int = 8,
+        peer: int = -1,
+        members: int = 0,
+        at: int | None = None,
+        index: int | None = None,
+    ) -> int:
+        """Announce. ``at`` is CLOCK_MONOTONIC ns, by default one millisecond after the former
+        record.
+        """
         self.index = self.index + 1 if index is None else index
         at = MONO + self.index * 1_000_000 if at is None else at
         record = struct.pack(
-            "<QQQQQQQQQqIIiI", self.index, at, group, asked, stack, module, seq, step, coalescing_id, tag, thread, flags, peer, members
+            "<QQQQQQQQQqIIiI",
+            self.index,
+            at,
+            group,
+            asked,
+            stack,
+            module,
+            seq,
+            step,
+            coalescing_id,
+            tag,
+            thread,
+            flags,
+            peer,
+            members,
         )
         where = self.slot(self.index)
         self.data[where : where + 100] = record + struct.pack("<I", zlib.crc32(record))
@@ -166,7 +242,9 @@ class Box:
     def outcome(self, index: int, outcome: int, how: int = 0, waiter: int = 0) -> None:
         self.value(index, OUTCOME, waiter << 16 | outcome << 8 | how)
 
-    def complete(self, index: int, *, after: int = 500_000, how: int = BY_WAIT, waiter: int = 4121) -> None:
+    def complete(
+        self, index: int, *, after: int = 500_000, how: int = BY_WAIT, waiter: int = 4121
+    ) -> None:
         """The usual life: issued, waited for, done."""
         (announced,) = struct.unpack_from("<Q", self.data, self.slot(index) + 8)
         for word, share in ((RETURNED, 4), (WAIT_BEGAN, 3)):
@@ -177,11 +255,15 @@ class Box:
 
     # --- evidence
 
-    def evidence(self, threads: list[dict[str, Any]], at: int = MONO, *, raw: bytes | None = None) -> None:
+    def evidence(
+        self, threads: list[dict[str, Any]], at: int = MONO, *, raw: bytes | None = None
+    ) -> None:
         payload = json.dumps({"threads": threads}).encode() if raw is None else raw
         self.evidence_count += 1
         where = self.evidence_at + self.evidence_count % 2 * 128 * 1024
-        self.data[where : where + 24] = struct.pack("<IIQQ", len(payload), zlib.crc32(payload), self.evidence_count, at)
+        self.data[where : where + 24] = struct.pack(
+            "<IIQQ", len(payload), zlib.crc32(payload), self.evidence_count, at
+        )
         self.data[where + 24 : where + 24 + len(payload)] = payload
         self.word(328, self.evidence_count)
 
@@ -202,7 +284,9 @@ class Box:
 
 
 def busy_box(rank: int = 0, world_size: int = 4, *, records: int = 10, **options: Any) -> Box:
-    """A box with a bit of everything: collectives that completed, and a last one that a thread waits for."""
+    """A box with a bit of everything: collectives that completed, and a last one that a thread
+    waits for.
+    """
     box = Box(rank, world_size, **options)
     group = box.group(ranks=f"0-{world_size - 1}" if world_size > 1 else "0")
     stack = box.stack(
@@ -219,6 +303,16 @@ def busy_box(rank: int = 0, world_size: int = 4, *, records: int = 10, **options
     if index:
         box.mark(index, WAIT_BEGAN, MONO + index * 1_000_000 + 400_000)
         box.outcome(index, 0, 0, 4121)
-    box.evidence([{"tid": 4121, "name": "MainThread", "main": True, "f": [["/home/me/train.py", 57, "load_batch"]]}], MONO + 30_000_000)
+    box.evidence(
+        [
+            {
+                "tid": 4121,
+                "name": "MainThread",
+                "main": True,
+                "f": [["/home/me/train.py", 57, "load_batch"]],
+            }
+        ],
+        MONO + 30_000_000,
+    )
     box.word(296, records // 2)
     return box

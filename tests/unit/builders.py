@@ -1,7 +1,9 @@
-"""Makes rank logs without processes: runs one small program per rank with gloo's rules, and says what each rank recorded.
+"""Makes rank logs without processes: runs one small program per rank with gloo's rules, and says
+what each rank recorded.
 
-A program is a generator of actions. A blocking collective ends when all of the group have issued theirs and they fit; a send
-does not wait for its receive. When nobody can go on any more, time passes, and the logs are what the boxes would hold.
+A program is a generator of actions. A blocking collective ends when all of the group have issued
+theirs and they fit; a send does not wait for its receive. When nobody can go on any more, time
+passes, and the logs are what the boxes would hold.
 
     def program(job, rank):
         for _ in range(3):
@@ -99,25 +101,81 @@ def spec(shape: int | tuple[int, ...], dtype: str = "float32", **more: object) -
 
 
 def collective(
-    op: str, group: ProcessGroup, shape: int | tuple[int, ...] = 8, *, line: int, function: str = "step", dtype: str = "float32",
-    reduce_op: str | None = None, root: int | None = None, is_async: bool = False, cpp: bool = False, handle: str = "", thread: int = 0,
+    op: str,
+    group: ProcessGroup,
+    shape: int | tuple[int, ...] = 8,
+    *,
+    line: int,
+    function: str = "step",
+    dtype: str = "float32",
+    reduce_op: str | None = None,
+    root: int | None = None,
+    is_async: bool = False,
+    cpp: bool = False,
+    handle: str = "",
+    thread: int = 0,
     callers: tuple[Frame, ...] = (),
-) -> Op:  # fmt: skip
+) -> Op:
     tensor = spec(shape, dtype)
-    asked = CollectiveArgs(op, DISPATCHER.get(op, op), () if op == "barrier" else (tensor,), (), reduce_op, root, asynchronous=is_async)
-    return Op(group, asked, line, function, is_async=is_async or cpp, cpp=cpp, handle=handle, thread=thread, callers=callers)
+    asked = CollectiveArgs(
+        op,
+        DISPATCHER.get(op, op),
+        () if op == "barrier" else (tensor,),
+        (),
+        reduce_op,
+        root,
+        asynchronous=is_async,
+    )
+    return Op(
+        group,
+        asked,
+        line,
+        function,
+        is_async=is_async or cpp,
+        cpp=cpp,
+        handle=handle,
+        thread=thread,
+        callers=callers,
+    )
 
 
-def all_reduce(group: ProcessGroup, shape: int | tuple[int, ...] = 8, *, line: int, reduce_op: str | None = "SUM", **more: object) -> Op:
+def all_reduce(
+    group: ProcessGroup,
+    shape: int | tuple[int, ...] = 8,
+    *,
+    line: int,
+    reduce_op: str | None = "SUM",
+    **more: object,
+) -> Op:
     return collective("all_reduce", group, shape, line=line, reduce_op=reduce_op, **more)  # type: ignore[arg-type]
 
 
-def send(group: ProcessGroup, peer: int, shape: int = 8, *, line: int, tag: int = 0, dtype: str = "float32") -> Op:
-    return Op(group, CollectiveArgs("send", "send", (spec(shape, dtype),)), line, peer=peer, tag=tag)
+def send(
+    group: ProcessGroup,
+    peer: int,
+    shape: int = 8,
+    *,
+    line: int,
+    tag: int = 0,
+    dtype: str = "float32",
+) -> Op:
+    return Op(
+        group, CollectiveArgs("send", "send", (spec(shape, dtype),)), line, peer=peer, tag=tag
+    )
 
 
-def recv(group: ProcessGroup, peer: int, shape: int = 8, *, line: int, tag: int = 0, dtype: str = "float32") -> Op:
-    return Op(group, CollectiveArgs("recv", "recv_", (), (spec(shape, dtype),)), line, peer=peer, tag=tag)
+def recv(
+    group: ProcessGroup,
+    peer: int,
+    shape: int = 8,
+    *,
+    line: int,
+    tag: int = 0,
+    dtype: str = "float32",
+) -> Op:
+    return Op(
+        group, CollectiveArgs("recv", "recv_", (), (spec(shape, dtype),)), line, peer=peer, tag=tag
+    )
 
 
 @dataclass
@@ -149,12 +207,24 @@ class Job:
         self.met: dict[object, dict[int, Collective]] = defaultdict(dict)
         self.sent: dict[object, list[Collective]] = defaultdict(list)
 
-    def group(self, name: str, ranks: object, description: str = "", backend: str = "gloo") -> ProcessGroup:
+    def group(
+        self, name: str, ranks: object, description: str = "", backend: str = "gloo"
+    ) -> ProcessGroup:
         return ProcessGroup(name, tuple(ranks), description or name, backend)  # type: ignore[call-overload]
 
     def run(self, program: Program, limit: int = 200_000) -> Job:
         for rank in range(self.size):
-            log = RankLog(rank, self.size, self.name, self.host, 1000 + rank, rank, initialised=True, script=SCRIPT, timeout_s=1800)
+            log = RankLog(
+                rank,
+                self.size,
+                self.name,
+                self.host,
+                1000 + rank,
+                rank,
+                initialised=True,
+                script=SCRIPT,
+                timeout_s=1800,
+            )
             log.observation = Observation(End.RUNNING)
             self.ranks.append(Rank(rank, program(self, rank), log))
         moved = True
@@ -201,18 +271,32 @@ class Job:
 
     def _issue(self, one: Rank, action: Op) -> None:
         channel = Channel(action.group, "cpu")
-        pair = (channel.key, action.peer, action.asked.op) if action.asked.op in ("send", "recv") else channel.key
+        pair = (
+            (channel.key, action.peer, action.asked.op)
+            if action.asked.op in ("send", "recv")
+            else channel.key
+        )
         one.numbers[pair] += 1
         log = one.log
         op = Collective(
-            len(log.collectives) + 1, channel, one.numbers[pair], action.asked, State.ISSUED, self.now, self.now, self.now + 1000,
+            len(log.collectives) + 1,
+            channel,
+            one.numbers[pair],
+            action.asked,
+            State.ISSUED,
+            self.now,
+            self.now,
+            self.now + 1000,
             stack=(
                 Frame("/site/torch/distributed/c10d.py", 99, "wrapper", FrameKind.TORCH),
                 Frame(SCRIPT, action.line, action.function),
                 *action.callers,
             ),
-            issue_thread=action.thread or log.pid, peer=action.peer, tag=action.tag, step=log.steps,
-        )  # fmt: skip
+            issue_thread=action.thread or log.pid,
+            peer=action.peer,
+            tag=action.tag,
+            step=log.steps,
+        )
         log.collectives.append(op)
         log.issued += 1
         if op.is_point_to_point:
@@ -250,15 +334,23 @@ class Job:
         key = op.channel.key
         if op.op == "recv":
             mine = self.sent[(key, op.peer, rank, op.tag, "recv")]
-            return len(self.sent[(key, op.peer, rank, op.tag, "send")]) > next(i for i, o in enumerate(mine) if o is op)
+            return len(self.sent[(key, op.peer, rank, op.tag, "send")]) > next(
+                i for i, o in enumerate(mine) if o is op
+            )
         met = self.met[(key, op.sequence_number)]
         root = op.args.root
         if op.op == "broadcast" and root in met and met[root].args.root == root:  # type: ignore[index]
             return met[root].args.inputs == op.args.inputs  # type: ignore[index]
         if set(met) != set(op.channel.group.ranks):
             return False
-        tensors = {rank: o.args.outputs if o.op == "scatter" else o.args.inputs for rank, o in met.items()}  # only the root has inputs
-        sizes = {(o.op, o.args.root, tuple((s.numel, s.dtype) for s in tensors[rank])) for rank, o in met.items()}
+        # only the root has inputs
+        tensors = {
+            rank: o.args.outputs if o.op == "scatter" else o.args.inputs for rank, o in met.items()
+        }
+        sizes = {
+            (o.op, o.args.root, tuple((s.numel, s.dtype) for s in tensors[rank]))
+            for rank, o in met.items()
+        }
         return len(sizes) == 1
 
     # --- what is recorded
@@ -272,17 +364,37 @@ class Job:
             if log.observation.end is not End.RUNNING:
                 log.heartbeat_ns = log.observation.ended_ns
                 if one.frame is not None and not log.closed:
-                    log.stacks = [ThreadStack(log.pid, "MainThread", (one.frame,), log.heartbeat_ns, True)]
+                    log.stacks = [
+                        ThreadStack(log.pid, "MainThread", (one.frame,), log.heartbeat_ns, True)
+                    ]
                 continue
             log.main_stack_since_ns = self.now
             frames: tuple[Frame, ...] = (one.frame,) if one.frame is not None else ()
             if one.waiting is not None:
-                frames = (Frame("/site/torch/distributed/c10d.py", 99, "wait", FrameKind.TORCH), *frames)
+                frames = (
+                    Frame("/site/torch/distributed/c10d.py", 99, "wait", FrameKind.TORCH),
+                    *frames,
+                )
             elif one.stay is not None:
                 frames = (*one.stay.frames, *frames)
-            log.stacks = [ThreadStack(log.pid, "MainThread", (*frames, Frame(SCRIPT, 200, "main")), captured, True)]
+            log.stacks = [
+                ThreadStack(
+                    log.pid, "MainThread", (*frames, Frame(SCRIPT, 200, "main")), captured, True
+                )
+            ]
             still = Observation(
-                End.RUNNING, seen_ns=captured, window_s=window_s, proc_state="S", cpu_s=0.01, io_bytes=0, stack_moved=False, holds_gil=False
+                End.RUNNING,
+                seen_ns=captured,
+                window_s=window_s,
+                proc_state="S",
+                cpu_s=0.01,
+                io_bytes=0,
+                stack_moved=False,
+                holds_gil=False,
             )
-            log.observation = one.stay.observation if one.stay is not None and one.stay.observation is not None else still
+            log.observation = (
+                one.stay.observation
+                if one.stay is not None and one.stay.observation is not None
+                else still
+            )
         return [one.log for one in self.ranks]

@@ -1,4 +1,5 @@
-"""The rules of Chrome's trace event JSON that Perfetto's importer holds a file to: what breaks them it drops, and counts as errors.
+"""The rules of Chrome's trace event JSON that Perfetto's importer holds a file to: what breaks them
+it drops, and counts as errors.
 
 Google's "Trace Event Format", and trace_processor's json_trace_parser and slice_tracker.
 """
@@ -27,7 +28,11 @@ def violations(content: bytes) -> list[str]:
             if event["name"].endswith("_name") and not isinstance(event["args"]["name"], str):
                 found.append(f"metadata without a name: {event}")
             continue
-        if not isinstance(event.get("ts"), (int, float)) or event["ts"] < 0 or not isinstance(event.get("tid"), int):
+        if (
+            not isinstance(event.get("ts"), (int, float))
+            or event["ts"] < 0
+            or not isinstance(event.get("tid"), int)
+        ):
             found.append(f"no time or thread: {event}")
             continue
         track = (event["pid"], event["tid"])
@@ -38,7 +43,12 @@ def violations(content: bytes) -> list[str]:
         elif kind == "B":
             spans[track].append((event["ts"], float("inf")))
         elif kind in "be":
-            key = (event["pid"], event["cat"], json.dumps(event.get("id2") or event.get("id")), event["name"])
+            key = (
+                event["pid"],
+                event["cat"],
+                json.dumps(event.get("id2") or event.get("id")),
+                event["name"],
+            )
             begins[key] += 1 if kind == "b" else -1
             if begins[key] < 0:
                 found.append(f"an async end before its begin: {event}")
@@ -49,8 +59,16 @@ def violations(content: bytes) -> list[str]:
         else:
             found.append(f"an unknown kind of event: {event}")
     found += [f"an async slice without an end: {key}" for key, number in begins.items() if number]
-    found += [f"arrow {number} is {kinds}" for number, kinds in flows.items() if sorted(kinds) != ["f", "s"]]
-    found += [f"on track {track} a slice ends inside another one: {span}" for track, all_ in spans.items() for span in _crossing(all_)]
+    found += [
+        f"arrow {number} is {kinds}"
+        for number, kinds in flows.items()
+        if sorted(kinds) != ["f", "s"]
+    ]
+    found += [
+        f"on track {track} a slice ends inside another one: {span}"
+        for track, all_ in spans.items()
+        for span in _crossing(all_)
+    ]
     return found
 
 

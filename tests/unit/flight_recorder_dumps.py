@@ -44,7 +44,13 @@ def dump(entries: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         "version": "2.10",
         "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
         "comm_lib_version": "2.27.3",
-        "pg_status": {"0": {"last_enqueued_collective": 3, "last_started_collective": -1, "last_completed_collective": 2}},
+        "pg_status": {
+            "0": {
+                "last_enqueued_collective": 3,
+                "last_started_collective": -1,
+                "last_completed_collective": 2,
+            }
+        },
         "entries": entries,
         **changes,
     }

@@ -1,4 +1,6 @@
-"""Black boxes that are read while they fill up: from the byte-by-byte builder, in memory, without processes."""
+"""Black boxes that are read while they fill up: from the byte-by-byte builder, in memory, without
+processes.
+"""
 
 from __future__ import annotations
 
@@ -54,27 +56,69 @@ class Rank:
         return self.blobs[key]
 
     def issue(
-        self, asked: CollectiveArgs, *, ranks: Sequence[int] = (0, 1, 2, 3), group: str = "0", inc: int = 0, backend: str = "gloo",
-        device: str = "cpu", line: int = 81, step: int = 0, peer: int = -1, tag: int = 0, flags: int = ENTERED, number: int | None = None,
-        coalescing: int = 0, members: int = 0, stack: bool = True,
-    ) -> int:  # fmt: skip
+        self,
+        asked: CollectiveArgs,
+        *,
+        ranks: Sequence[int] = (0, 1, 2, 3),
+        group: str = "0",
+        inc: int = 0,
+        backend: str = "gloo",
+        device: str = "cpu",
+        line: int = 81,
+        step: int = 0,
+        peer: int = -1,
+        tag: int = 0,
+        flags: int = ENTERED,
+        number: int | None = None,
+        coalescing: int = 0,
+        members: int = 0,
+        stack: bool = True,
+    ) -> int:
         """Announce one. Its reduce op is not there before :meth:`beat`."""
         box = self.box
-        where = {"name": group, "ranks": format_ranks(ranks), "backend": backend, "device": device, "inc": inc}
-        group_at = self.blob(where, lambda: box.group(group, where["ranks"], device=device, inc=inc, backend=backend))
+        where = {
+            "name": group,
+            "ranks": format_ranks(ranks),
+            "backend": backend,
+            "device": device,
+            "inc": inc,
+        }
+        group_at = self.blob(
+            where, lambda: box.group(group, where["ranks"], device=device, inc=inc, backend=backend)
+        )
         content = {
-            "k": "asked", "op": asked.op, "dop": asked.dispatcher_op, "in": _tensors(asked.inputs), "out": _tensors(asked.outputs),
-            "rop": None, "root": asked.root, "is": list(asked.input_splits), "os": list(asked.output_splits), "async": asked.asynchronous,
-        }  # fmt: skip
+            "k": "asked",
+            "op": asked.op,
+            "dop": asked.dispatcher_op,
+            "in": _tensors(asked.inputs),
+            "out": _tensors(asked.outputs),
+            "rop": None,
+            "root": asked.root,
+            "is": list(asked.input_splits),
+            "os": list(asked.output_splits),
+            "async": asked.asynchronous,
+        }
         asked_at = self.blob(content, lambda: box.blob(content))
-        stack_at = self.blob(("stack", line), lambda: box.stack(("/home/me/train.py", line, "step"))) if stack else 0
+        stack_at = (
+            self.blob(("stack", line), lambda: box.stack(("/home/me/train.py", line, "step")))
+            if stack
+            else 0
+        )
         if number is None:
             key = (repr(where), peer, asked.op if asked.op in ("send", "recv") else "")
             number = self.numbers[key] = self.numbers.get(key, 0) + 1
         index = box.record(
-            group=group_at, asked=asked_at, stack=stack_at, seq=number, step=step, peer=peer, tag=tag, flags=flags,
-            coalescing_id=coalescing, members=members,
-        )  # fmt: skip
+            group=group_at,
+            asked=asked_at,
+            stack=stack_at,
+            seq=number,
+            step=step,
+            peer=peer,
+            tag=tag,
+            flags=flags,
+            coalescing_id=coalescing,
+            members=members,
+        )
         if asked.reduce_op:
             self.undecoded.append((index, asked.reduce_op))
         return index
@@ -83,10 +127,18 @@ class Rank:
         """Issue what another recorder recorded."""
         group = op.channel.group
         index = self.issue(
-            op.args, ranks=group.ranks, group=group.name, inc=group.incarnation, backend=group.backend, device=op.channel.device,
-            line=op.source.line if op.source else 0, step=op.step, peer=-1 if op.peer is None else op.peer, tag=op.tag,
+            op.args,
+            ranks=group.ranks,
+            group=group.name,
+            inc=group.incarnation,
+            backend=group.backend,
+            device=op.channel.device,
+            line=op.source.line if op.source else 0,
+            step=op.step,
+            peer=-1 if op.peer is None else op.peer,
+            tag=op.tag,
             number=op.sequence_number,
-        )  # fmt: skip
+        )
         if op.state.value == "completed":
             self.box.complete(index)
 
@@ -95,7 +147,13 @@ class Rank:
         for asked in members:
             self.issue(asked, number=number, coalescing=coalescing, flags=ENTERED | COALESCED)
         closing = CollectiveArgs("coalesced", "coalesced")
-        self.issue(closing, number=number, coalescing=coalescing, flags=ENTERED | CLOSES, members=len(members))
+        self.issue(
+            closing,
+            number=number,
+            coalescing=coalescing,
+            flags=ENTERED | CLOSES,
+            members=len(members),
+        )
 
     def beat(self) -> None:
         """The watchdog thread's round: a heartbeat, and reduce ops."""
@@ -108,7 +166,13 @@ class Rank:
 
     def log(self, newest: int | None = None) -> RankLog:
         content = self.box.bytes()
-        parts = read_parts(lambda offset, length: content[offset : offset + length], len(content), self.box.name, live=False, newest=newest)
+        parts = read_parts(
+            lambda offset, length: content[offset : offset + length],
+            len(content),
+            self.box.name,
+            live=False,
+            newest=newest,
+        )
         return BoxReader(parts, self.box.name, None).log(newest)
 
 
@@ -118,12 +182,21 @@ class Node:
     def __init__(self, size: int, *, world_size: int = 0, capacity: int = 64) -> None:
         self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]
         self.members = [
-            SimpleNamespace(pid=each.box.pid, rank=each.rank, world_size=len(self.ranks), box=Memory(each.box), alive=True, ended_well=None)
+            SimpleNamespace(
+                pid=each.box.pid,
+                rank=each.rank,
+                world_size=len(self.ranks),
+                box=Memory(each.box),
+                alive=True,
+                ended_well=None,
+            )
             for each in self.ranks
         ]
         roster = SimpleNamespace(current=lambda: self.members)
         self.verification = DeferredVerification(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
-        self.reporter = MismatchReporter(self.verification, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks])  # type: ignore[arg-type]
+        self.reporter = MismatchReporter(
+            self.verification, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks]
+        )  # type: ignore[arg-type]
         self.now = 0.0
         self.said: list[tuple[Verdict, bool]] = []
 
@@ -152,7 +225,9 @@ def tensor(*shape: int, dtype: str = "float32") -> TensorSpec:
 
 
 def all_reduce(*shape: int, op: str = "SUM", dtype: str = "float32") -> CollectiveArgs:
-    return CollectiveArgs("all_reduce", "allreduce_", (tensor(*(shape or (8,)), dtype=dtype),), reduce_op=op)
+    return CollectiveArgs(
+        "all_reduce", "allreduce_", (tensor(*(shape or (8,)), dtype=dtype),), reduce_op=op
+    )
 
 
 def send(*shape: int) -> CollectiveArgs:
@@ -164,4 +239,13 @@ def recv(*shape: int) -> CollectiveArgs:
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> list[object]:
-    return [[list(s.shape), s.dtype, s.device, s.layout, list(s.memory_order) if s.memory_order else None] for s in specs]
+    return [
+        [
+            list(s.shape),
+            s.dtype,
+            s.device,
+            s.layout,
+            list(s.memory_order) if s.memory_order else None,
+        ]
+        for s in specs
+    ]

@@ -1,6 +1,7 @@
 """``make schemas``: the published JSON schemas, generated from the types that they describe.
 
-A property's description is the comment behind its field, a definition's is the docstring of its class.
+A property's description is the comment behind or above its field, a definition's is the docstring
+of its class.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import inspect
 import io
 import json
+import re
 import textwrap
 import tokenize
 from pathlib import Path
@@ -21,16 +23,32 @@ from commlens.model import movement, network, trace, trace_changes, trace_summar
 from commlens.model.collective import Frame, ProcessGroup
 
 FOLDER = Path(commlens.reports.__file__).parent / "schemas"
-STABLE = "Later versions of commlens may add properties within version 1 only by publishing them here."
+STABLE = (
+    "Later versions of commlens may add properties within version 1 only by publishing them here."
+)
 ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
-    "verdict": (verdict.Verdict, "Output of `commlens diagnose --json`. The top level repeats the first finding."),
+    "verdict": (
+        verdict.Verdict,
+        "Output of `commlens diagnose --json`. The top level repeats the first finding.",
+    ),
     "movement": (movement.Movement, "Output of `commlens compare --json` for two dumps of a job."),
     "comparison": (trace_changes.Comparison, "Output of `commlens compare --json` for two traces."),
-    "trace-summary": (trace_summary.Summary, "Output of `commlens view --json` for a trace; for several, a list of these."),
-    "trace": (trace.TraceData, "A trace file: the collectives of one rank. A property that an event omits has its default."),
+    "trace-summary": (
+        trace_summary.Summary,
+        "Output of `commlens view --json` for a trace; for several, a list of these.",
+    ),
+    "trace": (
+        trace.TraceData,
+        (
+            "A trace file: the collectives of one rank. A property that an event omits has its"
+            " default."
+        ),
+    ),
 }
 ALL_REQUIRED = {kind for kind, _ in ABOUT.values()} | {verdict.Finding, movement.Moved}
-"""Types whose JSON always has every property. In the others, properties with a default may be absent."""
+"""Types whose JSON always has every property. In the others, properties with a default may be
+absent.
+"""
 TYPES = {
     kind.__name__: kind
     for module in (movement, network, trace, trace_changes, trace_summary, verdict)
@@ -40,16 +58,27 @@ TYPES = {
 
 
 def comments(kind: type) -> dict[str, str]:
-    """The comment behind each field of a class, as a sentence."""
+    """The comment behind or above each field of a class, as a sentence."""
     source = textwrap.dedent(inspect.getsource(kind))
+    lines = source.splitlines()
     by_line = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
-    fields = {node.target.id: node.end_lineno for node in body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
-    return {name: sentence(by_line[line]) for name, line in fields.items() if line in by_line}
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            comment = by_line.get(node.end_lineno or 0) or " ".join(
+                by_line[line] for line in range(above + 1, node.lineno)
+            )
+            if comment:
+                found[node.target.id] = sentence(comment)
+    return found
 
 
 def sentence(comment: str) -> str:
@@ -65,7 +94,9 @@ def schema(name: str) -> dict[str, Any]:
     for title, definition in definitions.items():
         definition.pop("title")
         if "description" in definition:
-            definition["description"] = inspect.cleandoc(definition["description"])  # as Python 3.13 compiles docstrings
+            # as Python 3.13 compiles docstrings
+            text = inspect.cleandoc(definition["description"])
+            definition["description"] = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
         if title not in TYPES:
             continue  # an enum
         described = comments(TYPES[title])
@@ -82,7 +113,14 @@ def schema(name: str) -> dict[str, Any]:
         "$id": f"urn:commlens:{name}:1",
         "title": f"commlens {name.replace('-', ' ')}, version 1",
     }
-    return head | whole | {"description": f"{description} {STABLE}", "$defs": dict(sorted(definitions.items()))}
+    return (
+        head
+        | whole
+        | {
+            "description": f"{description} {STABLE}",
+            "$defs": dict(sorted(definitions.items())),
+        }
+    )
 
 
 def file_of(name: str) -> Path:

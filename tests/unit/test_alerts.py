@@ -48,38 +48,56 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_command_gets_the_verdict(tmp_path: Path) -> None:
-    assert sent(tmp_path, on_verdict=f"cat > {tmp_path}/got && echo $COMMLENS >> {tmp_path}/got") == []
+    assert (
+        sent(tmp_path, on_verdict=f"cat > {tmp_path}/got && echo $COMMLENS >> {tmp_path}/got") == []
+    )
     text = (tmp_path / "got").read_text()
     assert text.endswith("0\n"), "a command that imports torch is not recorded"
     assert json.loads(text[:-2])["verdict"]["summary"] == VERDICT.summary
 
 
 def test_a_function_gets_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = f"class To:\n    @staticmethod\n    def page(alert):\n        open({str(tmp_path / 'got')!r}, 'w').write(alert['job'])\n"
+    code = (
+        "class To:\n    @staticmethod\n    def page(alert):\n       "
+        f" open({str(tmp_path / 'got')!r}, 'w').write(alert['job'])\n"
+    )
     (tmp_path / "my_alerts.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     assert sent(tmp_path, on_verdict="my_alerts:To.page") == []
     assert (tmp_path / "got").read_text() == "train-1"
     (line,) = sent(tmp_path, on_verdict="my_alerts:absent")
-    assert line.startswith("on_verdict ended with status 1: AttributeError"), "the last line of what it printed"
+    assert line.startswith("on_verdict ended with status 1: AttributeError"), (
+        "the last line of what it printed"
+    )
 
 
 def test_a_command_that_fails(tmp_path: Path) -> None:
-    assert sent(tmp_path, on_verdict="echo not reachable >&2; exit 7") == ["on_verdict ended with status 7: not reachable"]
+    assert sent(tmp_path, on_verdict="echo not reachable >&2; exit 7") == [
+        "on_verdict ended with status 7: not reachable"
+    ]
     assert sent(tmp_path, on_verdict="kill -9 $$") == ["on_verdict ended with signal 9."]
 
 
 def test_commands_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
-    assert sent(tmp_path, wait_s=0.3, on_verdict="sleep 60")[0].startswith("on_verdict was ended: the job is over")
+    assert sent(tmp_path, wait_s=0.3, on_verdict="sleep 60")[0].startswith(
+        "on_verdict was ended: the job is over"
+    )
     monkeypatch.setattr(alerts, "TIMEOUT_S", 0.3)
-    assert sent(tmp_path, on_verdict="sleep 60") == ["on_verdict did not end within 0 s and was killed."]
+    assert sent(tmp_path, on_verdict="sleep 60") == [
+        "on_verdict did not end within 0 s and was killed."
+    ]
     assert time.monotonic() - began < 20
     assert sent(tmp_path, on_verdict="(sleep 60; echo late) 2>/dev/null & exit 0") == []
 
 
 def test_settings() -> None:
-    assert load_settings(environ={}, overrides={"on_verdict": time.sleep}).settings.on_verdict == "time:sleep"
+    assert (
+        load_settings(environ={}, overrides={"on_verdict": time.sleep}).settings.on_verdict
+        == "time:sleep"
+    )
     for bad in ("", lambda alert: None, 3):
-        with pytest.raises(ConfigError, match="a command, or a function of an importable module as MODULE:FUNCTION"):
+        with pytest.raises(
+            ConfigError, match="a command, or a function of an importable module as MODULE:FUNCTION"
+        ):
             load_settings(environ={}, overrides={"on_verdict": bad})

@@ -1,4 +1,6 @@
-"""What a valid black box says is what its reader gives; each rule of docs/protocol.md has its example here."""
+"""What a valid black box says is what its reader gives; each rule of docs/protocol.md has its
+example here.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ def one(box: Box) -> Collective:
 
 class TestWhoAndWhat:
     def test_the_process(self) -> None:
-        box = Box(2, 8, pid=99, job="j7", host="n03", local_rank=2, about={"restart": 1, "coverage": ["CUDA graphs are not seen"]})
+        box = Box(
+            2,
+            8,
+            pid=99,
+            job="j7",
+            host="n03",
+            local_rank=2,
+            about={"restart": 1, "coverage": ["CUDA graphs are not seen"]},
+        )
         box.word(296, 41)
         box.heartbeat(MONO + 5_000_000_000)
         log = read_box(box.bytes(), name="x.box", captured_ns=123)
@@ -33,7 +43,12 @@ class TestWhoAndWhat:
         assert (log.job, log.host, log.script, log.timeout_s) == ("j7", "n03", "train.py", 1800.0)
         assert log.versions == {"commlens": "0.1.0", "torch": "2.13.0", "python": "3.11.9"}
         assert (log.steps, log.heartbeat_ns, log.captured_ns) == (41, UNIX + 5_000_000_000, 123)
-        assert (log.initialised, log.closed, log.exception, log.source) == (True, False, None, "x.box")
+        assert (log.initialised, log.closed, log.exception, log.source) == (
+            True,
+            False,
+            None,
+            "x.box",
+        )
         assert log.coverage == ["CUDA graphs are not seen"]
         assert (log.collectives, log.issued, log.problems) == ([], 0, [])
 
@@ -43,10 +58,31 @@ class TestWhoAndWhat:
         box.word(312, MONO + 10_000_000)
         box.word(352, MONO + 7)
         status = read_status(box.bytes()[:4096])
-        assert (status.rank, status.world_size, status.pid, status.start_ticks, status.job) == (3, 4, 4121, 777, "job-1")
-        assert (status.boot_id, status.pid_namespace, status.capacity, status.local_rank) == ("b007", "4026531836", 16, None)
-        assert (status.issued, status.steps, status.oldest_index, status.oldest_mono_ns) == (10, 5, 10, MONO + 10_000_000)
-        assert (status.main_stack_since_mono_ns, status.evidence_number, status.initialised, status.closed) == (MONO + 7, 1, True, False)
+        assert (status.rank, status.world_size, status.pid, status.start_ticks, status.job) == (
+            3,
+            4,
+            4121,
+            777,
+            "job-1",
+        )
+        assert (status.boot_id, status.pid_namespace, status.capacity, status.local_rank) == (
+            "b007",
+            "4026531836",
+            16,
+            None,
+        )
+        assert (status.issued, status.steps, status.oldest_index, status.oldest_mono_ns) == (
+            10,
+            5,
+            10,
+            MONO + 10_000_000,
+        )
+        assert (
+            status.main_stack_since_mono_ns,
+            status.evidence_number,
+            status.initialised,
+            status.closed,
+        ) == (MONO + 7, 1, True, False)
 
     @pytest.mark.parametrize(
         ("phase", "initialised", "closed", "exception"),
@@ -61,7 +97,9 @@ class TestWhoAndWhat:
             (7, False, False, None),
         ],
     )
-    def test_phases(self, phase: int, initialised: bool, closed: bool, exception: str | None) -> None:
+    def test_phases(
+        self, phase: int, initialised: bool, closed: bool, exception: str | None
+    ) -> None:
         box = Box()
         box.word(288, phase)
         log = read_box(box.bytes())
@@ -79,14 +117,33 @@ class TestWhoAndWhat:
         }
         first = box.blob(note | {"began": MONO + 5})
         stack = box.stack(("/home/me/train.py", 12, "build"))
-        newest = box.blob(note | {"op": "new_group", "name": "1", "ranks": "0,2", "stack": stack, "began": MONO + 9, "prev": first})
+        newest = box.blob(
+            note
+            | {
+                "op": "new_group",
+                "name": "1",
+                "ranks": "0,2",
+                "stack": stack,
+                "began": MONO + 9,
+                "prev": first,
+            }
+        )
         box.word(376, newest)
         box.word(384, MONO + 9)
         status = read_status(box.bytes()[:4096])
         assert status.in_setup and status.setup_since_mono_ns == MONO + 9
         init, group = read_box(box.bytes()).setups
-        assert (init.op, init.state, init.module) == ("init_process_group", State.COMPLETED, "tcp://n03:29500")
-        assert (group.op, group.state, group.channel.group.ranks, group.announced_ns) == ("new_group", State.ISSUED, (0, 2), UNIX + 9)
+        assert (init.op, init.state, init.module) == (
+            "init_process_group",
+            State.COMPLETED,
+            "tcp://n03:29500",
+        )
+        assert (group.op, group.state, group.channel.group.ranks, group.announced_ns) == (
+            "new_group",
+            State.ISSUED,
+            (0, 2),
+            UNIX + 9,
+        )
         assert group.source is not None and group.source.line == 12
         for ended, state in ((0, State.COMPLETED), (1, State.FAILED)):
             box.word(384, ended)
@@ -108,68 +165,139 @@ class TestWhoAndWhat:
 
     def test_uncaught_exception_and_open_expect_slow(self) -> None:
         box = Box()
-        content = {"k": "exception", "text": "\nValueError: bad batch\nmore", "f": [["/home/me/train.py", 61, "step"]]}
+        content = {
+            "k": "exception",
+            "text": "\nValueError: bad batch\nmore",
+            "f": [["/home/me/train.py", 61, "step"]],
+        }
         box.word(344, box.blob(content))
         box.word(336, box.text("checkpoint"))
         log = read_box(box.bytes())
-        assert (log.exception, log.expecting, log.closed) == ("ValueError: bad batch", "checkpoint", False)
+        assert (log.exception, log.expecting, log.closed) == (
+            "ValueError: bad batch",
+            "checkpoint",
+            False,
+        )
         assert [frame.where for frame in log.exception_stack] == ["train.py:61"]
 
     def test_about_text_of_wrong_types_is_survived(self) -> None:
-        box = Box(about={"job": ["x"], "restart": "two", "coverage": "all", "prefixes": 3, "torch": {}, "boot_id": 4})
+        box = Box(
+            about={
+                "job": ["x"],
+                "restart": "two",
+                "coverage": "all",
+                "prefixes": 3,
+                "torch": {},
+                "boot_id": 4,
+            }
+        )
         log = read_box(box.bytes())
         assert (log.job, log.restart, log.coverage) == ("", 0, ["all"])
         box.write_header(b"[1, 2]")
-        assert read_box(box.bytes()).problems == ["the text about the process (job, host, script) is damaged"]
+        assert read_box(box.bytes()).problems == [
+            "the text about the process (job, host, script) is damaged"
+        ]
 
 
 class TestRecords:
     def test_every_field(self) -> None:
         box = Box()
-        group = box.group("7", "0-2,8", desc="tp_group", device="cuda", inc=2, mesh_dim="tp", backend="nccl")
-        content = {"in": [[[4, 5], "bfloat16", "cuda", "strided", [1, 0]]], "out": [[[20], "bfloat16", "cuda", "strided", None]]}
+        group = box.group(
+            "7", "0-2,8", desc="tp_group", device="cuda", inc=2, mesh_dim="tp", backend="nccl"
+        )
+        content = {
+            "in": [[[4, 5], "bfloat16", "cuda", "strided", [1, 0]]],
+            "out": [[[20], "bfloat16", "cuda", "strided", None]],
+        }
         asked = box.asked(
-            "reduce_scatter", "_reduce_scatter_base_", rop="AVG", root=8, **content, **{"is": [1, 2], "os": [3], "async": True}
+            "reduce_scatter",
+            "_reduce_scatter_base_",
+            rop="AVG",
+            root=8,
+            **content,
+            **{"is": [1, 2], "os": [3], "async": True},
         )
         stack = box.stack(("/home/me/train.py", 57, "load_batch"))
         module = box.text("FSDP::all_gather (layers.0)")
         index = box.record(
-            group=group, asked=asked, stack=stack, module=module, seq=5, step=41, coalescing_id=9, tag=-3, thread=77, flags=8 | 4 | 2,
+            group=group,
+            asked=asked,
+            stack=stack,
+            module=module,
+            seq=5,
+            step=41,
+            coalescing_id=9,
+            tag=-3,
+            thread=77,
+            flags=8 | 4 | 2,
             members=6,
-        )  # fmt: skip
+        )
         box.complete(index, waiter=78)
         box.value(index, boxes.DURATION, 1234)
         got = one(box)
-        assert (got.index, got.sequence_number, got.step, got.coalescing_id, got.coalesced_members) == (1, 5, 41, 9, 6)
-        assert (got.tag, got.peer, got.issue_thread, got.wait_thread, got.concurrent) == (-3, None, 77, 78, True)
+        assert (
+            got.index,
+            got.sequence_number,
+            got.step,
+            got.coalescing_id,
+            got.coalesced_members,
+        ) == (1, 5, 41, 9, 6)
+        assert (got.tag, got.peer, got.issue_thread, got.wait_thread, got.concurrent) == (
+            -3,
+            None,
+            77,
+            78,
+            True,
+        )
         assert got.channel.key == (2, "7", (0, 1, 2, 8), "cuda")
-        assert (got.channel.group.label, got.channel.group.description, got.channel.group.backend) == ("tp", "tp_group", "nccl")
+        assert (
+            got.channel.group.label,
+            got.channel.group.description,
+            got.channel.group.backend,
+        ) == ("tp", "tp_group", "nccl")
         assert (got.args.op, got.args.dispatcher_op, got.args.reduce_op, got.args.root) == (
-            "reduce_scatter", "_reduce_scatter_base_", "AVG", 8,
-        )  # fmt: skip
-        assert (got.args.input_splits, got.args.output_splits, got.args.asynchronous) == ((1, 2), (3,), True)
+            "reduce_scatter",
+            "_reduce_scatter_base_",
+            "AVG",
+            8,
+        )
+        assert (got.args.input_splits, got.args.output_splits, got.args.asynchronous) == (
+            (1, 2),
+            (3,),
+            True,
+        )
         assert got.args.inputs[0].shape == (4, 5)
         assert got.args.inputs[0].memory_order == (1, 0)
         assert got.args.outputs[0].shape == (20,)
         assert got.source is not None
         assert got.source.where == "train.py:57"
         assert (got.module, got.duration_ns, got.state, got.learned_how) == (
-            "FSDP::all_gather (layers.0)", 123_400, State.COMPLETED, LearnedHow.WAIT,
-        )  # fmt: skip
+            "FSDP::all_gather (layers.0)",
+            123_400,
+            State.COMPLETED,
+            LearnedHow.WAIT,
+        )
 
     def test_times_become_unix_times(self) -> None:
         box = Box()
         index = box.record(group=box.group(), asked=box.asked(), at=MONO + 1_000)
-        for word, moment in zip((boxes.RETURNED, boxes.WAIT_BEGAN, boxes.WAIT_ENDED, boxes.DONE), (2, 3, 4, 5), strict=True):
+        for word, moment in zip(
+            (boxes.RETURNED, boxes.WAIT_BEGAN, boxes.WAIT_ENDED, boxes.DONE),
+            (2, 3, 4, 5),
+            strict=True,
+        ):
             box.mark(index, word, MONO + moment * 1_000)
         got = one(box)
         assert (got.announced_ns, got.entered_ns) == (UNIX + 1_000, UNIX + 1_000)
-        assert (got.returned_ns, got.wait_began_ns, got.wait_ended_ns, got.done_ns) == tuple(UNIX + k * 1_000 for k in (2, 3, 4, 5))
+        assert (got.returned_ns, got.wait_began_ns, got.wait_ended_ns, got.done_ns) == tuple(
+            UNIX + k * 1_000 for k in (2, 3, 4, 5)
+        )
 
     def test_the_heartbeat_corrects_the_wall_clock(self) -> None:
         box = Box()
         box.record(group=box.group(), asked=box.asked(), at=MONO + 1_000)
-        box.heartbeat(MONO + 10**9, UNIX + 10**9 + 250_000_000)  # the clock was set a quarter of a second on
+        # the clock was set a quarter of a second on
+        box.heartbeat(MONO + 10**9, UNIX + 10**9 + 250_000_000)
         assert one(box).announced_ns == UNIX + 1_000 + 250_000_000
         box.heartbeat(MONO + 10**9, UNIX + (1 << 60))  # no clock is: this is damage
         assert one(box).announced_ns == UNIX + 1_000
@@ -185,10 +313,13 @@ class TestRecords:
             (8, False, 1, 4, State.COMPLETED, LearnedHow.NATIVE_RECORDER),
             (8, False, 2, 2, State.FAILED, LearnedHow.WAIT),
             (8, False, 3, 5, State.UNKNOWN, LearnedHow.UNKNOWN),
-            (8, False, 77, 99, State.UNKNOWN, LearnedHow.UNKNOWN),  # no such codes: nothing is claimed
+            # no such codes: nothing is claimed
+            (8, False, 77, 99, State.UNKNOWN, LearnedHow.UNKNOWN),
         ],
     )
-    def test_states(self, flags: int, entered: bool, outcome: int, how: int, state: State, learned: LearnedHow) -> None:
+    def test_states(
+        self, flags: int, entered: bool, outcome: int, how: int, state: State, learned: LearnedHow
+    ) -> None:
         box = Box()
         index = box.record(group=box.group(), asked=box.asked(), flags=flags)
         if entered:
@@ -220,7 +351,20 @@ class TestRecords:
         for code in range(12):
             box.value(box.record(group=group, asked=asked, seq=code + 1), boxes.REDUCE_OP, code)
         ops = [got.args.reduce_op for got in read_box(box.bytes()).collectives]
-        assert ops == [None, "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED", None]
+        assert ops == [
+            None,
+            "SUM",
+            "AVG",
+            "PRODUCT",
+            "MIN",
+            "MAX",
+            "BAND",
+            "BOR",
+            "BXOR",
+            "PREMUL_SUM",
+            "UNUSED",
+            None,
+        ]
 
     def test_point_to_point(self) -> None:
         box = Box()
@@ -251,13 +395,15 @@ class TestRecords:
         got = read_box(box.bytes()).collectives[-1]
         fresh = Collective(
             5, got.channel, 5, got.args, State.ANNOUNCED, UNIX + 5_000_000, issue_thread=4121
-        )  # fmt: skip
+        )
         assert got == fresh
 
     def test_a_time_before_the_announcement_is_absent_though_the_tag_is_right(self) -> None:
         """65536 records later the same tag comes back."""
         box = Box(capacity=4)
-        index = box.record(group=box.group(), asked=box.asked(), index=65_537, at=MONO + 5_000_000_000)
+        index = box.record(
+            group=box.group(), asked=box.asked(), index=65_537, at=MONO + 5_000_000_000
+        )
         box.mark(index, boxes.WAIT_BEGAN, MONO + 1_000)
         assert read_box(box.bytes()).collectives[0].wait_began_ns == 0
 
@@ -305,13 +451,19 @@ class TestRing:
     def test_records_lost_to_an_error_of_ours_are_said(self) -> None:
         box = busy_box()
         box.word(320, 3)
-        assert read_box(box.bytes()).problems == ["3 collectives were not recorded because of an error inside commlens"]
+        assert read_box(box.bytes()).problems == [
+            "3 collectives were not recorded because of an error inside commlens"
+        ]
 
 
 class TestBlobs:
     def box(self, **lost: int) -> Box:
         box = Box()
-        good = {"group": box.group(), "asked": box.asked(), "stack": box.stack(("/home/me/a.py", 1, "f"))}
+        good = {
+            "group": box.group(),
+            "asked": box.asked(),
+            "stack": box.stack(("/home/me/a.py", 1, "f")),
+        }
         box.record(**(good | lost))
         return box
 
@@ -319,12 +471,17 @@ class TestBlobs:
     def test_without_its_group_a_record_is_lost(self, position: int) -> None:
         log = read_box(self.box(group=position).bytes())
         assert log.collectives == []
-        assert log.problems == ["1 of the last 1 records are left out because their group was overwritten or is damaged"]
+        assert log.problems == [
+            "1 of the last 1 records are left out because their group was overwritten or is damaged"
+        ]
 
     def test_without_what_was_asked_a_record_keeps_its_place(self) -> None:
         log = read_box(self.box(asked=1 << 40).bytes())
         assert [(got.op, got.sequence_number) for got in log.collectives] == [("unknown", 1)]
-        assert log.problems == ["1 of the last 1 records are without their arguments, which were overwritten or are damaged"]
+        assert log.problems == [
+            "1 of the last 1 records are without their arguments, which were overwritten or are"
+            " damaged"
+        ]
 
     def test_without_it_a_send_cannot_be_told_from_a_receive(self) -> None:
         box = Box()
@@ -337,7 +494,10 @@ class TestBlobs:
     def test_without_its_stack(self) -> None:
         log = read_box(self.box(stack=1 << 40).bytes())
         assert log.collectives[0].stack == ()
-        assert log.problems == ["1 of the last 1 records are without their stacks, which were overwritten or are damaged"]
+        assert log.problems == [
+            "1 of the last 1 records are without their stacks, which were overwritten or are"
+            " damaged"
+        ]
 
     def test_a_blob_of_another_kind(self) -> None:
         box = Box()
@@ -362,18 +522,39 @@ class TestBlobs:
     @pytest.mark.parametrize(
         "change",
         [
-            {"in": 3}, {"in": [[["5"], "float32"]]}, {"in": [[[-5], "float32"]]}, {"in": [[[1 << 70], "f"]]}, {"in": [[[5]]]}, {"op": None},
-            {"root": "two"}, {"is": [1.5]}, {"async": 1}, {"k": "stack"}, {"k": 7},
+            {"in": 3},
+            {"in": [[["5"], "float32"]]},
+            {"in": [[[-5], "float32"]]},
+            {"in": [[[1 << 70], "f"]]},
+            {"in": [[[5]]]},
+            {"op": None},
+            {"root": "two"},
+            {"is": [1.5]},
+            {"async": 1},
+            {"k": "stack"},
+            {"k": 7},
         ],
-    )  # fmt: skip
-    def test_json_of_wrong_shape_is_a_problem_and_no_exception(self, change: dict[str, object]) -> None:
+    )
+    def test_json_of_wrong_shape_is_a_problem_and_no_exception(
+        self, change: dict[str, object]
+    ) -> None:
         box = Box()
         box.record(group=box.group(), asked=box.asked(**change))  # type: ignore[arg-type]
         log = read_box(box.bytes())
         assert log.collectives[0].op == "unknown"
         assert len(log.problems) == 1
 
-    @pytest.mark.parametrize("raw", [b"", b"null", b"[" * 60_000, b'{"k":', b'"\xff"', b'{"k":"stack","f":[["\\ud800",1,"f"]]}'])
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"",
+            b"null",
+            b"[" * 60_000,
+            b'{"k":',
+            b'"\xff"',
+            b'{"k":"stack","f":[["\\ud800",1,"f"]]}',
+        ],
+    )
     def test_json_that_is_none(self, raw: bytes) -> None:
         box = Box()
         box.record(group=box.group(), asked=box.asked(), stack=box.blob(None, raw=raw))
@@ -392,7 +573,8 @@ class TestFrames:
         [
             ("/home/me/train.py", FrameKind.USER),
             (f"{TORCH}/nn/modules/module.py", FrameKind.TORCH),
-            (f"{TORCH}vision/transforms.py", FrameKind.LIBRARY),  # not torch, though its folder's name begins so
+            # not torch, though its folder's name begins so
+            (f"{TORCH}vision/transforms.py", FrameKind.LIBRARY),
             (f"{STDLIB}/site-packages/transformers/trainer.py", FrameKind.LIBRARY),
             ("/other/env/lib/python3.12/dist-packages/x/y.py", FrameKind.LIBRARY),
             (f"{STDLIB}/threading.py", FrameKind.PYTHON),
@@ -413,7 +595,9 @@ class TestFrames:
     def test_native_frames_are_marked(self) -> None:
         box = Box()
         box.record(
-            group=box.group(), asked=box.asked(), stack=box.stack(("libtorch_cpu.so", None, "c10d::Reducer", "n"), ("/a.py", 1, "f"))
+            group=box.group(),
+            asked=box.asked(),
+            stack=box.stack(("libtorch_cpu.so", None, "c10d::Reducer", "n"), ("/a.py", 1, "f")),
         )
         native, python = one(box).stack
         assert (native.kind, native.line, python.kind) == (FrameKind.NATIVE, 0, FrameKind.USER)
@@ -421,13 +605,21 @@ class TestFrames:
     def test_the_watcher_sorts_its_own_stacks_alike(self, tmp_path: Path) -> None:
         with OpenBox(Box().write(tmp_path)) as box:
             kind_of = box.classifier()
-        assert (kind_of(f"{TORCH}/a.py"), kind_of("/home/me/a.py")) == (FrameKind.TORCH, FrameKind.USER)
+        assert (kind_of(f"{TORCH}/a.py"), kind_of("/home/me/a.py")) == (
+            FrameKind.TORCH,
+            FrameKind.USER,
+        )
 
 
 class TestEvidence:
     def thread(self, line: int) -> list[dict[str, object]]:
         return [
-            {"tid": 4121, "name": "MainThread", "main": True, "f": [["/home/me/train.py", line, "load_batch"]]},
+            {
+                "tid": 4121,
+                "name": "MainThread",
+                "main": True,
+                "f": [["/home/me/train.py", line, "load_batch"]],
+            },
             {"tid": 4130, "name": "pt_autograd_0", "main": False, "f": [[f"{TORCH}/x.py", 1, "g"]]},
         ]
 
@@ -437,8 +629,9 @@ class TestEvidence:
             box.evidence(self.thread(number), MONO + number * 1_000)
         log = read_box(box.bytes())
         assert [(s.thread, s.name, s.is_main, s.taken_ns) for s in log.stacks] == [
-            (4121, "MainThread", True, UNIX + 3_000), (4130, "pt_autograd_0", False, UNIX + 3_000),
-        ]  # fmt: skip
+            (4121, "MainThread", True, UNIX + 3_000),
+            (4130, "pt_autograd_0", False, UNIX + 3_000),
+        ]
         assert log.main_stack is not None
         assert log.main_stack.frames[0].where == "train.py:3"
         assert log.stacks_ns == UNIX + 3_000
@@ -453,7 +646,9 @@ class TestEvidence:
         assert log.main_stack.frames[0].line == 1
         assert log.problems == []
 
-    @pytest.mark.parametrize("raw", [b"{}x", b'{"threads": 3}', b'{"threads": [{"tid": -1}]}', b"[" * 100_000])
+    @pytest.mark.parametrize(
+        "raw", [b"{}x", b'{"threads": 3}', b'{"threads": [{"tid": -1}]}', b"[" * 100_000]
+    )
     def test_what_cannot_be_read_is_said(self, raw: bytes) -> None:
         box = Box()
         box.evidence([], raw=raw)
@@ -472,20 +667,41 @@ class TestRefused:
         assert self.refused(b"") == "x.box is empty."
         assert self.refused(b"PK\x03\x04 something else") == "x.box is not a commlens black box."
         assert self.refused(bytes(8192)) == "x.box has not been written yet."
-        assert self.refused(box.bytes()[:3]) == "x.box is cut off within its header: 3 of 4096 bytes are left."
-        assert self.refused(box.bytes()[:4095]) == "x.box is cut off within its header: 4095 of 4096 bytes are left."
+        assert (
+            self.refused(box.bytes()[:3])
+            == "x.box is cut off within its header: 3 of 4096 bytes are left."
+        )
+        assert (
+            self.refused(box.bytes()[:4095])
+            == "x.box is cut off within its header: 4095 of 4096 bytes are left."
+        )
         box.data[30] ^= 1
-        assert self.refused(box.bytes()) == "x.box has a damaged header: its checksum does not match."
+        assert (
+            self.refused(box.bytes()) == "x.box has a damaged header: its checksum does not match."
+        )
         box.write_header(version=2)
         assert "layout version 2, but this commlens reads version 1" in self.refused(box.bytes())
 
     @pytest.mark.parametrize(
         "field",
-        ["header", "record", "capacity", "side_at", "side_size", "evidence_at", "evidence_slot", "total", "world_size"],
+        [
+            "header",
+            "record",
+            "capacity",
+            "side_at",
+            "side_size",
+            "evidence_at",
+            "evidence_slot",
+            "total",
+            "world_size",
+        ],
     )
     @pytest.mark.parametrize("value", [0, 1, 1 << 31])
     def test_sizes_that_contradict_each_other(self, field: str, value: int) -> None:
-        if (field == "world_size" and value < 2) or (field, value) in (("capacity", 1), ("side_size", 1)):
+        if (field == "world_size" and value < 2) or (field, value) in (
+            ("capacity", 1),
+            ("side_size", 1),
+        ):
             return  # legal, if odd
         box = busy_box()
         box.write_header(**{field: value})
@@ -495,7 +711,10 @@ class TestRefused:
         box = busy_box()
         log = read_box(box.bytes()[: box.side_at + box.head])
         assert len(log.collectives) == 10
-        assert log.problems[0] == f"the file is cut off: {box.side_at + box.head} of {box.total} bytes are left"
+        assert (
+            log.problems[0]
+            == f"the file is cut off: {box.side_at + box.head} of {box.total} bytes are left"
+        )
         cut = 4096 + 3 * 192 + 50
         log = read_box(box.bytes()[:cut])
         assert log.collectives == []
@@ -552,7 +771,9 @@ class TestOpenBox:
         for path in (tmp_path, tmp_path / "pipe.box", Path("/dev/null")):
             with pytest.raises(FormatError, match="is not a regular file"):
                 OpenBox(path)
-        with pytest.raises(FormatError, match=r"gone\.box could not be opened: no such file or directory\."):
+        with pytest.raises(
+            FormatError, match=r"gone\.box could not be opened: no such file or directory\."
+        ):
             read_box(tmp_path / "gone.box")
         with pytest.raises(FormatError, match="could not be opened"):
             OpenBox(Path("nul\0byte"))

@@ -1,4 +1,6 @@
-"""However a black box is damaged, reading it gives a FormatError or a log that says what is missing, soon and in little memory."""
+"""However a black box is damaged, reading it gives a FormatError or a log that says what is
+missing, soon and in little memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from commlens.model.ranklog import RankLog
 GOOD = busy_box(records=40)
 GOOD_BYTES = GOOD.bytes()
 GOOD_LOG = read_box(GOOD_BYTES, captured_ns=1)
-USED = [(0, 4096), (4096, 4096 + 16 * 192), (GOOD.side_at, GOOD.side_at + GOOD.head), (GOOD.evidence_at, GOOD.evidence_at + 300)]
+USED = [
+    (0, 4096),
+    (4096, 4096 + 16 * 192),
+    (GOOD.side_at, GOOD.side_at + GOOD.head),
+    (GOOD.evidence_at, GOOD.evidence_at + 300),
+]
 
 relaxed = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 places = st.sampled_from(USED).flatmap(lambda part: st.integers(part[0], part[1] - 1))
@@ -51,7 +58,11 @@ def test_cut_off_at_any_byte(size: int) -> None:
     if log is not None:
         assert any("cut off" in problem for problem in log.problems)
         known = {collective.index: collective for collective in GOOD_LOG.collectives}
-        assert all(collective.args in (known[collective.index].args,) for collective in log.collectives if collective.op != "unknown")
+        assert all(
+            collective.args in (known[collective.index].args,)
+            for collective in log.collectives
+            if collective.op != "unknown"
+        )
 
 
 @relaxed
@@ -68,7 +79,11 @@ def test_bit_flips(flips: list[tuple[int, int]]) -> None:
     for collective in log.collectives:
         # Nothing that carries a checksum is ever wrong: it is right or it is absent.
         true = known[collective.index]
-        assert (collective.sequence_number, collective.channel, collective.step) == (true.sequence_number, true.channel, true.step)
+        assert (collective.sequence_number, collective.channel, collective.step) == (
+            true.sequence_number,
+            true.channel,
+            true.step,
+        )
         assert collective.args.inputs in (true.args.inputs, ())
         assert collective.stack in (true.stack, ())
 
@@ -106,22 +121,34 @@ FIELDS = (
     "unix",
 )
 NARROW = ("header", "record", "capacity", "pid", "world_size")
-sizes = st.sampled_from([0, 1, 8, 191, 192, 4095, 4096, 65_000, 65_536, 1 << 24, (1 << 31) - 1, (1 << 32) - 1]) | st.integers(
-    0, (1 << 32) - 1
-)
+sizes = st.sampled_from(
+    [0, 1, 8, 191, 192, 4095, 4096, 65_000, 65_536, 1 << 24, (1 << 31) - 1, (1 << 32) - 1]
+) | st.integers(0, (1 << 32) - 1)
 wide = sizes | st.integers(0, (1 << 64) - 1)
 
 
 @relaxed
-@given(st.dictionaries(st.sampled_from(FIELDS), wide, max_size=4), st.integers(-(1 << 31), (1 << 31) - 1))
-def test_headers_with_hostile_numbers_and_a_right_checksum(fields: dict[str, int], rank: int) -> None:
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), wide, max_size=4),
+    st.integers(-(1 << 31), (1 << 31) - 1),
+)
+def test_headers_with_hostile_numbers_and_a_right_checksum(
+    fields: dict[str, int], rank: int
+) -> None:
     box = busy_box()
-    box.write_header(rank=rank, **{key: value % (1 << 32) if key in NARROW else value for key, value in fields.items()})
+    box.write_header(
+        rank=rank,
+        **{key: value % (1 << 32) if key in NARROW else value for key, value in fields.items()},
+    )
     read(box.bytes())
 
 
 @relaxed
-@given(st.dictionaries(st.sampled_from(range(256, 384, 8)), st.integers(0, (1 << 64) - 1), min_size=1, max_size=14))
+@given(
+    st.dictionaries(
+        st.sampled_from(range(256, 384, 8)), st.integers(0, (1 << 64) - 1), min_size=1, max_size=14
+    )
+)
 def test_live_words_of_any_value(words: dict[int, int]) -> None:
     box = busy_box()
     for offset, value in words.items():
@@ -139,7 +166,17 @@ def test_live_words_of_any_value(words: dict[int, int]) -> None:
             optional={
                 **{
                     key: st.integers(0, (1 << 64) - 1)
-                    for key in ("group", "asked", "stack", "module", "seq", "step", "coalescing_id", "at", "index")
+                    for key in (
+                        "group",
+                        "asked",
+                        "stack",
+                        "module",
+                        "seq",
+                        "step",
+                        "coalescing_id",
+                        "at",
+                        "index",
+                    )
                 },
                 **{key: st.integers(0, (1 << 32) - 1) for key in ("thread", "flags", "members")},
                 "peer": st.integers(-(1 << 31), (1 << 31) - 1),
@@ -148,9 +185,16 @@ def test_live_words_of_any_value(words: dict[int, int]) -> None:
         ),
         max_size=20,
     ),
-    st.lists(st.tuples(st.integers(1, 16), st.sampled_from(range(120, 192, 8)), st.integers(0, (1 << 64) - 1)), max_size=20),
+    st.lists(
+        st.tuples(
+            st.integers(1, 16), st.sampled_from(range(120, 192, 8)), st.integers(0, (1 << 64) - 1)
+        ),
+        max_size=20,
+    ),
 )
-def test_records_of_any_content_with_right_checksums(records: list[dict[str, int]], words: list[tuple[int, int, int]]) -> None:
+def test_records_of_any_content_with_right_checksums(
+    records: list[dict[str, int]], words: list[tuple[int, int, int]]
+) -> None:
     box = Box()
     good = {"group": box.group(), "asked": box.asked(), "stack": box.stack(("/a.py", 1, "f"))}
     for record in records:
@@ -162,13 +206,37 @@ def test_records_of_any_content_with_right_checksums(records: list[dict[str, int
 
 
 json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 changes = st.dictionaries(
     st.sampled_from(
-        ["k", "name", "ranks", "inc", "device", "desc", "op", "dop", "in", "out", "root", "is", "os", "async", "rop", "f", "text"]
+        [
+            "k",
+            "name",
+            "ranks",
+            "inc",
+            "device",
+            "desc",
+            "op",
+            "dop",
+            "in",
+            "out",
+            "root",
+            "is",
+            "os",
+            "async",
+            "rop",
+            "f",
+            "text",
+        ]
     ),
     json,
     max_size=3,
@@ -182,9 +250,17 @@ changes = st.dictionaries(
     changes,
     changes,
     st.lists(json, max_size=3),
-    st.dictionaries(st.sampled_from(["job", "host", "restart", "prefixes", "coverage", "torch", "script", "boot_id"]), json, max_size=4),
+    st.dictionaries(
+        st.sampled_from(
+            ["job", "host", "restart", "prefixes", "coverage", "torch", "script", "boot_id"]
+        ),
+        json,
+        max_size=4,
+    ),
 )
-def test_json_of_any_shape(group: dict, asked: dict, stack: dict, text: dict, threads: list, about: dict) -> None:  # type: ignore[type-arg]
+def test_json_of_any_shape(
+    group: dict, asked: dict, stack: dict, text: dict, threads: list, about: dict
+) -> None:  # type: ignore[type-arg]
     box = Box()
     exception = box.blob({"k": "exception", "text": "x", "f": []} | text)
     box.word(336, exception)
@@ -222,21 +298,35 @@ def overlapping() -> Box:
     for number in range(2000):
         position = box.head + 1 + number * 16
         at = box.side_at + position - 1
-        box.data[at : at + 16] = (65_536).to_bytes(4, "little") + bytes(4) + position.to_bytes(8, "little")
+        box.data[at : at + 16] = (
+            (65_536).to_bytes(4, "little") + bytes(4) + position.to_bytes(8, "little")
+        )
         box.record(group=group, asked=asked, stack=position)
     box.word(280, box.head + 2000 * 16 + 65_536)
     return box
 
 
 HOSTILE = {
-    "many large sets of ranks": lambda: full(2000, what="group", blobs=lambda box: box.group(ranks=f"0-{499_999 - box.index}")),
-    "ranks refused late": lambda: full(2000, what="group", blobs=lambda box: box.group(ranks=f"0-400000,1-400{box.index}")),
-    "long stacks": lambda: full(2000, what="stack", blobs=lambda box: box.stack(*[("", 1, "")] * 6500)),
-    "many tensors": lambda: full(2000, what="asked", blobs=lambda box: box.asked(**{"in": [[[], ""]] * 9000})),
-    "long splits": lambda: full(2000, what="asked", blobs=lambda box: box.asked(**{"is": [1] * 20_000, "op": str(box.index)})),
+    "many large sets of ranks": lambda: full(
+        2000, what="group", blobs=lambda box: box.group(ranks=f"0-{499_999 - box.index}")
+    ),
+    "ranks refused late": lambda: full(
+        2000, what="group", blobs=lambda box: box.group(ranks=f"0-400000,1-400{box.index}")
+    ),
+    "long stacks": lambda: full(
+        2000, what="stack", blobs=lambda box: box.stack(*[("", 1, "")] * 6500)
+    ),
+    "many tensors": lambda: full(
+        2000, what="asked", blobs=lambda box: box.asked(**{"in": [[[], ""]] * 9000})
+    ),
+    "long splits": lambda: full(
+        2000,
+        what="asked",
+        blobs=lambda box: box.asked(**{"is": [1] * 20_000, "op": str(box.index)}),
+    ),
     "overlapping blobs": overlapping,
     "many prefixes": lambda: Box(about={"prefixes": {"torch": ["/x"] * 200}}),
-}  # fmt: skip
+}
 
 
 def reduce_codes() -> Box:

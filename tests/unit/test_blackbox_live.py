@@ -1,4 +1,6 @@
-"""Black boxes read while another process writes them as fast as it can, and boxes written by the package's own writer."""
+"""Black boxes read while another process writes them as fast as it can, and boxes written by the
+package's own writer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CAPACITY = 64
 
 
 class Slowly:
-    """A map that takes what is written to it eight bytes at a time, so that a reader often comes in between."""
+    """A map that takes what is written to it eight bytes at a time, so that a reader often comes in
+    between.
+    """
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self.mapped = mapped
@@ -51,13 +55,16 @@ class SlowBox(Box):
 
     def word(self, offset: int, value: int) -> None:
         if hasattr(self, "words"):
-            self.words[offset // 8] = value  # live words are written whole: struct.pack_into would clear them first
+            # live words are written whole: struct.pack_into would clear them first
+            self.words[offset // 8] = value
         else:
             super().word(offset, value)
 
 
 def write_for_ever(path: str) -> None:
-    """The writer process: every field of every record follows from its index, every blob's text from its number."""
+    """The writer process: every field of every record follows from its index, every blob's text
+    from its number.
+    """
     box = SlowBox(capacity=CAPACITY)
     box.put_into(Path(path))
     group, number = box.group(), 0
@@ -67,15 +74,24 @@ def write_for_ever(path: str) -> None:
         if number % 500 == 1:
             group = box.group(ranks=f"0-{number}")
             line = [["/home/me/train.py", number, f"f{number}"]] * (number % 400)
-            box.evidence([{"tid": number, "name": str(number), "main": True, "f": line}], MONO + number * 100)
+            box.evidence(
+                [{"tid": number, "name": str(number), "main": True, "f": line}], MONO + number * 100
+            )
         asked = box.asked(op=f"op{number}", shape=(number, number * 2))
         stack = box.stack(*[("/home/me/train.py", number, f"f{number}")] * (number % 10 + 1))
         for _ in range(5):
             index = box.index + 1
             box.record(
-                group=group, asked=asked, stack=stack, seq=number, step=index * 7, coalescing_id=index * 11, tag=-index,
-                thread=index & 0x7FFFFFFF, at=MONO + index * 1_000,
-            )  # fmt: skip
+                group=group,
+                asked=asked,
+                stack=stack,
+                seq=number,
+                step=index * 7,
+                coalescing_id=index * 11,
+                tag=-index,
+                thread=index & 0x7FFFFFFF,
+                at=MONO + index * 1_000,
+            )
             box.mark(index, boxes.RETURNED, MONO + index * 1_000 + 200)
             box.outcome(index, 1, 2, index & 0x7FFFFFFF)
             box.mark(index, boxes.DONE, MONO + index * 1_000 + 300)
@@ -107,8 +123,15 @@ def check(log: RankLog) -> None:
 
 @contextmanager
 def writer(path: Path, loop: str = "write_for_ever") -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", f"import test_blackbox_live; test_blackbox_live.{loop}({str(path)!r})"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    command = [
+        sys.executable,
+        "-c",
+        f"import test_blackbox_live; test_blackbox_live.{loop}({str(path)!r})",
+    ]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+    }
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
     try:
         assert process.stdout is not None
@@ -159,14 +182,22 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_box(tmp_path: Path) -> 
 
 def beat_for_ever(path: str) -> None:
     """The package's own writer, which only ever counts upwards."""
-    box = BoxWriter(Path(path), capacity=8, rank=0, world_size=1, local_rank=0, start_ticks=1, about={})
-    group = box.add_blob({"k": "group", "name": "0", "ranks": "0-3", "backend": "gloo", "device": "cpu", "inc": 0})
+    box = BoxWriter(
+        Path(path), capacity=8, rank=0, world_size=1, local_rank=0, start_ticks=1, about={}
+    )
+    group = box.add_blob(
+        {"k": "group", "name": "0", "ranks": "0-3", "backend": "gloo", "device": "cpu", "inc": 0}
+    )
     asked = box.add_blob({"k": "asked", "op": "all_reduce", "dop": "allreduce_", "in": []})
     for number in range(1, 1 << 62):
         box.word(L.STEPS, number)
         box.heartbeat()
         index, now = box.next_index(), time.monotonic_ns()
-        slot = box.announce(L.Record(index, now, group, asked, sequence_number=index, thread=7, flags=L.FLAG_ENTERED))
+        slot = box.announce(
+            L.Record(
+                index, now, group, asked, sequence_number=index, thread=7, flags=L.FLAG_ENTERED
+            )
+        )
         box.wait_began(slot, index, now, 7, True)
         box.wait_completed(slot, index, now, 7)
         if number == 100:
@@ -189,23 +220,57 @@ def test_a_live_word_is_never_seen_half_written(tmp_path: Path) -> None:
 @pytest.fixture
 def written(tmp_path: Path) -> BoxWriter:
     prefixes = {"torch": boxes.TORCH, "commlens": boxes.COMMLENS, "python": [boxes.STDLIB]}
-    about = {"job": "j1", "host": "n01", "script": "train.py --big", "torch": "2.13.0", "prefixes": prefixes, "coverage": ["x"]}
+    about = {
+        "job": "j1",
+        "host": "n01",
+        "script": "train.py --big",
+        "torch": "2.13.0",
+        "prefixes": prefixes,
+        "coverage": ["x"],
+    }
     path = tmp_path / "rank2.77.box"
-    return BoxWriter(path, capacity=8, rank=2, world_size=4, local_rank=1, start_ticks=5, about=about)
+    return BoxWriter(
+        path, capacity=8, rank=2, world_size=4, local_rank=1, start_ticks=5, about=about
+    )
 
 
 class TestTheRealWriter:
     def announce(self, box: BoxWriter, **fields: int) -> tuple[int, int, int]:
         group = box.add_blob(
-            {"k": "group", "name": "0", "desc": "default_pg", "ranks": "0-3", "backend": "gloo", "device": "cpu", "inc": 0}
+            {
+                "k": "group",
+                "name": "0",
+                "desc": "default_pg",
+                "ranks": "0-3",
+                "backend": "gloo",
+                "device": "cpu",
+                "inc": 0,
+            }
         )
-        asked = box.add_blob({"k": "asked", "op": "all_reduce", "dop": "allreduce_", "in": [[[3], "float32", "cpu", "strided", None]]})
+        asked = box.add_blob(
+            {
+                "k": "asked",
+                "op": "all_reduce",
+                "dop": "allreduce_",
+                "in": [[[3], "float32", "cpu", "strided", None]],
+            }
+        )
         stack = box.add_blob({"k": "stack", "f": [["/home/me/train.py", 57, "step"]]})
         index, now = box.next_index(), time.monotonic_ns()
         words = {
-            "group": group, "asked": asked, "stack": stack, "module": 0, "sequence_number": index, "step": 3, "coalescing_id": 0, "tag": -7,
-            "thread": 99, "flags": L.FLAG_ENTERED, "peer": -1, "members": 0,
-        }  # fmt: skip
+            "group": group,
+            "asked": asked,
+            "stack": stack,
+            "module": 0,
+            "sequence_number": index,
+            "step": 3,
+            "coalescing_id": 0,
+            "tag": -7,
+            "thread": 99,
+            "flags": L.FLAG_ENTERED,
+            "peer": -1,
+            "members": 0,
+        }
         return index, now, box.announce(L.Record(index, now, **(words | fields)))
 
     def read(self, box: BoxWriter) -> Collective:
@@ -220,7 +285,13 @@ class TestTheRealWriter:
         written.heartbeat()
         log = read_box(written.path)
         assert (log.rank, log.world_size, log.local_rank, log.pid) == (2, 4, 1, os.getpid())
-        assert (log.job, log.host, log.script, log.versions, log.coverage) == ("j1", "n01", "train.py --big", {"torch": "2.13.0"}, ["x"])
+        assert (log.job, log.host, log.script, log.versions, log.coverage) == (
+            "j1",
+            "n01",
+            "train.py --big",
+            {"torch": "2.13.0"},
+            ["x"],
+        )
         assert (log.initialised, log.steps, log.problems) == (True, 12, [])
         assert before <= log.heartbeat_ns <= log.captured_ns
 
@@ -228,7 +299,14 @@ class TestTheRealWriter:
         before = time.time_ns()
         index, now, slot = self.announce(written)
         got = self.read(written)
-        assert (got.state, got.sequence_number, got.tag, got.step, got.issue_thread, got.peer) == (State.ISSUED, 1, -7, 3, 99, None)
+        assert (got.state, got.sequence_number, got.tag, got.step, got.issue_thread, got.peer) == (
+            State.ISSUED,
+            1,
+            -7,
+            3,
+            99,
+            None,
+        )
         assert abs(got.announced_ns - before) < 10**9
         written.mark(slot, L.RETURNED, index, now + 1_000)
         written.mark(slot, L.WAIT_BEGAN, index, now + 2_000)
@@ -241,27 +319,52 @@ class TestTheRealWriter:
         written.mark_value(slot, L.REDUCE_OP, index, 1)
         written.mark_outcome(slot, index, L.OUTCOME_COMPLETED, L.HOW_WAIT, 123)
         got = self.read(written)
-        assert (got.state, got.learned_how, got.args.reduce_op) == (State.COMPLETED, LearnedHow.WAIT, "SUM")
-        spans = [moment - got.announced_ns for moment in (got.returned_ns, got.wait_began_ns, got.wait_ended_ns, got.done_ns)]
-        assert all(abs(span - true) <= 100 for span, true in zip(spans, (1_000, 2_000, 3_000, 3_000), strict=True))
+        assert (got.state, got.learned_how, got.args.reduce_op) == (
+            State.COMPLETED,
+            LearnedHow.WAIT,
+            "SUM",
+        )
+        spans = [
+            moment - got.announced_ns
+            for moment in (got.returned_ns, got.wait_began_ns, got.wait_ended_ns, got.done_ns)
+        ]
+        assert all(
+            abs(span - true) <= 100
+            for span, true in zip(spans, (1_000, 2_000, 3_000, 3_000), strict=True)
+        )
 
     def test_round_the_ring(self, written: BoxWriter) -> None:
         for _ in range(30):
             self.announce(written)
         log = read_box(written.path)
-        assert ([got.index for got in log.collectives], log.issued, log.problems) == ([*range(23, 31)], 30, [])
+        assert ([got.index for got in log.collectives], log.issued, log.problems) == (
+            [*range(23, 31)],
+            30,
+            [],
+        )
         assert log.collectives[0].source is not None
         assert log.collectives[0].source.where == "train.py:57"
 
     def test_failure_exception_and_label(self, written: BoxWriter) -> None:
         index, _, slot = self.announce(written)
-        written.mark_value(slot, L.FAILURE, index, written.add_blob({"k": "text", "text": "Connection reset \udce9"}))
+        written.mark_value(
+            slot,
+            L.FAILURE,
+            index,
+            written.add_blob({"k": "text", "text": "Connection reset \udce9"}),
+        )
         written.mark_outcome(slot, index, L.OUTCOME_FAILED, L.HOW_WAIT)
         written.word(L.EXPECTING, written.add_blob({"k": "text", "text": "checkpoint"}))
-        written.word(L.EXCEPTION, written.add_blob({"k": "exception", "text": "ValueError: x", "f": [["/a.py", 1, "f"]]}))
+        written.word(
+            L.EXCEPTION,
+            written.add_blob({"k": "exception", "text": "ValueError: x", "f": [["/a.py", 1, "f"]]}),
+        )
         written.word(L.PHASE, L.PHASE_CLOSED_BY_EXCEPTION)
         log = read_box(written.path)
-        assert (log.collectives[0].state, log.collectives[0].error) == (State.FAILED, "Connection reset ?")
+        assert (log.collectives[0].state, log.collectives[0].error) == (
+            State.FAILED,
+            "Connection reset ?",
+        )
         assert (log.expecting, log.exception, log.closed) == ("checkpoint", "ValueError: x", True)
 
     def test_evidence(self, written: BoxWriter) -> None:
@@ -275,12 +378,21 @@ class TestTheRealWriter:
             written.write_evidence([thread], time.monotonic_ns())
             main = read_box(written.path).main_stack
             assert main is not None
-            assert [(frame.line, frame.kind) for frame in main.frames] == [(line, FrameKind.USER), (2, FrameKind.TORCH)]
+            assert [(frame.line, frame.kind) for frame in main.frames] == [
+                (line, FrameKind.USER),
+                (2, FrameKind.TORCH),
+            ]
 
     def test_the_largest_and_the_smallest(self, tmp_path: Path) -> None:
         for capacity in (1, L.CAPACITY_MAX):
             box = BoxWriter(
-                tmp_path / f"rank0.{capacity}.box", capacity=capacity, rank=0, world_size=1, local_rank=0, start_ticks=1, about={}
+                tmp_path / f"rank0.{capacity}.box",
+                capacity=capacity,
+                rank=0,
+                world_size=1,
+                local_rank=0,
+                start_ticks=1,
+                about={},
             )
             self.announce(box)
             index, _, _ = self.announce(box)

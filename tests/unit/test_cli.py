@@ -24,7 +24,9 @@ def test_help_names_every_verb(run_commlens: RunCommlens):
         assert f"  {entry.name:<13}{entry.help}\n" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["diagnose", "--help"], ["compare", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["diagnose", "--help"], ["compare", "--help"]], ids=" ".join
+)
 def test_help_wraps_to_the_terminal(arguments, monkeypatch, capsys):
     counts = []
     for columns in (50, 100, 150):
@@ -38,15 +40,24 @@ def test_help_wraps_to_the_terminal(arguments, monkeypatch, capsys):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["diagnose", "--help"], ["convert", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["diagnose", "--help"], ["convert", "--help"]],
+    ids=" ".join,
+)
 def test_help_and_version_import_nothing_heavy(arguments):
     program = (
-        "import atexit, os, sys\n"
-        "heavy = {'torch', 'rich', 'numpy', 'msgspec', 'yaml', 'inspect', 'fsspec', 'zstandard', 'asyncio'}\n"
-        "atexit.register(lambda: os._exit(9) if heavy & set(sys.modules) else None)\n"
-        f"from commlens.commands import main; sys.exit(main({arguments!r}))"
+        "import atexit, os, sys\nheavy = {'torch', 'rich', 'numpy', 'msgspec', 'yaml', 'inspect',"
+        " 'fsspec', 'zstandard', 'asyncio'}\natexit.register(lambda: os._exit(9) if heavy &"
+        " set(sys.modules) else None)\nfrom commlens.commands import main;"
+        f" sys.exit(main({arguments!r}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -54,7 +65,8 @@ def test_help_and_version_import_nothing_heavy(arguments):
 def test_a_commands_class_matches_the_list(entry):
     module = importlib.import_module(f"commlens.commands.{entry.module}")
     kind = getattr(module, entry.class_name)
-    assert (inspect.getdoc(kind) or "").splitlines()[0] == entry.help
+    summary = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+    assert summary.replace("\n", " ") == entry.help
     assert entry.help.endswith(".")
 
 
@@ -82,7 +94,10 @@ def test_version(arguments, capsys):
 
 def test_a_misspelt_command_gets_a_suggestion(capsys):
     assert main(["dignose"]) == 2
-    assert capsys.readouterr().err == "commlens: commlens has no command 'dignose'. Did you mean diagnose?\n"
+    assert (
+        capsys.readouterr().err
+        == "commlens: commlens has no command 'dignose'. Did you mean diagnose?\n"
+    )
 
 
 def test_an_unknown_option_is_named(capsys):
@@ -93,51 +108,144 @@ def test_an_unknown_option_is_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["diagnose", "--jso", "x"], "commlens diagnose has no option '--jso'. Did you mean --json?"),
-        (["run", "--stal-timeout", "5", "t.py"], "commlens run has no option '--stal-timeout'. Did you mean --stall-timeout?"),
-        (["launch", "--stal-timeout=5", "t.py"], "commlens launch has no option '--stal-timeout'. Did you mean --stall-timeout?"),
-        (["trace", "--frobnicate", "t.py"], "commlens trace has no option '--frobnicate'. `commlens trace --help` shows how to call it."),
+        (
+            ["diagnose", "--jso", "x"],
+            "commlens diagnose has no option '--jso'. Did you mean --json?",
+        ),
+        (
+            ["run", "--stal-timeout", "5", "t.py"],
+            "commlens run has no option '--stal-timeout'. Did you mean --stall-timeout?",
+        ),
+        (
+            ["launch", "--stal-timeout=5", "t.py"],
+            "commlens launch has no option '--stal-timeout'. Did you mean --stall-timeout?",
+        ),
+        (
+            ["trace", "--frobnicate", "t.py"],
+            (
+                "commlens trace has no option '--frobnicate'. `commlens trace --help` shows how to"
+                " call it."
+            ),
+        ),
         (
             ["convert", "--to", "csvv", "-o", "x", "y"],
-            "--to does not accept 'csvv'. Did you mean csv? It takes fr-pickle, fr-json, perfetto, parquet, csv.",
+            (
+                "--to does not accept 'csvv'. Did you mean csv? It takes fr-pickle, fr-json,"
+                " perfetto, parquet, csv."
+            ),
         ),
         (["config", "shw"], "commlens config takes show, not 'shw'. Did you mean show?"),
-        (["dump", "a", "b"], "commlens dump takes no argument 'b' there. `commlens dump --help` shows how to call it."),
-        (["completion"], "commlens completion needs one of bash, zsh, fish. `commlens completion --help` shows how to call it."),
-        (["attach", "--window"], "--window needs a value. `commlens attach --help` shows how to call it."),
-        (["stacks", "--all=3"], "--all takes no value, but was given '3'. `commlens stacks --help` shows how to call it."),
-        (["run", "--debug=smaple", "t.py"], "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value."),
-        (["view", "--json", "--rows"], "--rows and --json cannot be used together. `commlens view --help` shows how to call it."),
-        (["launch", "--debug=smaple", "t.py"], "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value."),
-        (["launch", "--nproc-per-node", "2"], "Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1"),
-        (["launch", "--debug", "nope.py", "--lr", "1"], "The program nope.py cannot be read: there is no such file."),
-        (["launch", "--no-python", "nope"], "The command nope cannot be run: there is no such executable file."),
-        (["compare"], "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it."),
-        (["view", "--rank", "x", "y"], "--rank: 'x' is not a number. `commlens view --help` shows how to call it."),
-        (["launch", "--nproc-per-node", "abc", "t.py"], "--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not 'abc'."),
-        (["launch", "--nproc-per-node=0", "t.py"], "--nproc-per-node takes a number of workers from 1 on, not 0."),
-        (["launch", "--nnodes", "two", "t.py"], "--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not 'two'."),
+        (
+            ["dump", "a", "b"],
+            (
+                "commlens dump takes no argument 'b' there. `commlens dump --help` shows how to"
+                " call it."
+            ),
+        ),
+        (
+            ["completion"],
+            (
+                "commlens completion needs one of bash, zsh, fish. `commlens completion --help`"
+                " shows how to call it."
+            ),
+        ),
+        (
+            ["attach", "--window"],
+            "--window needs a value. `commlens attach --help` shows how to call it.",
+        ),
+        (
+            ["stacks", "--all=3"],
+            (
+                "--all takes no value, but was given '3'. `commlens stacks --help` shows how to"
+                " call it."
+            ),
+        ),
+        (
+            ["run", "--debug=smaple", "t.py"],
+            "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value.",
+        ),
+        (
+            ["view", "--json", "--rows"],
+            (
+                "--rows and --json cannot be used together. `commlens view --help` shows how to"
+                " call it."
+            ),
+        ),
+        (
+            ["launch", "--debug=smaple", "t.py"],
+            "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value.",
+        ),
+        (
+            ["launch", "--nproc-per-node", "2"],
+            "Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1",
+        ),
+        (
+            ["launch", "--debug", "nope.py", "--lr", "1"],
+            "The program nope.py cannot be read: there is no such file.",
+        ),
+        (
+            ["launch", "--no-python", "nope"],
+            "The command nope cannot be run: there is no such executable file.",
+        ),
+        (
+            ["compare"],
+            "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it.",
+        ),
+        (
+            ["view", "--rank", "x", "y"],
+            "--rank: 'x' is not a number. `commlens view --help` shows how to call it.",
+        ),
+        (
+            ["launch", "--nproc-per-node", "abc", "t.py"],
+            "--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not 'abc'.",
+        ),
+        (
+            ["launch", "--nproc-per-node=0", "t.py"],
+            "--nproc-per-node takes a number of workers from 1 on, not 0.",
+        ),
+        (
+            ["launch", "--nnodes", "two", "t.py"],
+            "--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not 'two'.",
+        ),
         (
             ["launch", "torchrun", "--nproc-per-node", "2", "t.py"],
-            "commlens launch takes the place of torchrun: leave it out, as in `commlens launch --nproc-per-node 2 t.py`.",
+            (
+                "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
+                " --nproc-per-node 2 t.py`."
+            ),
         ),
         (
             ["run", "torchrun", "--nproc-per-node", "2", "t.py"],
-            "commlens run starts one worker, and torchrun is a launcher: `commlens launch --nproc-per-node 2 t.py` "
-            "takes its options and records its workers.",
+            (
+                "commlens run starts one worker, and torchrun is a launcher: `commlens launch"
+                " --nproc-per-node 2 t.py` takes its options and records its workers."
+            ),
         ),
         (
             ["run", "-m", "torch.distributed.run", "t.py"],
-            "commlens run starts one worker, and torch.distributed.run is a launcher: `commlens launch t.py` "
-            "takes its options and records its workers.",
+            (
+                "commlens run starts one worker, and torch.distributed.run is a launcher: `commlens"
+                " launch t.py` takes its options and records its workers."
+            ),
         ),
         (
             ["run", "accelerate", "launch", "t.py"],
-            "commlens run starts one worker, and accelerate is a launcher: it starts them, as in "
-            "`accelerate launch -m commlens run train.py`.",
+            (
+                "commlens run starts one worker, and accelerate is a launcher: it starts them, as"
+                " in `accelerate launch -m commlens run train.py`."
+            ),
         ),
-        (["run", "python3", "t.py", "--lr", "1"], "commlens run starts Python itself: `commlens run t.py --lr 1`."),
-        (["demo", "stoped"], "There is no scenario 'stoped'. Did you mean stopped? `commlens demo --list` lists them."),
+        (
+            ["run", "python3", "t.py", "--lr", "1"],
+            "commlens run starts Python itself: `commlens run t.py --lr 1`.",
+        ),
+        (
+            ["demo", "stoped"],
+            (
+                "There is no scenario 'stoped'. Did you mean stopped? `commlens demo --list` lists"
+                " them."
+            ),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -154,7 +262,11 @@ def test_a_file_in_the_place_of_a_command_gets_the_command(tmp_path, monkeypatch
     for name in ("train.py", "dump.pkl"):
         (tmp_path / name).write_text("")
     assert main(["train.py", "--lr", "1"]) == 2
-    assert capsys.readouterr().err == "commlens: commlens needs a command before 'train.py': `commlens launch train.py` runs it.\n"
+    assert (
+        capsys.readouterr().err
+        == "commlens: commlens needs a command before 'train.py': `commlens launch train.py` runs"
+        " it.\n"
+    )
     assert main(["dump.pkl"]) == 2
     assert "`commlens diagnose dump.pkl` diagnoses a dump" in capsys.readouterr().err
 
@@ -208,7 +320,12 @@ def test_exceptions_of_the_users_program_pass_through_run(error, monkeypatch):
 @pytest.mark.launches
 def test_a_closed_pipe_is_quiet():
     command = f"{sys.executable} -m commlens config show | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
     assert done.stderr == ""
 
 

@@ -1,4 +1,6 @@
-"""Hosts whose wall clocks differ: their times are corrected by the collectives that they completed together."""
+"""Hosts whose wall clocks differ: their times are corrected by the collectives that they completed
+together.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,13 @@ def test_a_clock_that_is_ahead_or_behind_changes_nothing(offset: int) -> None:
     ahead = align_clocks(wrong)
     assert abs(ahead["n1"] - offset) < 10 * MS, "the simulated collectives take some ms"
     for mine, theirs in zip(right[2:], wrong[2:], strict=True):
-        moved = [after.announced_ns - before.announced_ns for before, after in zip(mine.collectives, theirs.collectives, strict=True)]
-        assert moved == [theirs.captured_ns - mine.captured_ns] * len(moved), "all times move together"
+        moved = [
+            after.announced_ns - before.announced_ns
+            for before, after in zip(mine.collectives, theirs.collectives, strict=True)
+        ]
+        assert moved == [theirs.captured_ns - mine.captured_ns] * len(moved), (
+            "all times move together"
+        )
         assert abs(moved[0]) < 10 * MS
     assert diagnose_logs(wrong).summary == diagnose_logs(right).summary
     assert diagnose_logs(wrong).explanation == diagnose_logs(right).explanation
@@ -53,10 +60,15 @@ def test_a_clock_that_is_ahead_or_behind_changes_nothing(offset: int) -> None:
 
 def test_the_calls_of_a_store_move_with_the_collectives() -> None:
     log = copied(logs())[0]
-    log.store_wait, log.keys_written = copied(logs())[0].collectives[-1], copied(logs())[0].collectives[:2]
+    log.store_wait, log.keys_written = (
+        copied(logs())[0].collectives[-1],
+        copied(logs())[0].collectives[:2],
+    )
     before = [op.announced_ns for op in (log.collectives[-1], log.store_wait, *log.keys_written)]
     _shift(log, 5 * S)
-    assert [op.announced_ns for op in (log.collectives[-1], log.store_wait, *log.keys_written)] == [at + 5 * S for at in before]
+    assert [op.announced_ns for op in (log.collectives[-1], log.store_wait, *log.keys_written)] == [
+        at + 5 * S for at in before
+    ]
 
 
 def test_clocks_that_may_be_right_are_left_alone() -> None:

@@ -53,9 +53,17 @@ def test_it_prints_the_script(capsys, scripts):
 def test_bash_completes(words, some, scripts, tmp_path):
     (tmp_path / "dumps").mkdir()
     (tmp_path / "script").write_text(scripts["bash"])
-    line = f"COMP_WORDS=(commlens {' '.join(word or repr('') for word in words)}); COMP_CWORD={len(words)}"
-    program = f'source ./script; {line}; $(complete -p commlens | grep -o "_shtab[a-z_]*"); printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    line = (
+        f"COMP_WORDS=(commlens {' '.join(word or repr('') for word in words)});"
+        f" COMP_CWORD={len(words)}"
+    )
+    program = (
+        f'source ./script; {line}; $(complete -p commlens | grep -o "_shtab[a-z_]*"); printf'
+        ' "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20
+    )
     assert some <= set(done.stdout.split()), done
 
 
@@ -65,7 +73,9 @@ def test_the_shell_can_read_its_script(shell, scripts, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
     (tmp_path / "script").write_text(scripts[shell])
-    done = subprocess.run([shell, "-n", "script"], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [shell, "-n", "script"], cwd=tmp_path, capture_output=True, text=True, timeout=20
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -86,18 +96,50 @@ def test_without_shtab_it_says_what_to_install(monkeypatch, capsys):
 def test_the_manual_page_has_every_command_and_option(tmp_path):
     pytest.importorskip("argparse_manpage")
     page = tmp_path / "commlens.1"
-    source = ["--module", "commlens.commands.whole_parser", "--function", "whole_parser", "--format", "single-commands-section"]
-    command = [sys.executable, "-c", "from argparse_manpage.cli import main; main()", *source, "--prog", "commlens", "--output", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    source = [
+        "--module",
+        "commlens.commands.whole_parser",
+        "--function",
+        "whole_parser",
+        "--format",
+        "single-commands-section",
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        "from argparse_manpage.cli import main; main()",
+        *source,
+        "--prog",
+        "commlens",
+        "--output",
+        str(page),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
     assert done.returncode == 0, done.stderr
     text = page.read_text().replace("\\-", "-")
     assert [entry.name for entry in COMMANDS if f"commlens {entry.name}" not in text] == []
-    assert {"--stall-timeout", "--rdzv-endpoint", "--entries"} <= set(re.findall(r"--[a-z-]+", text))
+    assert {"--stall-timeout", "--rdzv-endpoint", "--entries"} <= set(
+        re.findall(r"--[a-z-]+", text)
+    )
     if shutil.which("groff"):
-        read = subprocess.run(["groff", "-man", "-Tascii", "-ww", str(page)], capture_output=True, text=True, timeout=60)
+        read = subprocess.run(
+            ["groff", "-man", "-Tascii", "-ww", str(page)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert (read.returncode, read.stderr) == (0, "")
     pinned = re.search(r"^torch==(\S+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
-    if pinned is not None and version("torch").split("+")[0] == pinned[1]:  # commlens launch has torchrun's options
+    # commlens launch has torchrun's options
+    if pinned is not None and version("torch").split("+")[0] == pinned[1]:
         installed = (SOURCE / "commlens.1").read_text().replace("\\-", "-")
-        assert set(re.findall(r"--[a-z-]+", installed)) == set(re.findall(r"--[a-z-]+", text)), "make man writes it anew"
+        assert set(re.findall(r"--[a-z-]+", installed)) == set(re.findall(r"--[a-z-]+", text)), (
+            "make man writes it anew"
+        )
         assert [entry.name for entry in COMMANDS if f"commlens {entry.name}" not in installed] == []

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from commlens.config import ACCEPTED, NAMES, Resolved, Settings, is_switched_on, load_settings, settings_environment, variable_of
+from commlens.config import (
+    ACCEPTED,
+    NAMES,
+    Resolved,
+    Settings,
+    is_switched_on,
+    load_settings,
+    settings_environment,
+    variable_of,
+)
 from commlens.errors import ConfigError
 from conftest import SOURCE, RunCommlens
 
@@ -41,11 +50,22 @@ def test_every_setting_says_what_it_accepts():
 
 
 def test_each_layer_wins_over_the_one_below(tmp_path):
-    path = yaml_file(tmp_path, "stall_timeout: 10\nbox_entries: 100\nkeep_dumps: 3\ndump_dir: from-file\n")
-    environ = {"COMMLENS_BOX_ENTRIES": "200", "COMMLENS_KEEP_DUMPS": "4", "TORCH_FR_DUMP_TEMP_FILE": "/logs/fr_"}
+    path = yaml_file(
+        tmp_path, "stall_timeout: 10\nbox_entries: 100\nkeep_dumps: 3\ndump_dir: from-file\n"
+    )
+    environ = {
+        "COMMLENS_BOX_ENTRIES": "200",
+        "COMMLENS_KEEP_DUMPS": "4",
+        "TORCH_FR_DUMP_TEMP_FILE": "/logs/fr_",
+    }
     resolved = load(environ, config_file=path, overrides={"keep_dumps": 5, "on_stall": None})
     values = resolved.settings
-    assert (values.stall_timeout, values.box_entries, values.keep_dumps, values.on_stall) == (10.0, 200, 5, "warn")
+    assert (values.stall_timeout, values.box_entries, values.keep_dumps, values.on_stall) == (
+        10.0,
+        200,
+        5,
+        "warn",
+    )
     assert values.dump_dir == "/logs/commlens"
     assert resolved.origins["stall_timeout"] == str(path)
     assert resolved.origins["box_entries"] == "COMMLENS_BOX_ENTRIES"
@@ -107,7 +127,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_a_bad_value_is_refused_with_its_place_and_what_is_accepted(name, value):
     with pytest.raises(ConfigError) as caught:
         load(overrides={name: value})
@@ -118,7 +140,13 @@ def test_a_bad_value_is_refused_with_its_place_and_what_is_accepted(name, value)
 
 
 def test_a_bad_variable_is_named():
-    with pytest.raises(ConfigError, match="COMMLENS_STALL_TIMEOUT is 'soon', which is not accepted: it takes a number of seconds above 0"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "COMMLENS_STALL_TIMEOUT is 'soon', which is not accepted: it takes a number of seconds"
+            " above 0"
+        ),
+    ):
         load({"COMMLENS_STALL_TIMEOUT": "soon"})
 
 
@@ -131,7 +159,9 @@ def test_in_a_worker_a_bad_value_leaves_what_a_lower_layer_said(tmp_path):
 
 
 def test_an_unknown_variable_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="COMMLENS_STALL_TIMOUT.*Did you mean COMMLENS_STALL_TIMEOUT"):
+    with pytest.raises(
+        ConfigError, match="COMMLENS_STALL_TIMOUT.*Did you mean COMMLENS_STALL_TIMEOUT"
+    ):
         load({"COMMLENS_STALL_TIMOUT": "5"})
     assert "COMMLENS_STALL_TIMOUT" in load({"COMMLENS_STALL_TIMOUT": "5"}, strict=False).warnings[0]
 
@@ -140,10 +170,17 @@ def test_an_unknown_key_is_refused_with_its_file(tmp_path):
     path = yaml_file(tmp_path, "colour: red\n")
     with pytest.raises(ConfigError) as caught:
         load(config_file=path)
-    assert "'colour'" in str(caught.value) and str(path) in str(caught.value) and "stall_timeout" in str(caught.value)
+    assert (
+        "'colour'" in str(caught.value)
+        and str(path) in str(caught.value)
+        and "stall_timeout" in str(caught.value)
+    )
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [1\n", "stall_timeout: !!python/object:os.system x\n", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "just words", "a: [1\n", "stall_timeout: !!python/object:os.system x\n", "\x00"],
+)
 def test_a_file_that_is_no_settings_file_is_refused_and_named(tmp_path, text):
     path = yaml_file(tmp_path, text)
     with pytest.raises(ConfigError, match="config.yaml"):
@@ -163,7 +200,9 @@ def test_a_named_file_must_exist_and_the_usual_one_need_not(tmp_path):
         load(config_file=missing)
     with pytest.raises(ConfigError, match="COMMLENS_CONFIG_FILE"):
         load({"COMMLENS_CONFIG_FILE": missing})
-    assert "COMMLENS_CONFIG_FILE" in load({"COMMLENS_CONFIG_FILE": missing}, strict=False).warnings[0]
+    assert (
+        "COMMLENS_CONFIG_FILE" in load({"COMMLENS_CONFIG_FILE": missing}, strict=False).warnings[0]
+    )
     assert load({"XDG_CONFIG_HOME": str(tmp_path)}).warnings == []
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(ConfigError, match="pipe.yaml.*it is not a regular file"):
@@ -219,7 +258,12 @@ class TestTorchsOwnVariables:
 
     @pytest.mark.parametrize(
         ("value", "folder"),
-        [("/tmp/nccl_trace_rank_", "/tmp/commlens"), ("/logs/", "/logs/commlens"), ("fr", "commlens"), ("/a/commlens", "/a/commlens")],
+        [
+            ("/tmp/nccl_trace_rank_", "/tmp/commlens"),
+            ("/logs/", "/logs/commlens"),
+            ("fr", "commlens"),
+            ("/a/commlens", "/a/commlens"),
+        ],
     )
     def test_dumps_go_beside_torchs_file_and_never_onto_it(self, value, folder):
         resolved = load({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": value})
@@ -227,7 +271,10 @@ class TestTorchsOwnVariables:
         assert all(f"{value}{rank}" != folder for rank in range(16))
 
     def test_the_pipes_prefix_is_shared(self):
-        assert load({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/tmp/pipe_"}).settings.dump_pipe == "/tmp/pipe_"
+        assert (
+            load({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/tmp/pipe_"}).settings.dump_pipe
+            == "/tmp/pipe_"
+        )
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_a_bad_value_is_torchs_to_refuse(self, strict):
@@ -258,7 +305,10 @@ def test_accelerates_debug_mode_is_above_the_file_and_below_what_is_ours(tmp_pat
     assert load(environ, overrides={"debug": False}).settings.debug is False
 
 
-@pytest.mark.parametrize(("given", "debug"), [([], True), (["--debug"], True), (["--no-debug"], False), (["--debug=sample"], "sample")])
+@pytest.mark.parametrize(
+    ("given", "debug"),
+    [([], True), (["--debug"], True), (["--no-debug"], False), (["--debug=sample"], "sample")],
+)
 def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path, monkeypatch):
     import argparse
 
@@ -312,14 +362,22 @@ def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
         watched=True,
     )
     received = load(settings_environment(handed)).settings
-    absolute = {"box_dir": str(tmp_path / "boxes"), "dump_dir": str(tmp_path / "here"), "dump_pipe": f"{tmp_path}/pipes/"}
+    absolute = {
+        "box_dir": str(tmp_path / "boxes"),
+        "dump_dir": str(tmp_path / "here"),
+        "dump_pipe": f"{tmp_path}/pipes/",
+    }
     absolute["trace_dir"] = str(tmp_path / "traces")
     assert received == dataclasses.replace(handed, **absolute)
 
 
 def test_what_is_handed_on_wins_over_a_workers_own_file_and_torchs_variables(tmp_path):
     path = yaml_file(tmp_path, "stall_timeout: 10\nbox_entries: 3\n")
-    environ = {**settings_environment(Settings()), "TORCH_FR_BUFFER_SIZE": "9", "COMMLENS_CONFIG_FILE": str(path)}
+    environ = {
+        **settings_environment(Settings()),
+        "TORCH_FR_BUFFER_SIZE": "9",
+        "COMMLENS_CONFIG_FILE": str(path),
+    }
     received = load(environ).settings
     assert (received.stall_timeout, received.box_entries) == (60.0, 2000)
 
@@ -327,12 +385,15 @@ def test_what_is_handed_on_wins_over_a_workers_own_file_and_torchs_variables(tmp
 @pytest.mark.launches
 def test_without_a_file_only_the_standard_library_is_imported():
     program = (
-        "import sys; before = set(sys.modules); from commlens.config import load_settings; load_settings(environ={});"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "sys.exit(str(new - set(sys.stdlib_module_names) - {'commlens'}) if new - set(sys.stdlib_module_names) - {'commlens'} else 0)"
+        "import sys; before = set(sys.modules); from commlens.config import load_settings;"
+        " load_settings(environ={});new = {name.split('.')[0] for name in set(sys.modules) -"
+        " before};sys.exit(str(new - set(sys.stdlib_module_names) - {'commlens'}) if new -"
+        " set(sys.stdlib_module_names) - {'commlens'} else 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r}); {program}"], capture_output=True, text=True
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r}); {program}"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -340,7 +401,13 @@ def test_without_a_file_only_the_standard_library_is_imported():
 @pytest.mark.launches
 def test_config_show(run_commlens: RunCommlens, tmp_path):
     path = yaml_file(tmp_path, "on_stall: abort\n")
-    done = run_commlens("config", "show", "--config-file", str(path), environ={"COMMLENS_STALL_TIMEOUT": "5", "TORCH_FR_BUFFER_SIZE": "0"})
+    done = run_commlens(
+        "config",
+        "show",
+        "--config-file",
+        str(path),
+        environ={"COMMLENS_STALL_TIMEOUT": "5", "TORCH_FR_BUFFER_SIZE": "0"},
+    )
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert tuple(rows) == NAMES
@@ -354,4 +421,8 @@ def test_config_show(run_commlens: RunCommlens, tmp_path):
 def test_config_show_refuses_in_one_line(run_commlens: RunCommlens):
     done = run_commlens("config", "show", environ={"COMMLENS_ON_STALL": "explode"})
     assert done.returncode == 2
-    assert done.stderr == "commlens: COMMLENS_ON_STALL is 'explode', which is not accepted: it takes warn or abort.\n"
+    assert (
+        done.stderr
+        == "commlens: COMMLENS_ON_STALL is 'explode', which is not accepted: it takes warn or"
+        " abort.\n"
+    )

@@ -1,4 +1,6 @@
-"""A group's connections are found as the sockets that are new after it was made, and closed at both ends, but no others."""
+"""A group's connections are found as the sockets that are new after it was made, and closed at both
+ends, but no others.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def works(ends: tuple[socket.socket, socket.socket]) -> bool:
     return ends[1].recv(1) == b"x"
 
 
-def test_only_the_groups_own_connections_are_closed(earlier: tuple[socket.socket, socket.socket]) -> None:
+def test_only_the_groups_own_connections_are_closed(
+    earlier: tuple[socket.socket, socket.socket],
+) -> None:
     group = Group()
     before = connections.sockets()
     (here, there), closed, listening = pair(), pair(), socket.create_server(("127.0.0.1", 0))

@@ -26,7 +26,9 @@ def dumps(tmp_path: Path) -> Path:
     folder.mkdir()
     for log in Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs():
         rows = columns_from_log(log)
-        (folder / f"_dump_{log.rank}").write_bytes((to_json if log.rank == 3 else to_pickle)(rows, []))
+        (folder / f"_dump_{log.rank}").write_bytes(
+            (to_json if log.rank == 3 else to_pickle)(rows, [])
+        )
     return folder
 
 
@@ -43,7 +45,10 @@ def test_foreign_dumps(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "joined.csv") == 0
     found = lines(tmp_path / "joined.csv")
     assert sorted({line["rank"] for line in found}) == ["0", "1", "2", "3"]
-    assert f"Wrote {len(found)} operations of 4 ranks to {tmp_path}/joined.csv" in capsys.readouterr().err
+    assert (
+        f"Wrote {len(found)} operations of 4 ranks to {tmp_path}/joined.csv"
+        in capsys.readouterr().err
+    )
 
 
 def test_black_boxes_in_an_archive(tmp_path: Path) -> None:
@@ -52,14 +57,25 @@ def test_black_boxes_in_an_archive(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "boxes.tgz", "w:gz") as archive:
         archive.add(tmp_path / "boxes", "boxes")
     assert convert(tmp_path / "boxes.tgz", "--to", "fr-pickle", "-o", tmp_path / "fr") == 0
-    assert sorted(path.name for path in (tmp_path / "fr").iterdir()) == [f"nccl_trace_rank_{rank}" for rank in range(4)]
+    assert sorted(path.name for path in (tmp_path / "fr").iterdir()) == [
+        f"nccl_trace_rank_{rank}" for rank in range(4)
+    ]
     dump = pickle.loads((tmp_path / "fr" / "nccl_trace_rank_1").read_bytes())
     assert [entry["state"] for entry in dump["entries"]] == ["completed"] * 9 + ["scheduled"]
-    assert dump["entries"][0]["frames"][1] == {"name": "step", "filename": "/home/me/train.py", "line": 81}
+    assert dump["entries"][0]["frames"][1] == {
+        "name": "step",
+        "filename": "/home/me/train.py",
+        "line": 81,
+    }
 
 
 def test_ranks_and_groups(dumps: Path, tmp_path: Path) -> None:
-    assert convert(dumps, "--to", "csv", "-o", tmp_path / "a", "--ranks", "1-2", "--group", "default_pg") == 0
+    assert (
+        convert(
+            dumps, "--to", "csv", "-o", tmp_path / "a", "--ranks", "1-2", "--group", "default_pg"
+        )
+        == 0
+    )
     assert {line["rank"] for line in lines(tmp_path / "a")} == {"1", "2"}
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "b", "--group", "dp") == 2
     assert not (tmp_path / "b").exists()
@@ -74,7 +90,9 @@ def test_every_format(dumps: Path, tmp_path: Path, to: str) -> None:
         assert json.loads((tmp_path / "out" / "nccl_trace_rank_3.json").read_bytes())["entries"]
 
 
-def test_it_overwrites_only_with_force(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_overwrites_only_with_force(
+    dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").write_text("mine")
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "out") == 2
     assert "without --force" in capsys.readouterr().err
@@ -84,7 +102,9 @@ def test_it_overwrites_only_with_force(dumps: Path, tmp_path: Path, capsys: pyte
     assert convert(dumps, "--to", "csv", "-o", tmp_path) == 2
 
 
-def test_unreadable_files_are_reported_and_the_rest_is_converted(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_reported_and_the_rest_is_converted(
+    dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = (dumps / "_dump_1").read_bytes()
     (dumps / "_dump_1").write_bytes(whole[: len(whole) * 3 // 4])
     (dumps / "holiday.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))

@@ -22,7 +22,9 @@ from commlens.model.collective import CollectiveArgs
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 
-def mixed(fault: Callable[[Job, int, int], Iterator[object] | None]) -> Callable[[Job, int], Iterator[object]]:
+def mixed(
+    fault: Callable[[Job, int, int], Iterator[object] | None],
+) -> Callable[[Job, int], Iterator[object]]:
     """Collectives of every rank, and messages round the ring."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -78,7 +80,9 @@ main(sys.argv[1:])
 
 
 def torchfrtrace(folder: Path, *options: str) -> str:
-    pytest.importorskip("torch.distributed.flight_recorder", reason="this torch has no torchfrtrace")
+    pytest.importorskip(
+        "torch.distributed.flight_recorder", reason="this torch has no torchfrtrace"
+    )
     done = subprocess.run(
         [sys.executable, "-c", TORCHFRTRACE, str(folder), *options],
         capture_output=True,
@@ -107,7 +111,9 @@ def test_torchfrtrace_reads_ops_without_inputs_or_outputs(tmp_path: Path) -> Non
 
 
 @pytest.mark.launches
-def test_torchfrtrace_finds_nothing_wrong_with_a_healthy_job_and_prints_its_entries(tmp_path: Path) -> None:
+def test_torchfrtrace_finds_nothing_wrong_with_a_healthy_job_and_prints_its_entries(
+    tmp_path: Path,
+) -> None:
     written(tmp_path, Job(4).run(mixed(lambda *_: None)))
     said = torchfrtrace(tmp_path, "-j")
     assert "all_reduce(input_sizes=[[" in said
@@ -120,29 +126,48 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert len(after) == len(before)
         collective = ~before.p2p
         assert np.array_equal(after.sequence[collective], before.sequence[collective])
-        for column in ("record_id", "state", "created_ns", "completed_ns", "p2p", "peer", "retired"):
+        for column in (
+            "record_id",
+            "state",
+            "created_ns",
+            "completed_ns",
+            "p2p",
+            "peer",
+            "retired",
+        ):
             assert np.array_equal(getattr(after, column), getattr(before, column)), column
-        assert [after.args[index].op for index in after.args_index] == [before.args[index].op for index in before.args_index]
+        assert [after.args[index].op for index in after.args_index] == [
+            before.args[index].op for index in before.args_index
+        ]
         shapes = [
-            [[tensor.shape for tensor in rows.args[index].inputs or rows.args[index].outputs] for index in rows.args_index]
+            [
+                [tensor.shape for tensor in rows.args[index].inputs or rows.args[index].outputs]
+                for index in rows.args_index
+            ]
             for rows in (after, before)
         ]
         assert shapes[0] == shapes[1]
-        assert [one.file for one in after.stacks[int(after.stack[0])]] == [one.file for one in before.stacks[int(before.stack[0])]]
+        assert [one.file for one in after.stacks[int(after.stack[0])]] == [
+            one.file for one in before.stacks[int(before.stack[0])]
+        ]
 
 
 def test_json_is_the_same_but_for_what_torch_writes_differently(tmp_path: Path) -> None:
-    (rows, *_) = written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))))
+    rows, *_ = written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))))
     one, other = pickle.loads(to_pickle(rows, [])), json.loads(to_json(rows, []))
-    assert other["pg_status"]["0"]["last_enqueued_collective"] == str(one["pg_status"]["0"]["last_enqueued_collective"])
-    assert [entry["profiling_name"] for entry in one["entries"]] == [entry["profiling_name"] for entry in other["entries"]]
+    assert other["pg_status"]["0"]["last_enqueued_collective"] == str(
+        one["pg_status"]["0"]["last_enqueued_collective"]
+    )
+    assert [entry["profiling_name"] for entry in one["entries"]] == [
+        entry["profiling_name"] for entry in other["entries"]
+    ]
     assert other["entries"][-1]["time_discovered_completed_ns"] == 0
     assert one["entries"][-1]["time_discovered_completed_ns"] is None
 
 
 @pytest.mark.parametrize("kind", ["pickle", "json"])
 def test_an_empty_log(kind: str) -> None:
-    (log, *_) = Job(4).run(mixed(lambda *_: None)).logs()
+    log, *_ = Job(4).run(mixed(lambda *_: None)).logs()
     log.collectives = []
     content = (to_pickle if kind == "pickle" else to_json)(columns_from_log(log), [])
     dump = pickle.loads(content) if kind == "pickle" else json.loads(content)

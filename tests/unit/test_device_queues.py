@@ -26,15 +26,24 @@ class Channel:
 
 
 def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
-    """One collective on a group that carries messages, too: only the entries of torch's recorder tell its state."""
+    """One collective on a group that carries messages, too: only the entries of torch's recorder
+    tell its state.
+    """
     monkeypatch.setattr(torch_progress, "statuses", lambda: {"0": torch_progress.Status(1, -1, -1)})
     channel = Channel()
     token: Any = SimpleNamespace(
-        args=SimpleNamespace(channel=channel, op="all_reduce"), result=None, backend_number=1, since=NOW_NS, waiting=False, known_how=0,
-        offset=0, index=1,
-    )  # fmt: skip
+        args=SimpleNamespace(channel=channel, op="all_reduce"),
+        result=None,
+        backend_number=1,
+        since=NOW_NS,
+        waiting=False,
+        known_how=0,
+        offset=0,
+        index=1,
+    )
     queues = DeviceQueues(lambda *_: None, lambda *_: None, lambda *_: None, lambda: 1, 100)
-    queues._asked_ns = NOW_NS  # the tests' clock starts here, however long ago this file was imported
+    # the tests' clock starts here, however long ago this file was imported
+    queues._asked_ns = NOW_NS
     queues.add(token)
     return queues
 
@@ -53,7 +62,10 @@ def test_a_capture_begins_when_no_query_is_under_way(monkeypatch):
 
     monkeypatch.setattr(torch_progress, "in_flight", in_flight)
     monkeypatch.setattr(device_queues, "LONGEST_QUERY_S", 10.0)
-    threads = [threading.Thread(target=queues.look, args=(LATER_NS,)), threading.Thread(target=capture)]
+    threads = [
+        threading.Thread(target=queues.look, args=(LATER_NS,)),
+        threading.Thread(target=capture),
+    ]
     threads[0].start()
     assert asked.wait(10)
     threads[1].start()
@@ -67,7 +79,8 @@ def test_a_capture_begins_when_no_query_is_under_way(monkeypatch):
 def test_a_query_that_does_not_end_holds_no_capture_up(monkeypatch):
     queues = queues_with_one_in_flight(monkeypatch)
     monkeypatch.setattr(device_queues, "LONGEST_QUERY_S", 0.05)
-    monkeypatch.setattr(torch_progress, "in_flight", queues.capture_begins)  # as if by another thread
+    # as if by another thread
+    monkeypatch.setattr(torch_progress, "in_flight", queues.capture_begins)
     queues.look(LATER_NS)
 
 
@@ -93,14 +106,24 @@ def asked(queues: DeviceQueues, monkeypatch: pytest.MonkeyPatch, at_s: float) ->
 
 def test_torchs_recorder_is_asked_once_a_group_has_fallen_quiet(monkeypatch):
     queues = queues_with_one_in_flight(monkeypatch)
-    assert [asked(queues, monkeypatch, at_s) for at_s in (0.5, 1.9, 2.5, 3.0, 3.6)] == [False, False, True, False, True]
+    assert [asked(queues, monkeypatch, at_s) for at_s in (0.5, 1.9, 2.5, 3.0, 3.6)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_busy_group_is_asked_about_twice_a_minute(monkeypatch):
     queues = queues_with_one_in_flight(monkeypatch)
     answers = []
     for second in range(1, 41):
-        issued: Any = SimpleNamespace(**vars(queues._added[0] if queues._added else next(iter(queues._queues.values())).tokens[0]))
+        issued: Any = SimpleNamespace(
+            **vars(
+                queues._added[0] if queues._added else next(iter(queues._queues.values())).tokens[0]
+            )
+        )
         issued.since = NOW_NS + int(second * 1e9)
         queues.add(issued)
         answers.append(asked(queues, monkeypatch, second + 0.1))

@@ -1,4 +1,6 @@
-"""Messages that never meet: other tags, a wrong destination, a wrong source; and those that are only late."""
+"""Messages that never meet: other tags, a wrong destination, a wrong source; and those that are
+only late.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ def judge(size: int, program: object) -> Verdict:
         ([0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [1], (2, 5)),
     ],
 )
-def test_both_tags_are_named(sent: list[int], received: list[int], culprits: list[int], left: tuple[int, int]) -> None:
+def test_both_tags_are_named(
+    sent: list[int], received: list[int], culprits: list[int], left: tuple[int, int]
+) -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for out, into in zip(sent, received, strict=True):
             if rank < 2:
-                yield send(job.world, 1, line=30, tag=out) if rank == 0 else recv(job.world, 0, line=40, tag=into)
+                yield (
+                    send(job.world, 1, line=30, tag=out)
+                    if rank == 0
+                    else recv(job.world, 0, line=40, tag=into)
+                )
             yield Step()
         yield all_reduce(job.world, line=50)
 
     verdict = judge(3, program)
     assert (verdict.kind, verdict.culprits) == ("mismatch/p2p", culprits)
-    assert verdict.summary == f"rank 0 sent to rank 1 with tag {left[0]}, but rank 1 receives with tag {left[1]}"
+    assert (
+        verdict.summary
+        == f"rank 0 sent to rank 1 with tag {left[0]}, but rank 1 receives with tag {left[1]}"
+    )
 
 
 def test_a_tag_that_may_still_come_is_no_mismatch() -> None:
@@ -73,8 +84,16 @@ def test_a_ring_with_a_wrong_offset(size: int, wrong: str, first: int, sync: boo
             yield Step()
 
     verdict = judge(size, program)
-    assert (verdict.kind, verdict.culprits, verdict.source) == ("mismatch/p2p", [2], f"train.py:{30 if wrong == 'send' else 31}")
-    assert verdict.next_step == f"correct the {'destination' if wrong == 'send' else 'source rank'} at {verdict.source} step on rank 2"
+    assert (verdict.kind, verdict.culprits, verdict.source) == (
+        "mismatch/p2p",
+        [2],
+        f"train.py:{30 if wrong == 'send' else 31}",
+    )
+    assert (
+        verdict.next_step
+        == f"correct the {'destination' if wrong == 'send' else 'source rank'} at {verdict.source}"
+        " step on rank 2"
+    )
 
 
 def test_a_lost_send_in_a_ring_is_no_wrong_offset() -> None:
@@ -103,7 +122,9 @@ def test_one_wrong_line_is_one_fault() -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_loop_over_destinations_names_no_wrong_one(dies: bool) -> None:
-    """Rank 2 does not come to its receive: the message for it is no reason why others wait for rank 0."""
+    """Rank 2 does not come to its receive: the message for it is no reason why others wait for rank
+    0.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         if rank == 2:

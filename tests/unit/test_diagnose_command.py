@@ -27,16 +27,23 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
         evidence = Evidence(logs=logs, problems=problems)
         found = SimpleNamespace(own=[None] if logs else [], kinds={}, problems=problems)
         monkeypatch.setattr("commlens.diagnosis.api.discover", lambda paths, prefix="": found)
-        monkeypatch.setattr("commlens.diagnosis.api.read_own_files", lambda files, problems: evidence)
+        monkeypatch.setattr(
+            "commlens.diagnosis.api.read_own_files", lambda files, problems: evidence
+        )
 
     return set_logs
 
 
 @pytest.mark.parametrize(
-    ("stay", "after_s", "status"), [(None, 30.0, 0), (Stay(57, "load_batch"), 30.0, 1), (Stay(57, "load_batch"), 0.2, 0)]
+    ("stay", "after_s", "status"),
+    [(None, 30.0, 0), (Stay(57, "load_batch"), 30.0, 1), (Stay(57, "load_batch"), 0.2, 0)],
 )
 def test_exit_status(
-    reads: Callable[..., None], capsys: pytest.CaptureFixture[str], stay: Stay | None, after_s: float, status: int
+    reads: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    stay: Stay | None,
+    after_s: float,
+    status: int,
 ) -> None:
     fault = at(2, 5, stay) if stay is not None else lambda *_: None
     reads(Job(4).run(training(fault)).logs(after_s=after_s), ["rank9.box is empty."])
@@ -58,11 +65,18 @@ def test_json(reads: Callable[..., None], capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["culprits"] == [2]
 
 
-def test_html(reads: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html(
+    reads: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(), [])
-    assert commands.main(["diagnose", "--html", str(tmp_path / "new" / "verdict.html"), "dumps"]) == 1
+    assert (
+        commands.main(["diagnose", "--html", str(tmp_path / "new" / "verdict.html"), "dumps"]) == 1
+    )
     said = capsys.readouterr()
-    assert said.out.startswith("VERDICT  ") and said.err == f"commlens: Wrote {tmp_path}/new/verdict.html: open it in a browser.\n"
+    assert (
+        said.out.startswith("VERDICT  ")
+        and said.err == f"commlens: Wrote {tmp_path}/new/verdict.html: open it in a browser.\n"
+    )
     page = (tmp_path / "new" / "verdict.html").read_text()
     assert page.startswith("<!doctype html>") and "VERDICT  rank 2 never reached" in page
     assert commands.main(["diagnose", "--html", str(tmp_path), "dumps"]) == 2
@@ -77,7 +91,9 @@ def test_nothing_readable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "rank0.1.box" in error
 
 
-def test_an_unreadable_black_box_of_a_rank_without_another_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_black_box_of_a_rank_without_another_is_status_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank in range(4):
         box = busy_box(rank)
         box.complete(10)
@@ -86,15 +102,25 @@ def test_an_unreadable_black_box_of_a_rank_without_another_is_status_3(tmp_path:
     (path,) = tmp_path.glob("rank3.*")
     path.write_bytes(path.read_bytes()[:100])
     assert commands.main(["diagnose", str(tmp_path)]) == 3
-    assert "no fault shows in what ranks 0-2 recorded, but 1 file could not be read" in " ".join(capsys.readouterr().out.split())
+    assert "no fault shows in what ranks 0-2 recorded, but 1 file could not be read" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("empty", None, "There is nothing to diagnose in {}: no readable black box or dump.\n"),
-        ("program.py", b"print(1)\n", "There is nothing to diagnose in {}: no readable black box or dump.\n"),
-        ("x.json", b'{"schema": "commlens.trace/1"}', "  - {} is a trace, which commlens view {} shows, and is left out.\n"),
+        (
+            "program.py",
+            b"print(1)\n",
+            "There is nothing to diagnose in {}: no readable black box or dump.\n",
+        ),
+        (
+            "x.json",
+            b'{"schema": "commlens.trace/1"}',
+            "  - {} is a trace, which commlens view {} shows, and is left out.\n",
+        ),
     ],
 )
 def test_the_path_is_named_that_holds_no_dump(
@@ -106,7 +132,10 @@ def test_the_path_is_named_that_holds_no_dump(
     assert capsys.readouterr().err.endswith(said.format(path, path))
 
 
-@pytest.mark.parametrize("arguments", [["/no/such/folder"], ["--stalled-after", "-1", "."], ["--stalled-after", "soon", "."]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["/no/such/folder"], ["--stalled-after", "-1", "."], ["--stalled-after", "soon", "."]],
+)
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     try:
         status = commands.main(["diagnose", *arguments])
@@ -137,13 +166,20 @@ class TestEntries:
         assert "    /home/me/train.py:81 step" in text
 
     def test_ranks_can_be_chosen(self, boxes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        commands.main(["diagnose", str(boxes), "--entries", "--ranks", "1-2", "--group", "default_pg"])
+        commands.main(
+            ["diagnose", str(boxes), "--entries", "--ranks", "1-2", "--group", "default_pg"]
+        )
         assert ": 2 ranks in 2 columns" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("options", [["--entries", "--json"], ["--stacks", "--json"], ["--ranks", "1"], ["--group", "dp"]])
+    @pytest.mark.parametrize(
+        "options",
+        [["--entries", "--json"], ["--stacks", "--json"], ["--ranks", "1"], ["--group", "dp"]],
+    )
     def test_what_does_not_go_together(self, boxes: Path, options: list[str]) -> None:
         assert commands.main(["diagnose", str(boxes), *options]) == 2
 
-    @pytest.mark.parametrize("options", [["--entries", "0"], ["--entries", "x"], ["--ranks", "x"], ["--ranks", "5-1"]])
+    @pytest.mark.parametrize(
+        "options", [["--entries", "0"], ["--entries", "x"], ["--ranks", "x"], ["--ranks", "5-1"]]
+    )
     def test_bad_values(self, boxes: Path, options: list[str]) -> None:
         assert commands.main(["diagnose", str(boxes), *options]) == 2

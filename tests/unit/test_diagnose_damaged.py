@@ -1,4 +1,6 @@
-"""Evidence with holes and nonsense in it: never a crash, never another order's verdict, and always a valid one."""
+"""Evidence with holes and nonsense in it: never a crash, never another order's verdict, and always
+a valid one.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,29 @@ def damage_op(dice: random.Random, op: Collective) -> None:
     elif change == 4:
         op.args = msgspec.structs.replace(op.args, inputs=(), outputs=())
     elif change == 5:
-        op.wait_began_ns, op.wait_ended_ns = dice.choice([(0, 0), (op.announced_ns, 0), (0, op.announced_ns)])
+        op.wait_began_ns, op.wait_ended_ns = dice.choice(
+            [(0, 0), (op.announced_ns, 0), (0, op.announced_ns)]
+        )
     elif change == 6:
         op.issue_thread = op.wait_thread = dice.randrange(3)
     elif change == 7:
         op.peer = dice.choice([None, 0, 99, -1])
     elif change == 8:
-        group = msgspec.structs.replace(op.channel.group, ranks=dice.choice([(), (0,), (0, 1, 2, 3, 4, 5), (7, 9)]))
+        group = msgspec.structs.replace(
+            op.channel.group, ranks=dice.choice([(), (0,), (0, 1, 2, 3, 4, 5), (7, 9)])
+        )
         op.channel = msgspec.structs.replace(op.channel, group=group)
     elif change == 9:
         op.coalescing_id, op.coalesced_members = dice.randint(0, 3), dice.randint(0, 2)
     elif change == 10:
-        op.error, op.state = dice.choice(["", "\n", "Connection closed by peer", "boom"]), State.FAILED
+        op.error, op.state = (
+            dice.choice(["", "\n", "Connection closed by peer", "boom"]),
+            State.FAILED,
+        )
     else:
-        op.args = msgspec.structs.replace(op.args, op=dice.choice(["send", "recv", "coalesced", "all_to_all", "barrier", "?"]))
+        op.args = msgspec.structs.replace(
+            op.args, op=dice.choice(["send", "recv", "coalesced", "all_to_all", "barrier", "?"])
+        )
 
 
 def damage_log(dice: random.Random, log: RankLog) -> None:
@@ -58,7 +69,11 @@ def damage_log(dice: random.Random, log: RankLog) -> None:
     elif change == 2:
         log.stacks = []
     elif change == 3:
-        log.observation = Observation(dice.choice(list(End)), dice.choice([None, 0, 1, 143]), dice.choice([None, "SIGTERM", "SIGKILL"]))
+        log.observation = Observation(
+            dice.choice(list(End)),
+            dice.choice([None, 0, 1, 143]),
+            dice.choice([None, "SIGTERM", "SIGKILL"]),
+        )
     elif change == 4:
         log.captured_ns = log.heartbeat_ns = 0
     elif change == 5:
@@ -66,7 +81,10 @@ def damage_log(dice: random.Random, log: RankLog) -> None:
     elif change == 6:
         log.world_size = dice.choice([0, 2, 8, 64])
     elif change == 7:
-        log.exception, log.closed = dice.choice([None, "", "ValueError: x", "RuntimeError: Timed out"]), dice.random() < 0.5
+        log.exception, log.closed = (
+            dice.choice([None, "", "ValueError: x", "RuntimeError: Timed out"]),
+            dice.random() < 0.5,
+        )
     else:
         log.initialised, log.pid, log.host = False, 0, dice.choice(["", "a", "b"])
 
@@ -93,11 +111,15 @@ PROGRAMS = [
 @pytest.mark.parametrize("seed", range(300))
 def test_nonsense_is_survived(seed: int) -> None:
     dice = random.Random(seed)
-    logs = msgspec.convert(msgspec.to_builtins(Job(4).run(dice.choice(PROGRAMS)).logs()), list[RankLog])
+    logs = msgspec.convert(
+        msgspec.to_builtins(Job(4).run(dice.choice(PROGRAMS)).logs()), list[RankLog]
+    )
     for _ in range(dice.randint(1, 12)):
         log = dice.choice(logs)
         if log.collectives and dice.random() < 0.6:
-            damage_op(dice, dice.choice(log.collectives[-4:] if dice.random() < 0.5 else log.collectives))
+            damage_op(
+                dice, dice.choice(log.collectives[-4:] if dice.random() < 0.5 else log.collectives)
+            )
         else:
             damage_log(dice, log)
     logs = dice.sample(logs, dice.randint(0, 4))

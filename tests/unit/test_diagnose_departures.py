@@ -1,4 +1,6 @@
-"""A rank leaves the path of the others: it skips a collective or issues an extra one, and the line is the one where their paths part."""
+"""A rank leaves the path of the others: it skips a collective or issues an extra one, and the line
+is the one where their paths part.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,34 @@ def path(*lines: tuple[int, str], outermost: Frame = MAIN) -> tuple[Frame, ...]:
 
 
 def gradients(job: Job, outermost: Frame = MAIN) -> Op:
-    return all_reduce(job.world, 100, line=5, function="reduce", callers=path((33, "backward"), (60, "train"), outermost=outermost))
+    return all_reduce(
+        job.world,
+        100,
+        line=5,
+        function="reduce",
+        callers=path((33, "backward"), (60, "train"), outermost=outermost),
+    )
 
 
 def logged(job: Job, line: int = 61, outermost: Frame = MAIN) -> Op:
-    return collective("all_gather", job.world, 1, line=7, function="log", callers=path((line, "train"), outermost=outermost))
+    return collective(
+        "all_gather",
+        job.world,
+        1,
+        line=7,
+        function="log",
+        callers=path((line, "train"), outermost=outermost),
+    )
 
 
-def judge(size: int, *extra: object, rank: int = 1, skip: bool = False, steps: bool = True, leader: bool = False) -> Verdict:
+def judge(
+    size: int,
+    *extra: object,
+    rank: int = 1,
+    skip: bool = False,
+    steps: bool = True,
+    leader: bool = False,
+) -> Verdict:
     """A rank issues ``extra`` ops after step 5, or skips the gradients of that step."""
 
     def program(job: Job, here: int) -> Iterator[object]:
@@ -51,7 +73,9 @@ def judge(size: int, *extra: object, rank: int = 1, skip: bool = False, steps: b
 
 def evaluated(shape: int) -> object:
     lines = (44, "evaluate"), (62, "train")
-    return lambda job, outermost: all_reduce(job.world, shape, line=5, function="reduce", callers=path(*lines, outermost=outermost))
+    return lambda job, outermost: all_reduce(
+        job.world, shape, line=5, function="reduce", callers=path(*lines, outermost=outermost)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -66,9 +90,15 @@ def test_a_skipped_collective(size: int, steps: bool) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("leader", [True, False])
-def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, steps: bool, leader: bool) -> None:
+def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(
+    size: int, steps: bool, leader: bool
+) -> None:
     verdict = judge(size, evaluated(1), steps=steps, leader=leader)
-    assert (verdict.kind, verdict.why, verdict.source) == ("mismatch/shape", "in-collective", "train.py:44")
+    assert (verdict.kind, verdict.why, verdict.source) == (
+        "mismatch/shape",
+        "in-collective",
+        "train.py:44",
+    )
     assert "train.py:62 train -> train.py:44 evaluate -> train.py:5 reduce" in verdict.explanation
     assert "train.py:60 train -> train.py:33 backward -> train.py:5 reduce" in verdict.explanation
     told = verdict.summary + "".join(verdict.findings[0].evidence)
@@ -78,7 +108,9 @@ def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, step
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("every", [4, 7])
-def test_ranks_that_come_to_a_new_place_together_may_be_right(halves: bool, micro_batches: int, every: int) -> None:
+def test_ranks_that_come_to_a_new_place_together_may_be_right(
+    halves: bool, micro_batches: int, every: int
+) -> None:
     """They save for the first time. Or do the others, which go on, skip their first save?"""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -90,7 +122,9 @@ def test_ranks_that_come_to_a_new_place_together_may_be_right(halves: bool, micr
                 yield all_reduce(neighbours, 6, line=50, callers=path((58, "train")))
                 yield all_reduce(neighbours, 6, line=54, callers=path((58, "train")))
             if i % every == every - 1 and rank >= (2 if halves else 3):
-                yield collective("barrier", job.world, line=70, function="save", callers=path((59, "train")))
+                yield collective(
+                    "barrier", job.world, line=70, function="save", callers=path((59, "train"))
+                )
 
     verdict = diagnose_logs(Job(4).run(program).logs())
     assert verdict.culprits == ([] if halves else [3])
@@ -106,7 +140,9 @@ def test_a_second_call_from_another_line_may_be_extra(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_extra_collective_that_pairs_up_unnoticed_is_known_by_what_follows(size: int) -> None:
-    """It has the arguments of the one that the others wait in: its own gradients then meet their logging."""
+    """It has the arguments of the one that the others wait in: its own gradients then meet their
+    logging.
+    """
     verdict = judge(size, evaluated(100))
     assert (verdict.kind, verdict.why, verdict.source) == ("missing", "extra", "train.py:44")
     assert "issued an extra all_reduce at train.py:44 evaluate" in verdict.next_step
@@ -122,16 +158,28 @@ def test_an_extra_collective_before_the_step_is_known_by_the_steps() -> None:
 
     verdict = diagnose_logs(Job(4).run(program).logs())
     assert (verdict.why, verdict.culprits, verdict.source) == ("extra", [0], "train.py:70")
-    assert "rank 0 did 1 optimizer step fewer than the others until then: 4, they 5." in verdict.findings[0].evidence
+    assert (
+        "rank 0 did 1 optimizer step fewer than the others until then: 4, they 5."
+        in verdict.findings[0].evidence
+    )
 
 
 def test_ranks_in_one_line_of_a_trainer_part_in_the_library() -> None:
     def library(file: str, line: int, function: str) -> Frame:
-        return Frame(f"/v/lib/python3.12/site-packages/lightning/{file}", line, function, FrameKind.LIBRARY)
+        return Frame(
+            f"/v/lib/python3.12/site-packages/lightning/{file}", line, function, FrameKind.LIBRARY
+        )
 
-    fit = (library("loop.py", 9, "run"), library("trainer.py", 5, "fit"), Frame(SCRIPT, 80, "main"), MAIN)
+    fit = (
+        library("loop.py", 9, "run"),
+        library("trainer.py", 5, "fit"),
+        Frame(SCRIPT, 80, "main"),
+        MAIN,
+    )
     other = (library("loop.py", 12, "run"), *fit[1:])
-    mine, theirs = parted((library("save.py", 4, "save"), *fit), (library("strategy.py", 7, "backward"), *other)) or ((), ())
+    mine, theirs = parted(
+        (library("save.py", 4, "save"), *fit), (library("strategy.py", 7, "backward"), *other)
+    ) or ((), ())
     assert mine[:3] == (fit[2], *["train.py:80 main -> lightning/save.py:4 save"] * 2)
     assert theirs[:3] == (fit[2], *["train.py:80 main -> lightning/strategy.py:7 backward"] * 2)
     hook = Frame(SCRIPT, 30, "validation_step")
@@ -159,12 +207,17 @@ def test_an_absent_rank_in_the_same_line_of_a_trainer_is_told_by_the_library_s_l
     logs[1].stacks = [ThreadStack(logs[1].pid, "MainThread", inside, logs[1].captured_ns, True)]
     (finding,) = diagnose_logs(logs).findings
     main = "train.py:80 main -> lightning"
-    assert f"rank 1 is in {main}/save.py:4 save_checkpoint, ranks 0,2 in {main}/strategy.py:7 backward." in finding.evidence
+    assert (
+        f"rank 1 is in {main}/save.py:4 save_checkpoint, ranks 0,2 in {main}/strategy.py:7"
+        " backward." in finding.evidence
+    )
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_line_is_new_only_if_the_rank_has_not_been_there(skips: bool) -> None:
-    """A rank that leaves out a batch comes to the gradients' line again, where the others sum a metric."""
+    """A rank that leaves out a batch comes to the gradients' line again, where the others sum a
+    metric.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(15):
@@ -185,9 +238,15 @@ def test_a_line_is_new_only_if_the_rank_has_not_been_there(skips: bool) -> None:
     assert ("for the first time" in told[0]) is not skips
 
 
-@pytest.mark.parametrize(("line", "culprits"), [(((90, "<module>"),), []), (((33, "log"), (70, "train")), [1])])
-def test_what_the_main_program_does_after_its_loop_is_no_departure(line: tuple[tuple[int, str], ...], culprits: list[int]) -> None:
-    """Rank 0 did a round more or rank 1 one fewer. A call from a new line within the loop is another matter."""
+@pytest.mark.parametrize(
+    ("line", "culprits"), [(((90, "<module>"),), []), (((33, "log"), (70, "train")), [1])]
+)
+def test_what_the_main_program_does_after_its_loop_is_no_departure(
+    line: tuple[tuple[int, str], ...], culprits: list[int]
+) -> None:
+    """Rank 0 did a round more or rank 1 one fewer. A call from a new line within the loop is
+    another matter.
+    """
     loop = Frame(SCRIPT, 80, "<module>")
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -195,18 +254,36 @@ def test_what_the_main_program_does_after_its_loop_is_no_departure(line: tuple[t
             if (rank, i) == (1, 8):
                 outermost = [Frame(SCRIPT, at, name) for at, name in line]
                 yield all_reduce(
-                    job.world, 1, line=outermost[0].line, function=outermost[0].function,
+                    job.world,
+                    1,
+                    line=outermost[0].line,
+                    function=outermost[0].function,
                     callers=(*outermost[1:], *((loop,) if len(line) > 1 else ())),
-                )  # fmt: skip
-            yield all_reduce(job.world, 100, line=5, function="reduce", callers=path((33, "backward"), (60, "train"), outermost=loop))
-            yield collective("all_gather", job.world, 1, line=7, function="log", callers=path((61, "train"), outermost=loop))
+                )
+            yield all_reduce(
+                job.world,
+                100,
+                line=5,
+                function="reduce",
+                callers=path((33, "backward"), (60, "train"), outermost=loop),
+            )
+            yield collective(
+                "all_gather",
+                job.world,
+                1,
+                line=7,
+                function="log",
+                callers=path((61, "train"), outermost=loop),
+            )
             yield Step()
 
     assert diagnose_logs(Job(2).run(program).logs()).culprits == culprits
 
 
 def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -> None:
-    """Every second step evaluates (e), and every third one saves (s): the fifth is the first after another that does neither."""
+    """Every second step evaluates (e), and every third one saves (s): the fifth is the first after
+    another that does neither.
+    """
     step = "aaabbcbcc"
     history = "".join(["s" * (i % 3 == 2) + "eee" * (i % 2) + step for i in range(4)])
     assert follows_history(history + step, len(history), sure=True) is not False

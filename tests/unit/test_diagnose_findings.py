@@ -26,7 +26,10 @@ def judge(logs: list[RankLog], **options: object) -> Verdict:
     """Diagnose; hold the result to the schema, the terminal, and the order of the logs."""
     verdict = diagnose_logs(logs, **options)
     jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
-    assert all(finding.confidence == "high" or finding.would_raise_confidence for finding in verdict.findings), "no reason is given"
+    assert all(
+        finding.confidence == "high" or finding.would_raise_confidence
+        for finding in verdict.findings
+    ), "no reason is given"
     shuffled = list(logs)
     random.Random(3).shuffle(shuffled)
     assert diagnose_logs(shuffled, **options) == verdict
@@ -40,8 +43,12 @@ def blame(verdict: Verdict) -> tuple[str, str, list[int], str | None]:
     return verdict.kind, verdict.why, verdict.culprits, verdict.source
 
 
-def training(fault: Callable[[Job, int, int], Iterator[object] | None], steps: int = 8) -> Callable[[Job, int], Iterator[object]]:
-    """A data parallel loop: load, all_reduce at line 20, all_gather of the loss at line 30. ``fault`` may replace a step's part."""
+def training(
+    fault: Callable[[Job, int, int], Iterator[object] | None], steps: int = 8
+) -> Callable[[Job, int], Iterator[object]]:
+    """A data parallel loop: load, all_reduce at line 20, all_gather of the loss at line 30.
+    ``fault`` may replace a step's part.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(steps):
@@ -56,14 +63,18 @@ def training(fault: Callable[[Job, int, int], Iterator[object] | None], steps: i
     return program
 
 
-def at(rank: int, step: int, *actions: object) -> Callable[[Job, int, int], Iterator[object] | None]:
-    return lambda job, r, i: iter([a(job) if callable(a) else a for a in actions]) if (r, i) == (rank, step) else None
+def at(
+    rank: int, step: int, *actions: object
+) -> Callable[[Job, int, int], Iterator[object] | None]:
+    return lambda job, r, i: (
+        iter([a(job) if callable(a) else a for a in actions]) if (r, i) == (rank, step) else None
+    )
 
 
 SLEEP = Stay(57, "load_batch")
 
 
-# --- healthy -----------------------------------------------------------------------------------------------------
+# --- healthy
 
 
 def test_a_job_that_ran_to_its_end_is_healthy() -> None:
@@ -80,7 +91,7 @@ def test_no_logs() -> None:
     assert judge([]).missing_evidence
 
 
-# --- missing -----------------------------------------------------------------------------------------------------
+# --- missing
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -92,7 +103,11 @@ def test_asleep_in_the_data_loader(size: int) -> None:
     assert verdict.collective is not None
     assert (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 11)
     if size == 4:
-        assert verdict.summary == "rank 1 never reached all_reduce #11 of the default group [0-3]; ranks 0,2-3 wait for it"
+        assert (
+            verdict.summary
+            == "rank 1 never reached all_reduce #11 of the default group [0-3]; ranks 0,2-3 wait"
+            " for it"
+        )
 
 
 def test_a_reduce_op_that_is_not_read_yet_is_no_difference() -> None:
@@ -103,7 +118,10 @@ def test_a_reduce_op_that_is_not_read_yet_is_no_difference() -> None:
         yield all_reduce(job.world, 8, line=20, reduce_op=None if rank == 0 else "SUM")
 
     verdict = judge(Job(4).run(program).logs())
-    assert "Ranks 0,2-3 have been waiting for 30 s at train.py:20 step, float32[8] SUM." in verdict.explanation
+    assert (
+        "Ranks 0,2-3 have been waiting for 30 s at train.py:20 step, float32[8] SUM."
+        in verdict.explanation
+    )
 
 
 def test_waits_in_cpp_have_no_record_but_a_stack() -> None:
@@ -114,18 +132,49 @@ def test_waits_in_cpp_have_no_record_but_a_stack() -> None:
             yield all_reduce(job.world, 100, line=20, cpp=True)
             yield Step()
 
-    assert blame(judge(Job(4).run(program).logs())) == ("missing", "data-loading", [2], "train.py:57")
+    assert blame(judge(Job(4).run(program).logs())) == (
+        "missing",
+        "data-loading",
+        [2],
+        "train.py:57",
+    )
 
 
 @pytest.mark.parametrize(
     ("observation", "why"),
     [
         (Observation(End.RUNNING, window_s=5, proc_state="T", stopped_fraction=1.0), "stopped"),
-        (Observation(End.RUNNING, window_s=5, proc_state="R", holds_gil=True, cpu_s=5.0), "holding-gil"),
-        (Observation(End.RUNNING, window_s=5, proc_state="S", throttled_fraction=0.98, cpu_s=0.05), "throttled"),
-        (Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=0, stack_moved=False), "uninterruptible-io"),
-        (Observation(End.RUNNING, window_s=5, proc_state="S", memory_pressure=60.0, cpu_s=0.0, stack_moved=False), "memory-pressure"),
-        (Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=False), "user-code"),
+        (
+            Observation(End.RUNNING, window_s=5, proc_state="R", holds_gil=True, cpu_s=5.0),
+            "holding-gil",
+        ),
+        (
+            Observation(
+                End.RUNNING, window_s=5, proc_state="S", throttled_fraction=0.98, cpu_s=0.05
+            ),
+            "throttled",
+        ),
+        (
+            Observation(
+                End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=0, stack_moved=False
+            ),
+            "uninterruptible-io",
+        ),
+        (
+            Observation(
+                End.RUNNING,
+                window_s=5,
+                proc_state="S",
+                memory_pressure=60.0,
+                cpu_s=0.0,
+                stack_moved=False,
+            ),
+            "memory-pressure",
+        ),
+        (
+            Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=False),
+            "user-code",
+        ),
     ],
 )
 def test_why_from_the_process(observation: Observation, why: str) -> None:
@@ -170,10 +219,16 @@ def test_each_rank_waits_in_its_own_collective(dies: bool) -> None:
     verdict = judge(Job(8).run(program).logs())
     assert verdict.culprits == [2]
     if dies:
-        assert "ranks 0,4,6 were waiting for it in all_gather #5 of group dp [0-6:2], rank 3 in all_reduce #5 of" in verdict.summary
+        assert (
+            "ranks 0,4,6 were waiting for it in all_gather #5 of group dp [0-6:2], rank 3 in"
+            " all_reduce #5 of" in verdict.summary
+        )
     else:
         assert verdict.summary.endswith("ranks 0,4,6 wait for it")
-        assert "Rank 3 waits for it in all_reduce #5 of group tp [2-3]. Ranks 1,5,7 wait behind them." in verdict.explanation
+        assert (
+            "Rank 3 waits for it in all_reduce #5 of group tp [2-3]. Ranks 1,5,7 wait behind them."
+            in verdict.explanation
+        )
 
 
 def test_a_mesh_cascade_has_one_root() -> None:
@@ -210,37 +265,99 @@ def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
     assert [(f.culprits, f.root_cause) for f in verdict.findings] == [([3], True), ([1], True)]
 
 
-# --- waiting -----------------------------------------------------------------------------------------------------
+# --- waiting
 
 
 @pytest.mark.parametrize(
     ("stay", "why"),
     [
-        (Stay(70, "train", Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False)), "user-code"),
-        (Stay(70, "load_batch", Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True)), "data-loading"),
-        (Stay(73, "send_results", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000)), "user-code"),
-        (Stay(74, "pack", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0)), "user-code"),
         (
-            Stay(74, "pack", Observation(End.RUNNING, window_s=5, stack_moved=False, children_cpu_s=0.1, children_running_fraction=1)),
+            Stay(
+                70,
+                "train",
+                Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False),
+            ),
             "user-code",
         ),
-        (Stay(75, "train", Observation(End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9)), "user-code"),
         (
-            Stay(71, "save_checkpoint", Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=9_000_000)),
+            Stay(
+                70,
+                "load_batch",
+                Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True),
+            ),
+            "data-loading",
+        ),
+        (
+            Stay(
+                73,
+                "send_results",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                74,
+                "pack",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                74,
+                "pack",
+                Observation(
+                    End.RUNNING,
+                    window_s=5,
+                    stack_moved=False,
+                    children_cpu_s=0.1,
+                    children_running_fraction=1,
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                75,
+                "train",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                71,
+                "save_checkpoint",
+                Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=9_000_000),
+            ),
             "checkpoint-io",
         ),
         (
             Stay(
-                72, "step", Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False),
+                72,
+                "step",
+                Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False),
                 (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),),
             ),
             "compilation",
         ),
     ],
-)  # fmt: skip
+)
 def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None:
     verdict = judge(Job(4).run(training(at(2, 5, stay))).logs())
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == ("waiting", why, [], False)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == (
+        "waiting",
+        why,
+        [],
+        False,
+    )
     assert verdict.victims == [0, 1, 3]
     limited = "Rank 2 counts as stuck if that lasts 8 min." in verdict.explanation
     assert limited or why in ("compilation", "checkpoint-io"), "these may take any time"
@@ -251,13 +368,21 @@ def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None
     [
         (Stay(71, "save_checkpoint"), "is saving or loading and shows no work"),
         (
-            Stay(73, "report", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000)),
+            Stay(
+                73,
+                "report",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000
+                ),
+            ),
             "that nobody takes",
         ),
     ],
 )
 def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay, words: str) -> None:
-    """Nothing shows that a rank that sleeps while it saves is wrong: it may wait for a disk or a server."""
+    """Nothing shows that a rank that sleeps while it saves is wrong: it may wait for a disk or a
+    server.
+    """
     job = Job(4).run(training(at(0, 5, stay)))
     verdict = judge(job.logs())
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
@@ -267,14 +392,24 @@ def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay, words: str) -> Non
     assert blame(judge(job.logs(after_s=1000)))[::2] == ("missing", [0])
 
 
-TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
-ENDLESS = Stay(70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False))
+TIMED_OUT = (
+    "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
+)
+ENDLESS = Stay(
+    70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False)
+)
 
 
 def test_a_rank_that_works_for_too_long_may_be_in_an_endless_loop() -> None:
     logs = Job(4).run(training(at(2, 5, ENDLESS))).logs(after_s=500)
     verdict = judge(logs)
-    assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [2], "train.py:70", "low")
+    assert (*blame(verdict), verdict.confidence) == (
+        "missing",
+        "user-code",
+        [2],
+        "train.py:70",
+        "low",
+    )
     assert "has been in train.py:70 retry for 8 min 20 s" in verdict.explanation
     assert any("Before, rank 2 spent at most" in text for text in verdict.findings[0].evidence)
     logs[0].stall_timeout_s = 90.0
@@ -290,12 +425,24 @@ def test_a_rank_that_others_awaited_until_the_timeout_is_named_although_it_works
     for log in logs:
         if log.rank != 2:
             op = log.collectives[-1]
-            op.state, op.error, op.done_ns = State.FAILED, TIMED_OUT, op.announced_ns + 60_000_000_000
+            op.state, op.error, op.done_ns = (
+                State.FAILED,
+                TIMED_OUT,
+                op.announced_ns + 60_000_000_000,
+            )
             log.exception, log.observation = TIMED_OUT, Observation(End.FAILED, exit_code=1)
     verdict = judge(logs)
-    assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [2], "train.py:70", "low")
+    assert (*blame(verdict), verdict.confidence) == (
+        "missing",
+        "user-code",
+        [2],
+        "train.py:70",
+        "low",
+    )
     assert "ranks 0-1,3 waited for it until the timeout" in verdict.summary
-    assert "give the process group a longer timeout" in (verdict.findings[0].would_raise_confidence or "")
+    assert "give the process group a longer timeout" in (
+        verdict.findings[0].would_raise_confidence or ""
+    )
 
 
 def test_a_rank_that_was_as_slow_before_is_not_in_an_endless_loop() -> None:
@@ -314,7 +461,12 @@ def test_a_rank_that_was_as_slow_before_is_not_in_an_endless_loop() -> None:
 
 
 def test_a_compilation_may_take_any_time() -> None:
-    compiling = Stay(72, "step", ENDLESS.observation, (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),))
+    compiling = Stay(
+        72,
+        "step",
+        ENDLESS.observation,
+        (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),),
+    )
     assert judge(Job(4).run(training(at(2, 5, compiling))).logs(after_s=5000)).kind == "waiting"
 
 
@@ -338,7 +490,7 @@ def test_a_root_need_not_wait() -> None:
     assert not judge(Job(4).run(program).logs()).is_fault
 
 
-# --- no rank moves -----------------------------------------------------------------------------------------------
+# --- no rank moves
 
 
 def all_stay(stay: Stay, also: Stay | None = None) -> Callable[[Job, int], Iterator[object]]:
@@ -353,29 +505,41 @@ def test_ranks_that_stand_still_outside_of_collectives() -> None:
     """In a file lock that nobody gives back, for example."""
     verdict = judge(Job(4).run(all_stay(Stay(40, "build"), Stay(44, "load"))).logs(after_s=200))
     assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [], None, "low")
-    assert verdict.summary == (
-        "no rank has moved for 3 min 20 s, and none is in a collective: ranks 0,2-3 are in train.py:40 build, rank 1 is in train.py:44 load"
+    assert (
+        verdict.summary
+        == "no rank has moved for 3 min 20 s, and none is in a collective: ranks 0,2-3 are in"
+        " train.py:40 build, rank 1 is in train.py:44 load"
     )
     assert verdict.victims == [0, 1, 2, 3]
 
 
-WORKS = Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False, children_cpu_s=8.0)
-IDLE = (Frame("/lib/selectors.py", 468, "select", FrameKind.PYTHON), Frame("/lib/asyncio/a.py", 6, "run_forever", FrameKind.PYTHON))
+WORKS = Observation(
+    End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False, children_cpu_s=8.0
+)
+IDLE = (
+    Frame("/lib/selectors.py", 468, "select", FrameKind.PYTHON),
+    Frame("/lib/asyncio/a.py", 6, "run_forever", FrameKind.PYTHON),
+)
 
 
 @pytest.mark.parametrize("also", [Stay(44, "build", WORKS), Stay(44, "main", None, IDLE), None])
 def test_a_job_may_stand_still(also: Stay | None) -> None:
-    """For a while, while a rank works, or while it waits for requests; and a rank elsewhere may work."""
-    logs = Job(4).run(all_stay(Stay(40, "build"), also)).logs(after_s=200 if also is not None else 170)
+    """For a while, while a rank works, or while it waits for requests; and a rank elsewhere may
+    work.
+    """
+    logs = (
+        Job(4).run(all_stay(Stay(40, "build"), also)).logs(after_s=200 if also is not None else 170)
+    )
     assert judge(logs).kind == "healthy"
     assert judge(logs[:1] + logs[2:]).kind != "missing"
 
 
-# --- dead --------------------------------------------------------------------------------------------------------
+# --- dead
 
 
 @pytest.mark.parametrize(
-    ("device", "waited_s", "kind", "culprits"), [("cuda", 600, "missing", [1]), ("cuda", 300, "dead", [2]), ("cpu", 600, "dead", [2])]
+    ("device", "waited_s", "kind", "culprits"),
+    [("cuda", 600, "missing", [1]), ("cuda", 300, "dead", [2]), ("cpu", 600, "dead", [2])],
 )
 def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
     device: str, waited_s: int, kind: str, culprits: list[int]
@@ -397,12 +561,22 @@ def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
 @pytest.mark.parametrize(
     ("death", "why", "source"),
     [
-        (Die(Observation(End.FAILED, 1), "ValueError: loss is not finite", 61, "check_loss", True), "exception", "train.py:61"),
+        (
+            Die(
+                Observation(End.FAILED, 1), "ValueError: loss is not finite", 61, "check_loss", True
+            ),
+            "exception",
+            "train.py:61",
+        ),
         (Die(Observation(End.FAILED, 3), closed=True), "exit", "train.py:30"),
         (Die(Observation(End.FAILED, 3)), "exit", "train.py:30"),
         (Die(Observation(End.KILLED, signal="SIGKILL")), "killed", "train.py:30"),
         (Die(Observation(End.KILLED, signal="SIGABRT")), "killed", "train.py:30"),
-        (Die(Observation(End.KILLED, signal="SIGKILL", oom_killed=True)), "out-of-memory", "train.py:30"),
+        (
+            Die(Observation(End.KILLED, signal="SIGKILL", oom_killed=True)),
+            "out-of-memory",
+            "train.py:30",
+        ),
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
@@ -411,11 +585,16 @@ def test_death_and_its_victims(death: Die, why: str, source: str, size: int) -> 
     logs = job.logs()
     for log in logs:  # gloo tells the others, torchrun ends them
         if log.rank == 0:
-            log.exception = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+            log.exception = (
+                "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+                " [127.0.0.1]:4242"
+            )
             log.closed = True
             log.observation = Observation(End.FAILED, 1, ended_ns=job.now + 5_000_000)
         elif log.rank != 1:
-            log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now + 900_000_000)
+            log.observation = Observation(
+                End.KILLED, signal="SIGTERM", ended_ns=job.now + 900_000_000
+            )
     verdict = judge(logs)
     assert blame(verdict) == ("dead", why, [1], source)
     assert verdict.victims == [r for r in range(size) if r != 1]
@@ -427,14 +606,24 @@ def test_a_rank_that_exits_because_of_a_peer_is_a_victim() -> None:
     logs = job.logs()
     logs[0].exception, logs[0].closed = "SystemExit: 1", True
     logs[0].observation = Observation(End.FAILED, 1, ended_ns=job.now - 5_000_000)
-    assert blame(judge(logs)) != ("dead", "killed", [1], "train.py:30"), "it ended first, for no known reason"
+    assert blame(judge(logs)) != (
+        "dead",
+        "killed",
+        [1],
+        "train.py:30",
+    ), "it ended first, for no known reason"
     last = logs[0].collectives[-1]
-    last.state, last.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+    last.state, last.error = (
+        State.FAILED,
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242",
+    )
     assert blame(judge(logs)) == ("dead", "killed", [1], "train.py:30")
 
 
 def test_a_rank_that_fails_because_a_peer_finished_is_a_victim() -> None:
-    """Rank 2 ends well after 5 steps, and rank 3 waits for its message. Rank 1 gets an error and shuts down, so rank 0 waits for rank 1."""
+    """Rank 2 ends well after 5 steps, and rank 3 waits for its message. Rank 1 gets an error and
+    shuts down, so rank 0 waits for rank 1.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         halves = job.group("1", range(3), "tp") if rank < 3 else job.group("2", range(3, 6), "tp")
@@ -449,15 +638,24 @@ def test_a_rank_that_fails_because_a_peer_finished_is_a_victim() -> None:
     one.collectives.pop()
     one.issued -= 1
     failed = one.collectives[-2]  # the send to rank 2
-    failed.state, failed.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
-    one.exception, one.closed, one.observation = f"RuntimeError: {failed.error}", True, Observation(End.RUNNING)
+    failed.state, failed.error = (
+        State.FAILED,
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242",
+    )
+    one.exception, one.closed, one.observation = (
+        f"RuntimeError: {failed.error}",
+        True,
+        Observation(End.RUNNING),
+    )
     verdict = judge(logs)
     assert (verdict.why, verdict.culprits) == ("finished", [2])
     assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]
 
 
 def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
-    """Rank 3 left out a step and is still exiting when its closed connections have ended the others."""
+    """Rank 3 left out a step and is still exiting when its closed connections have ended the
+    others.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(7 if rank == 3 else 8):
@@ -468,21 +666,37 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
     logs = job.logs()
     for log in logs[:3]:
         failed = log.collectives[-1]
-        failed.state, failed.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
-        log.exception, log.observation = f"RuntimeError: {failed.error}", Observation(End.FAILED, 1, ended_ns=job.now)
+        failed.state, failed.error = (
+            State.FAILED,
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242",
+        )
+        log.exception, log.observation = (
+            f"RuntimeError: {failed.error}",
+            Observation(End.FAILED, 1, ended_ns=job.now),
+        )
     logs[3].closed, logs[3].observation = True, Observation(End.RUNNING)
     logs[3].captured_ns = logs[3].heartbeat_ns = job.now
     verdict = judge(logs)
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("missing", "finished", [3], "high")
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == (
+        "missing",
+        "finished",
+        [3],
+        "high",
+    )
     assert "waited" in verdict.explanation and "until it failed" in verdict.explanation
-    assert "The exit status of rank 3 is not known yet: the launcher reports one that is not 0." in verdict.findings[0].evidence
+    assert (
+        "The exit status of rank 3 is not known yet: the launcher reports one that is not 0."
+        in verdict.findings[0].evidence
+    )
 
 
 def test_what_a_rank_did_in_several_steps_is_routine_also_right_after_the_setup() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield collective("broadcast", job.world, 4, line=10, root=0)
         for number in range(5):
-            yield all_reduce(job.world, line=40, dtype="float64" if number == 4 and rank == 0 else "float32")
+            yield all_reduce(
+                job.world, line=40, dtype="float64" if number == 4 and rank == 0 else "float32"
+            )
             yield all_reduce(job.world, line=50)
             yield Step()
 
@@ -491,7 +705,9 @@ def test_what_a_rank_did_in_several_steps_is_routine_also_right_after_the_setup(
 
 
 @pytest.mark.parametrize(("waited_s", "culprits"), [(2, [1]), (30, [2])])
-def test_a_rank_that_was_ended_with_the_others_may_only_have_been_late(waited_s: int, culprits: list[int]) -> None:
+def test_a_rank_that_was_ended_with_the_others_may_only_have_been_late(
+    waited_s: int, culprits: list[int]
+) -> None:
     """Rank 1 is killed unseen while it waits for rank 2, and the launcher ends the others."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -504,12 +720,18 @@ def test_a_rank_that_was_ended_with_the_others_may_only_have_been_late(waited_s:
     logs = job.logs()
     for log in logs:
         log.captured_ns = logs[0].collectives[-1].announced_ns + waited_s * S
-        log.observation = Observation(End.GONE) if log.rank == 1 else Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now)
+        log.observation = (
+            Observation(End.GONE)
+            if log.rank == 1
+            else Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now)
+        )
     assert judge(logs).culprits == culprits
 
 
 def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() -> None:
-    """Rank 1 does one round fewer. Ranks 0 and 3 wait for it in the first collective of the round, ranks 2 and 4 in the second."""
+    """Rank 1 does one round fewer. Ranks 0 and 3 wait for it in the first collective of the round,
+    ranks 2 and 4 in the second.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for number in range(8 if rank == 1 else 9):
@@ -525,7 +747,9 @@ def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() 
 
 
 @pytest.mark.parametrize(("stall_timeout_s", "roots"), [(10_000.0, [[1]]), (0.1, [[1], [2]])])
-def test_a_rank_that_has_not_arrived_when_another_dies_is_only_late(stall_timeout_s: float, roots: list[list[int]]) -> None:
+def test_a_rank_that_has_not_arrived_when_another_dies_is_only_late(
+    stall_timeout_s: float, roots: list[list[int]]
+) -> None:
     """Rank 1 is killed while rank 0 waits for ranks 1 and 2."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -543,7 +767,9 @@ def test_a_rank_that_has_not_arrived_when_another_dies_is_only_late(stall_timeou
     assert sorted(finding.culprits for finding in verdict.findings if finding.root_cause) == roots
 
 
-@pytest.mark.parametrize(("left", "said"), [(False, "destroy_process_group"), (True, "look at the output of rank 1")])
+@pytest.mark.parametrize(
+    ("left", "said"), [(False, "destroy_process_group"), (True, "look at the output of rank 1")]
+)
 def test_a_crash_while_exiting(left: bool, said: str) -> None:
     job = Job(2).run(training(at(-1, 0)))
     logs = job.logs()
@@ -551,7 +777,11 @@ def test_a_crash_while_exiting(left: bool, said: str) -> None:
         log.closed, log.observation, log.left = True, Observation(End.CLEAN, 0), left
     logs[1].observation = Observation(End.KILLED, signal="SIGABRT", ended_ns=job.now)
     verdict = judge(logs)
-    assert (verdict.kind, verdict.culprits, verdict.summary) == ("dead", [1], "rank 1 died of SIGABRT while it was exiting")
+    assert (verdict.kind, verdict.culprits, verdict.summary) == (
+        "dead",
+        [1],
+        "rank 1 died of SIGABRT while it was exiting",
+    )
     assert said in verdict.next_step
 
 
@@ -574,7 +804,12 @@ def test_nobody_is_blamed_because_its_newest_records_are_unreadable() -> None:
 def test_nobody_saw_how_it_ended() -> None:
     logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
     verdict = judge(logs)
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("dead", "unknown", [2], "medium")
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == (
+        "dead",
+        "unknown",
+        [2],
+        "medium",
+    )
 
 
 def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
@@ -585,7 +820,9 @@ def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
 
 
 @pytest.mark.parametrize(("earlier_ns", "culprits"), [(0, []), (3 * S, [2])])
-def test_of_ranks_that_all_ended_unseen_the_last_sign_of_life_tells_which_was_first(earlier_ns: int, culprits: list[int]) -> None:
+def test_of_ranks_that_all_ended_unseen_the_last_sign_of_life_tells_which_was_first(
+    earlier_ns: int, culprits: list[int]
+) -> None:
     """The others waited for rank 2, but any of them may have been killed."""
     logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
     for log in logs:
@@ -593,7 +830,10 @@ def test_of_ranks_that_all_ended_unseen_the_last_sign_of_life_tells_which_was_fi
         log.heartbeat_ns = log.captured_ns - earlier_ns * (log.rank == 2)
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == ("dead", culprits)
-    assert culprits or ("ranks 0-3 are gone" in verdict.summary and "ranks 0-1,3 were waiting for rank 2" in verdict.summary)
+    assert culprits or (
+        "ranks 0-3 are gone" in verdict.summary
+        and "ranks 0-1,3 were waiting for rank 2" in verdict.summary
+    )
 
 
 @pytest.mark.parametrize("end", [Observation(End.GONE), Observation(End.FAILED, 1)])
@@ -611,9 +851,14 @@ def test_stuck_until_the_timeout_then_ended_by_the_launcher() -> None:
     for log in logs:
         last = log.collectives[-1]
         if log.rank == 2:
-            log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now + 26_000_000_000)
+            log.observation = Observation(
+                End.KILLED, signal="SIGTERM", ended_ns=job.now + 26_000_000_000
+            )
         else:
-            last.state, last.error = type(last.state).FAILED, "RuntimeError: Timed out waiting 25000ms for recv operation to complete"
+            last.state, last.error = (
+                type(last.state).FAILED,
+                "RuntimeError: Timed out waiting 25000ms for recv operation to complete",
+            )
             last.done_ns = job.now + 25_000_000_000
             log.exception = last.error
             log.observation = Observation(End.FAILED, 1, ended_ns=job.now + 25_000_000_000)
@@ -636,7 +881,7 @@ def test_another_nodes_ranks_are_not_known() -> None:
     assert any("another node" in text for text in verdict.missing_evidence)
 
 
-# --- mismatch ----------------------------------------------------------------------------------------------------
+# --- mismatch
 
 
 @pytest.mark.parametrize(
@@ -645,7 +890,11 @@ def test_another_nodes_ranks_are_not_known() -> None:
         (lambda job: collective("all_gather", job.world, 100, line=22), "mismatch/op", 22),
         (lambda job: all_reduce(job.world, 96, line=20), "mismatch/shape", 20),
         (lambda job: all_reduce(job.world, 100, line=20, dtype="bfloat16"), "mismatch/dtype", 20),
-        (lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX"), "mismatch/reduce-op", 20),
+        (
+            lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX"),
+            "mismatch/reduce-op",
+            20,
+        ),
     ],
 )
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -659,21 +908,36 @@ def test_mismatch(action: object, kind: str, line: int, size: int) -> None:
 def test_mismatch_of_roots() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(6):
-            yield collective("broadcast", job.world, 1, line=10, root=1 if (rank, i) == (2, 4) else 0)
+            yield collective(
+                "broadcast", job.world, 1, line=10, root=1 if (rank, i) == (2, 4) else 0
+            )
             yield all_reduce(job.world, 10, line=11)
             yield Step()
 
-    assert blame(judge(Job(4).run(program).logs())) == ("mismatch/root", "in-collective", [2], "train.py:10")
+    assert blame(judge(Job(4).run(program).logs())) == (
+        "mismatch/root",
+        "in-collective",
+        [2],
+        "train.py:10",
+    )
 
 
 def test_a_wrong_reduce_op_hangs_nobody_and_is_found() -> None:
-    verdict = judge(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX")))).logs())
+    verdict = judge(
+        Job(4)
+        .run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX"))))
+        .logs()
+    )
     assert blame(verdict) == ("mismatch/reduce-op", "in-collective", [2], "train.py:20")
     assert verdict.is_fault
 
 
 def test_an_unread_reduce_op_is_no_disagreement() -> None:
-    verdict = judge(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op=None)))).logs())
+    verdict = judge(
+        Job(4)
+        .run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op=None))))
+        .logs()
+    )
     assert verdict.kind == "healthy"
 
 
@@ -696,9 +960,20 @@ def test_a_tie_is_said_to_be_a_tie() -> None:
         yield all_reduce(job.world, 100 if rank == 0 else 96, line=20 + rank)
 
     verdict = judge(Job(2).run(program).logs())
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("mismatch/shape", [], [0, 1], "low")
-    assert any(text.startswith("Neither a majority nor their routine") for text in verdict.findings[0].evidence)
-    assert "Rank 0 issues all_reduce of the default group at train.py:20 step (float32[100] SUM); rank 1" in verdict.explanation
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "mismatch/shape",
+        [],
+        [0, 1],
+        "low",
+    )
+    assert any(
+        text.startswith("Neither a majority nor their routine")
+        for text in verdict.findings[0].evidence
+    )
+    assert (
+        "Rank 0 issues all_reduce of the default group at train.py:20 step (float32[100] SUM);"
+        " rank 1" in verdict.explanation
+    )
     assert "compare train.py:20 step and train.py:21 step" in verdict.next_step
 
 
@@ -719,7 +994,12 @@ def test_skip_then_the_same_op_is_found_by_lines_and_steps() -> None:
 
     for size in (2, 4):
         verdict = judge(Job(size).run(program).logs())
-        assert (verdict.kind, verdict.why, verdict.culprits, verdict.source) == ("missing", "skipped", [1], "train.py:20")
+        assert (verdict.kind, verdict.why, verdict.culprits, verdict.source) == (
+            "missing",
+            "skipped",
+            [1],
+            "train.py:20",
+        )
         assert verdict.collective is not None
         assert verdict.collective.sequence_number == 7
 
@@ -748,7 +1028,7 @@ def test_uneven_data_then_a_barrier() -> None:
         assert blame(judge(Job(size).run(program).logs()))[0:3:2] == ("mismatch/op", [1])
 
 
-# --- cycles ------------------------------------------------------------------------------------------------------
+# --- cycles
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -815,7 +1095,12 @@ def test_both_receive_first() -> None:
             yield all_reduce(job.world, 100, line=40)
             yield Step()
 
-    assert blame(judge(Job(8).run(program).logs())) == ("cycle", "in-collective", [2], "train.py:33")
+    assert blame(judge(Job(8).run(program).logs())) == (
+        "cycle",
+        "in-collective",
+        [2],
+        "train.py:33",
+    )
     assert judge(Job(4).run(program).logs()).culprits == [2]
 
 
@@ -868,7 +1153,7 @@ def test_messages_that_do_not_fit() -> None:
     assert blame(verdict) == ("mismatch/p2p", "in-collective", [0], "train.py:30")
 
 
-# --- stuck inside ------------------------------------------------------------------------------------------------
+# --- stuck inside
 
 
 def stuck_inside(size: int = 4) -> list[RankLog]:
@@ -895,11 +1180,13 @@ def test_stopped_inside() -> None:
     assert (verdict.kind, verdict.why, verdict.culprits) == ("stuck-inside", "stopped", [1])
 
 
-# --- threads, several jobs, wrapped rings --------------------------------------------------------------------------
+# --- threads, several jobs, wrapped rings
 
 
 def test_a_thread_that_waits_does_not_excuse_the_main_one() -> None:
-    """Rank 1's side thread waits for rank 0, rank 0 waits for rank 1's main thread: no cycle, rank 1 sleeps."""
+    """Rank 1's side thread waits for rank 0, rank 0 waits for rank 1's main thread: no cycle, rank
+    1 sleeps.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         side = job.group("side", [0, 1])
@@ -926,7 +1213,16 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
             yield all_reduce(job.world, 4, line=20)
         own = {"line": 20, "handle": "own"}
         if rank == 0:
-            yield collective("all_gather", job.world, 4, line=70, function="log", is_async=True, handle="side", thread=side)
+            yield collective(
+                "all_gather",
+                job.world,
+                4,
+                line=70,
+                function="log",
+                is_async=True,
+                handle="side",
+                thread=side,
+            )
             yield all_reduce(job.world, 4, line=20)
         elif on_all:
             yield all_reduce(job.world, 4, is_async=True, **own)
@@ -943,13 +1239,18 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
     assert (verdict.kind, verdict.culprits) == ("mismatch/op", [] if on_all else [0])
     assert ("two threads use the default group" in verdict.summary) is on_all
     if on_all:
-        assert "all_gather at train.py:70 log and, in the main thread, all_reduce at train.py:20 step" in verdict.summary
+        assert (
+            "all_gather at train.py:70 log and, in the main thread, all_reduce at train.py:20 step"
+            in verdict.summary
+        )
         assert "from one thread" in verdict.next_step
 
 
 @pytest.mark.parametrize("first", ["send", "recv"])
 def test_a_message_that_the_other_side_issues_only_after_a_collective(first: str) -> None:
-    """Five messages of one side in front of a collective, four of the other: no rank is to blame, but the fifth is named."""
+    """Five messages of one side in front of a collective, four of the other: no rank is to blame,
+    but the fifth is named.
+    """
     mine, theirs = (send, recv) if first == "send" else (recv, send)
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -963,7 +1264,9 @@ def test_a_message_that_the_other_side_issues_only_after_a_collective(first: str
         job = Job(2)
 
         def blocked(job: Job, rank: int) -> Iterator[object]:
-            yield from program(job, rank) if rank else [send(job.world, 1, line=8) for _ in range(5)]
+            yield from (
+                program(job, rank) if rank else [send(job.world, 1, line=8) for _ in range(5)]
+            )
             yield Stay(8, "exchange")
 
         job.run(blocked)
@@ -973,8 +1276,14 @@ def test_a_message_that_the_other_side_issues_only_after_a_collective(first: str
     verdict = judge(job.logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
     lacks = "receives" if first == "send" else "sends"
-    assert f"which rank 1 {lacks} only after all_reduce #1 of the default group [0-1]" in verdict.summary
-    assert any(text.startswith(f"Rank 0 issued 5 {first.replace('recv', 'receive')}s") for text in verdict.findings[0].evidence)
+    assert (
+        f"which rank 1 {lacks} only after all_reduce #1 of the default group [0-1]"
+        in verdict.summary
+    )
+    assert any(
+        text.startswith(f"Rank 0 issued 5 {first.replace('recv', 'receive')}s")
+        for text in verdict.findings[0].evidence
+    )
     assert "before all_reduce at train.py:25" in verdict.next_step
 
 
@@ -983,13 +1292,24 @@ def test_two_sides_are_told_with_their_call_paths() -> None:
 
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 4, line=20)
-        main, generate = ((Frame("/home/me/train.py", line, name),) for line, name in ((60 + rank, "main"), (45, "generate")))
+        main, generate = (
+            (Frame("/home/me/train.py", line, name),)
+            for line, name in ((60 + rank, "main"), (45, "generate"))
+        )
         inner = {"line": 31, "function": "forward"}
-        yield collective("all_gather", job.world, 8 + rank, callers=generate + main if rank == 0 else main, **inner)  # type: ignore[arg-type]
+        yield collective(
+            "all_gather",
+            job.world,
+            8 + rank,
+            callers=generate + main if rank == 0 else main,
+            **inner,
+        )  # type: ignore[arg-type]
 
     verdict = judge(Job(2).run(program).logs())
     assert verdict.culprits == []
-    assert "at train.py:60 main -> train.py:45 generate -> train.py:31 forward" in verdict.explanation
+    assert (
+        "at train.py:60 main -> train.py:45 generate -> train.py:31 forward" in verdict.explanation
+    )
     assert "at train.py:61 main -> train.py:31 forward" in verdict.explanation
     assert "called at train.py:60 main" in verdict.next_step
 
@@ -1003,14 +1323,24 @@ def test_a_barrier_in_a_branch_meets_that_of_another_line(size: int, savers: lis
             yield all_reduce(job.world, 4, line=14)
         if rank in savers:
             caller = (Frame("/home/me/train.py", 27, "main"),)
-            yield collective("barrier", job.world, line=19, function="save_checkpoint", callers=caller)
+            yield collective(
+                "barrier", job.world, line=19, function="save_checkpoint", callers=caller
+            )
         yield collective("barrier", job.world, line=28, function="main")
 
     verdict = judge(Job(size).run(program).logs())
     others = sorted(set(range(size)) - set(savers))
-    assert verdict.culprits == ([] if size == 2 else savers if len(savers) < len(others) else others)
-    assert "barrier #5 of the default group" in verdict.summary and "train.py:19 save_checkpoint" in verdict.summary
-    assert "train.py:19 save_checkpoint" in verdict.next_step and "train.py:28" not in verdict.next_step
+    assert verdict.culprits == (
+        [] if size == 2 else savers if len(savers) < len(others) else others
+    )
+    assert (
+        "barrier #5 of the default group" in verdict.summary
+        and "train.py:19 save_checkpoint" in verdict.summary
+    )
+    assert (
+        "train.py:19 save_checkpoint" in verdict.next_step
+        and "train.py:28" not in verdict.next_step
+    )
     assert (verdict.source, verdict.collective.sequence_number) == ("train.py:19", 5)
     assert verdict.confidence == ("medium" if size == 2 else "high")
 
@@ -1026,8 +1356,14 @@ def test_one_more_round_of_the_same_lines_has_no_line_of_its_own() -> None:
 
 
 def test_a_thread_of_the_backward_pass_is_no_race() -> None:
-    """On a device, hooks run in the threads of the autograd engine, for which the main thread waits: rank 1 skipped its backward pass."""
-    hook = (Frame("/env/lib/torch/distributed/fsdp/_param_group.py", 600, "post_backward", FrameKind.TORCH),)
+    """On a device, hooks run in the threads of the autograd engine, for which the main thread
+    waits: rank 1 skipped its backward pass.
+    """
+    hook = (
+        Frame(
+            "/env/lib/torch/distributed/fsdp/_param_group.py", 600, "post_backward", FrameKind.TORCH
+        ),
+    )
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(6):
@@ -1042,7 +1378,10 @@ def test_a_thread_of_the_backward_pass_is_no_race() -> None:
             if op.issue_thread == 7777:
                 op.stack = hook
     verdict = judge(job.logs())
-    assert (verdict.kind, verdict.culprits) == ("mismatch/op", [1]) and "two threads" not in verdict.summary
+    assert (verdict.kind, verdict.culprits) == (
+        "mismatch/op",
+        [1],
+    ) and "two threads" not in verdict.summary
 
 
 def test_what_is_said_of_several_ranks_holds_for_each() -> None:
@@ -1056,8 +1395,13 @@ def test_what_is_said_of_several_ranks_holds_for_each() -> None:
 
     verdict = judge(Job(4).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
-    assert "anks 2-3 issue all_reduce of their groups 1 [0,2] and 2 [1,3] at train.py:17 reduce_tracker" in verdict.explanation
-    assert "anks 0-1 issue all_reduce of the default group at train.py:45 main" in verdict.explanation
+    assert (
+        "anks 2-3 issue all_reduce of their groups 1 [0,2] and 2 [1,3] at train.py:17"
+        " reduce_tracker" in verdict.explanation
+    )
+    assert (
+        "anks 0-1 issue all_reduce of the default group at train.py:45 main" in verdict.explanation
+    )
 
 
 def test_culprits_that_differ_are_told_apart() -> None:
@@ -1073,15 +1417,23 @@ def test_culprits_that_differ_are_told_apart() -> None:
 
     verdict = judge(Job(6).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("mismatch/op", [1, 2])
-    assert verdict.summary.startswith("rank 1 issued broadcast and rank 2 issued barrier where the others issued all_reduce")
+    assert verdict.summary.startswith(
+        "rank 1 issued broadcast and rank 2 issued barrier where the others issued all_reduce"
+    )
     for rank in (0, 3, 4):
-        assert f"ank {rank} issued all_reduce float32[4] SUM at train.py:{20 + rank}" in verdict.explanation
+        assert (
+            f"ank {rank} issued all_reduce float32[4] SUM at train.py:{20 + rank}"
+            in verdict.explanation
+        )
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("size", "first"), [(2, [0]), (3, [0, 2]), (3, [1]), (4, [0, 1])])
-def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[int], late: bool) -> None:
-    """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the main thread does.
+def test_a_checkpoints_thread_on_the_main_threads_group(
+    size: int, first: list[int], late: bool
+) -> None:
+    """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the
+    main thread does.
 
     Args:
         size: number of ranks.
@@ -1095,13 +1447,24 @@ def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[i
         ("checkpoint/state_dict_saver.py", 196, "save"),
         ("checkpoint/_async_thread_executor.py", 30, "save_wrapper"),
     ]
-    frames = [Frame(library + file, line, function, FrameKind.TORCH) for file, line, function in files]
+    frames = [
+        Frame(library + file, line, function, FrameKind.TORCH) for file, line, function in files
+    ]
     stack = (*frames, Frame("/usr/lib/python3.11/threading.py", 975, "run", FrameKind.PYTHON))
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(3):
             yield all_reduce(job.world, 4, line=20)
-        saved = collective("all_gather", job.world, 1, line=1, dtype="int64", is_async=True, handle="saved", thread=7777)
+        saved = collective(
+            "all_gather",
+            job.world,
+            1,
+            line=1,
+            dtype="int64",
+            is_async=True,
+            handle="saved",
+            thread=7777,
+        )
         trained = collective("all_gather", job.world, 100, line=27, is_async=True, handle="trained")
         yield from [saved, trained] if rank in first else [trained] if late else [trained, saved]
         yield Stay(27, "main")
@@ -1113,10 +1476,19 @@ def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[i
             if op.issue_thread == 7777:
                 op.stack = stack
     verdict = judge(job.logs())
-    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [], "medium" if late else "high")
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == (
+        "mismatch/shape",
+        [],
+        "medium" if late else "high",
+    )
     every = "" if late else ", on every rank"
-    assert verdict.summary.startswith(f"two threads use the default group [0-{size - 1}] without an order between them{every}: ")
-    assert "torch/distributed/checkpoint/state_dict_saver.py:196 save (a checkpoint)" in verdict.summary
+    assert verdict.summary.startswith(
+        f"two threads use the default group [0-{size - 1}] without an order between them{every}: "
+    )
+    assert (
+        "torch/distributed/checkpoint/state_dict_saver.py:196 save (a checkpoint)"
+        in verdict.summary
+    )
     assert "train.py:27" in verdict.summary and "branch" not in verdict.next_step
     assert verdict.next_step.startswith("give the checkpoint a group of its own")
 
@@ -1126,7 +1498,13 @@ def test_asynchronous_orders_are_legal() -> None:
         a, b = job.group("1", range(4)), job.group("2", range(4))
         for _ in range(5):
             for name in "ab" if rank % 2 else "ba":
-                yield all_reduce(a if name == "a" else b, 4, line=20 if name == "a" else 21, is_async=True, handle=name)
+                yield all_reduce(
+                    a if name == "a" else b,
+                    4,
+                    line=20 if name == "a" else 21,
+                    is_async=True,
+                    handle=name,
+                )
             for name in "ab" if rank % 3 else "ba":
                 yield Wait(name)
             yield Step()
@@ -1144,7 +1522,9 @@ def test_other_jobs_are_left_out_and_named() -> None:
 
 def test_the_newer_of_two_logs_of_a_rank_counts() -> None:
     logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
-    older = msgspec.structs.replace(logs[0], collectives=logs[0].collectives[:3], issued=3, heartbeat_ns=1, pid=4)
+    older = msgspec.structs.replace(
+        logs[0], collectives=logs[0].collectives[:3], issued=3, heartbeat_ns=1, pid=4
+    )
     verdict = judge([older, *logs])
     assert verdict.culprits == [2]
     assert any("2 logs of rank 0" in text for text in verdict.missing_evidence)
@@ -1176,8 +1556,14 @@ def test_pairs_that_disagree_at_the_same_lines_are_one_fault_also_while_the_job_
 
     logs = Job(4).run(program).logs()
     [(finding, _)] = find_disagreements(logs)
-    assert (finding.kind, finding.culprits, finding.victims) == ("mismatch/reduce-op", [], [0, 1, 2, 3])
-    assert [one.kind for one in diagnose_logs(logs).findings if one.root_cause] == ["mismatch/reduce-op"]
+    assert (finding.kind, finding.culprits, finding.victims) == (
+        "mismatch/reduce-op",
+        [],
+        [0, 1, 2, 3],
+    )
+    assert [one.kind for one in diagnose_logs(logs).findings if one.root_cause] == [
+        "mismatch/reduce-op"
+    ]
 
 
 def gone(logs: list[RankLog], alive: Collection[int] = ()) -> list[RankLog]:
@@ -1189,7 +1575,9 @@ def gone(logs: list[RankLog], alive: Collection[int] = ()) -> list[RankLog]:
 
 
 def ring(job: Job, rank: int) -> Iterator[object]:
-    """A ring, in which rank 0 ends before its send of step 3; ranks 0 and 3 then do not wait for anybody."""
+    """A ring, in which rank 0 ends before its send of step 3; ranks 0 and 3 then do not wait for
+    anybody.
+    """
     for i in range(5):
         if (rank, i) == (0, 3):
             yield Die(Observation(End.GONE))
@@ -1213,27 +1601,45 @@ def test_of_ranks_that_all_ended_unseen_the_awaited_one_need_not_be_the_first() 
 
     verdict = judge(gone(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("dead", [], "low")
-    assert verdict.summary.startswith("ranks 0-3 are gone; how they ended was not observed; rank 1 was waiting for rank 0")
+    assert verdict.summary.startswith(
+        "ranks 0-3 are gone; how they ended was not observed; rank 1 was waiting for rank 0"
+    )
     assert verdict.next_step == "look at the output of ranks 0-3"
 
 
 def test_of_ranks_that_all_ended_unseen_a_refusal_names_the_first() -> None:
     logs = gone(Job(4).run(ring).logs())
-    logs[1].exception = "DistributedOperationException: Cannot apply desired operation: rank 0 has ended and will not take part."
+    logs[1].exception = (
+        "DistributedOperationException: Cannot apply desired operation: rank 0 has ended and will"
+        " not take part."
+    )
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == ("dead", [0])
 
 
 def test_two_halves_of_which_one_finished_name_nobody() -> None:
     """One round too many on one side, or one too few on the other."""
-    verdict = judge(Job(2).run(lambda job, rank: (all_reduce(job.world, line=20) for _ in range(5 + rank))).logs())
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == ("missing", "finished", [], True)
+    verdict = judge(
+        Job(2)
+        .run(lambda job, rank: (all_reduce(job.world, line=20) for _ in range(5 + rank)))
+        .logs()
+    )
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == (
+        "missing",
+        "finished",
+        [],
+        True,
+    )
     assert verdict.next_step.startswith("make all ranks run as many iterations")
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_of_two_halves_of_which_one_finished_the_one_that_left_its_routine_is_named(odd: int) -> None:
-    """Broadcasts hold nobody up, so the ranks part at the collective that one skips, and the others hang at the end."""
+def test_of_two_halves_of_which_one_finished_the_one_that_left_its_routine_is_named(
+    odd: int,
+) -> None:
+    """Broadcasts hold nobody up, so the ranks part at the collective that one skips, and the others
+    hang at the end.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(8):
@@ -1251,7 +1657,9 @@ def test_a_hung_job_that_is_interrupted_and_then_killed_did_not_die(seconds: int
     """Ctrl-C ends the ranks that run Python; torchrun kills those in C++ half a minute later."""
     logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
     for log in logs:
-        log.observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns + seconds * S)
+        log.observation = Observation(
+            End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns + seconds * S
+        )
     logs[2].exception = "KeyboardInterrupt"
     logs[2].observation = Observation(End.FAILED, 1, ended_ns=logs[2].captured_ns)
     verdict = judge(logs)
@@ -1269,7 +1677,9 @@ def test_ranks_that_were_all_killed_in_one_moment_were_ended_from_outside() -> N
 
 
 def test_a_rank_that_failed_because_of_a_death_is_not_missing_by_itself() -> None:
-    """Rank 1 dies before a ring, which rank 0 learns from an error; rank 3 waits for rank 0 in the next collective."""
+    """Rank 1 dies before a ring, which rank 0 learns from an error; rank 3 waits for rank 0 in the
+    next collective.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         if rank == 1:
@@ -1284,7 +1694,9 @@ def test_a_rank_that_failed_because_of_a_death_is_not_missing_by_itself() -> Non
     logs[1].observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=logs[1].captured_ns)
     logs[0].exception = "RuntimeError: Connection closed by peer [127.0.0.1]:30868"
     logs[0].collectives[-1].state = State.COMPLETED
-    assert [(each.kind, each.culprits) for each in judge(logs).findings if each.root_cause] == [("dead", [1])]
+    assert [(each.kind, each.culprits) for each in judge(logs).findings if each.root_cause] == [
+        ("dead", [1])
+    ]
 
 
 def test_a_rank_that_is_gone_before_the_launcher_ends_the_others() -> None:
@@ -1319,7 +1731,9 @@ def test_ranks_that_ctrl_c_ends_in_a_wait_were_waiting() -> None:
 
 @pytest.mark.parametrize("holder", [3, None])
 def test_a_lock_that_a_waiting_rank_holds(holder: int | None) -> None:
-    """A rank waits for a file's lock, and the rank that holds it is already in the collective, or the holder is no rank."""
+    """A rank waits for a file's lock, and the rank that holds it is already in the collective, or
+    the holder is no rank.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, line=20)
@@ -1329,17 +1743,23 @@ def test_a_lock_that_a_waiting_rank_holds(holder: int | None) -> None:
 
     logs = Job(4).run(program).logs()
     seen = logs[2].observation
-    seen.waits_for, seen.waits_for_pid = "it waits for the lock of /data/x.lock", logs[holder].pid if holder is not None else 99_999
+    seen.waits_for, seen.waits_for_pid = (
+        "it waits for the lock of /data/x.lock",
+        (logs[holder].pid if holder is not None else 99_999),
+    )
     seen.stack_moved, seen.cpu_s, seen.window_s = False, 0.0, 3.0
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.culprits) == ("missing", [2])
     told = " ".join(verdict.findings[0].evidence)
     assert "it waits for the lock of /data/x.lock" in told
-    assert ("is rank 3, which waits for rank 2 in all_reduce #2 of the default group [0-3]: neither can go on." in told) is (
-        holder is not None
-    )
+    assert (
+        "is rank 3, which waits for rank 2 in all_reduce #2 of the default group [0-3]: neither can"
+        " go on." in told
+    ) is (holder is not None)
     assert verdict.next_step.startswith(
-        "release the lock on rank 3 before all_reduce at train.py:30" if holder is not None else "look at prepare"
+        "release the lock on rank 3 before all_reduce at train.py:30"
+        if holder is not None
+        else "look at prepare"
     )
 
 
@@ -1355,7 +1775,8 @@ def test_messages_of_one_number_to_several_ranks_name_all_of_these() -> None:
     verdict = judge(Job(6).run(program).logs())
     assert verdict.culprits == [2, 3]
     assert verdict.explanation.startswith(
-        "Like rank 3, rank 2 (host n03, pid 1002) is in train.py:57 load_batch; it never issued a collective."
+        "Like rank 3, rank 2 (host n03, pid 1002) is in train.py:57 load_batch; it never issued a"
+        " collective."
     )
     assert "Ranks 0-1 wait for them in recv #1 from ranks 2-3." in verdict.explanation
 

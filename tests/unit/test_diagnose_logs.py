@@ -15,25 +15,40 @@ from commlens.commands import main
 from commlens.reports.terminal import render
 
 TIMEOUT = (
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=600000)"
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE,"
+    " NumelIn=1024, NumelOut=1024, Timeout(ms)=600000)"
 )
-HEAD = "[rank{rank}]:[E1122 03:14:15.926535897 ProcessGroupNCCL.cpp:629] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+HEAD = (
+    "[rank{rank}]:[E1122 03:14:15.926535897 ProcessGroupNCCL.cpp:629] [PG ID 0 PG GUID"
+    " 0(default_pg) Rank {rank}]"
+)
 
 
 def timed_out(rank: int) -> str:
-    return f"{HEAD.format(rank=rank)} {TIMEOUT} ran for 600029 milliseconds before timing out.\n" + progress(rank, 41, 40)
+    return (
+        f"{HEAD.format(rank=rank)} {TIMEOUT} ran for 600029 milliseconds before timing out.\n"
+        + progress(rank, 41, 40)
+    )
 
 
 def progress(rank: int, enqueued: int, completed: int) -> str:
     said = f"failure detected by watchdog at work sequence id: {enqueued} PG status:"
-    return f"{HEAD.format(rank=rank)}  {said} last enqueued work: {enqueued}, last completed work: {completed}\n"
+    return (
+        f"{HEAD.format(rank=rank)}  {said} last enqueued work: {enqueued}, last completed work:"
+        f" {completed}\n"
+    )
 
 
 def test_the_rank_that_did_not_come(tmp_path: Path) -> None:
-    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3)]))
+    (tmp_path / "job.log").write_text(
+        "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3)])
+    )
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
-    assert verdict.collective is not None and (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 41)
+    assert verdict.collective is not None and (
+        verdict.collective.op,
+        verdict.collective.sequence_number,
+    ) == ("all_reduce", 41)
     assert "1024 elements" in render(verdict)
 
 
@@ -46,32 +61,57 @@ def test_a_log_of_each_rank(tmp_path: Path) -> None:
 
 def test_a_timeout_in_a_group_that_is_not_named_blames_nobody(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    log.write_text(f"[rank1]:[E ProcessGroupNCCL.cpp:587] [Rank 1] {TIMEOUT} ran for 600029 milliseconds before timing out.\n")
+    log.write_text(
+        f"[rank1]:[E ProcessGroupNCCL.cpp:587] [Rank 1] {TIMEOUT} ran for 600029 milliseconds"
+        " before timing out.\n"
+    )
     verdict = commlens.diagnose(log)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [], [1], "low")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "missing",
+        [],
+        [1],
+        "low",
+    )
     assert verdict.is_fault
     assert verdict.summary.startswith("rank 1: all_reduce #41 timed out after 600 s")
-    log.write_text(f"[E ProcessGroupNCCL.cpp:587] {TIMEOUT} ran for 600029 milliseconds before timing out.\n")
+    log.write_text(
+        f"[E ProcessGroupNCCL.cpp:587] {TIMEOUT} ran for 600029 milliseconds before timing out.\n"
+    )
     verdict = commlens.diagnose(log)
     assert (verdict.culprits, verdict.victims) == ([], [])
     assert verdict.summary.startswith("all_reduce #41 timed out after 600 s")
 
 
 def test_beside_a_cause_it_is_told_as_what_is_not_known(tmp_path: Path) -> None:
-    unplaced = f"[rank5]:[E ProcessGroupNCCL.cpp:587] [Rank 5] {TIMEOUT} ran for 600029 milliseconds before timing out.\n"
-    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), unplaced]))
+    unplaced = (
+        f"[rank5]:[E ProcessGroupNCCL.cpp:587] [Rank 5] {TIMEOUT} ran for 600029 milliseconds"
+        " before timing out.\n"
+    )
+    (tmp_path / "job.log").write_text(
+        "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), unplaced])
+    )
     verdict = commlens.diagnose(tmp_path)
     assert verdict.culprits[:1] == [2]
-    assert any(text.startswith("rank 5: all_reduce #41 timed out") for text in verdict.missing_evidence)
+    assert any(
+        text.startswith("rank 5: all_reduce #41 timed out") for text in verdict.missing_evidence
+    )
 
 
 @pytest.mark.parametrize("group", ["default_pg", "tp", "undefined"])
 @pytest.mark.parametrize("ranks", [1, 3, 60])
-def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(tmp_path: Path, ranks: int, group: str) -> None:
+def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(
+    tmp_path: Path, ranks: int, group: str
+) -> None:
     lines = []
     for rank in range(ranks):
-        head = f"[rank{rank}]:[E1122 03:14:15.926535897 ProcessGroupNCCL.cpp:629] [PG ID 0 PG GUID g{rank}({group}) Rank {rank}]"
-        lines.append(f"{head} {TIMEOUT.replace('SeqNum=41', f'SeqNum={rank}')} ran for 600029 milliseconds before timing out.\n")
+        head = (
+            f"[rank{rank}]:[E1122 03:14:15.926535897 ProcessGroupNCCL.cpp:629] [PG ID 0 PG GUID"
+            f" g{rank}({group}) Rank {rank}]"
+        )
+        lines.append(
+            f"{head} {TIMEOUT.replace('SeqNum=41', f'SeqNum={rank}')} ran for 600029 milliseconds"
+            " before timing out.\n"
+        )
     (tmp_path / "job.log").write_text("".join(lines))
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("missing", [], "low")
@@ -82,11 +122,36 @@ def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(tmp_path: P
 @pytest.mark.parametrize(
     ("op", "sizes", "kind", "said"),
     [
-        ("ALLTOALL_BASE", [(64, 64), (64, 32)], "mismatch/splits", "together, they send 128 elements and expect 96"),
-        ("ALLTOALL_BASE", [(64, 64), (32, 32)], "stuck-inside", "not known whether they agree on its splits"),
-        ("ALLTOALL", [(64, 64), (64, 32)], "stuck-inside", "not known whether they agree on its splits"),
-        ("BROADCAST", [(64, 64), (64, 64)], "stuck-inside", "not known whether they agree on its root"),
-        ("ALLREDUCE", [(64, 64), (64, 64)], "stuck-inside", "and agree on its sizes, but no rank has completed it"),
+        (
+            "ALLTOALL_BASE",
+            [(64, 64), (64, 32)],
+            "mismatch/splits",
+            "together, they send 128 elements and expect 96",
+        ),
+        (
+            "ALLTOALL_BASE",
+            [(64, 64), (32, 32)],
+            "stuck-inside",
+            "not known whether they agree on its splits",
+        ),
+        (
+            "ALLTOALL",
+            [(64, 64), (64, 32)],
+            "stuck-inside",
+            "not known whether they agree on its splits",
+        ),
+        (
+            "BROADCAST",
+            [(64, 64), (64, 64)],
+            "stuck-inside",
+            "not known whether they agree on its root",
+        ),
+        (
+            "ALLREDUCE",
+            [(64, 64), (64, 64)],
+            "stuck-inside",
+            "and agree on its sizes, but no rank has completed it",
+        ),
     ],
 )
 def test_the_watchdog_tells_sizes_but_no_splits_and_no_root(
@@ -105,9 +170,18 @@ def test_the_watchdog_tells_sizes_but_no_splits_and_no_root(
 
 def exits(codes: dict[int, int]) -> str:
     """Torchrun's list of failed workers."""
-    lines = ["torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "train.py FAILED", "Failures:"]
+    lines = [
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "train.py FAILED",
+        "Failures:",
+    ]
     for rank, code in codes.items():
-        lines += [f"[{rank}]:", "  time      : 2025-11-22_03:14:17", "  host      : node-7", f"  rank      : {rank} (local_rank: {rank})"]
+        lines += [
+            f"[{rank}]:",
+            "  time      : 2025-11-22_03:14:17",
+            "  host      : node-7",
+            f"  rank      : {rank} (local_rank: {rank})",
+        ]
         lines += [f"  exitcode  : {code} (pid: {100 + rank})", "  error_file: <N/A>"]
     return "\n".join(lines) + "\n"
 
@@ -117,37 +191,62 @@ ABORTED = {0: -6, 1: -6, 3: -6}
 
 @pytest.mark.parametrize("ended", [ABORTED, {0: -6}, {**ABORTED, 2: -15}])
 def test_a_rank_that_the_watchdog_aborts_is_a_victim(tmp_path: Path, ended: dict[int, int]) -> None:
-    """NCCL's watchdog aborts the ranks that wait. The rank that stood elsewhere lives until its launcher ends it."""
+    """NCCL's watchdog aborts the ranks that wait. The rank that stood elsewhere lives until its
+    launcher ends it.
+    """
     log = "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), exits(ended)])
     (tmp_path / "job.log").write_text(log)
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
-    assert verdict.summary.startswith("rank 2 never reached all_reduce #41 of the default group [0-3]")
+    assert verdict.summary.startswith(
+        "rank 2 never reached all_reduce #41 of the default group [0-3]"
+    )
     assert any("aborted by NCCL's watchdog" in text for text in verdict.findings[0].evidence)
     assert [one.kind for one in verdict.findings] == ["missing"]
     if 2 in ended:
         assert "last lines of the output of rank 2" in verdict.next_step
 
 
-def test_a_rank_that_ended_by_itself_is_the_cause_not_those_that_the_watchdog_aborts(tmp_path: Path) -> None:
-    raised = '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in load\n[rank2]: ValueError: no batch\n'
-    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), timed_out(3), raised, exits({**ABORTED, 2: 1})]))
+def test_a_rank_that_ended_by_itself_is_the_cause_not_those_that_the_watchdog_aborts(
+    tmp_path: Path,
+) -> None:
+    raised = (
+        '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in'
+        " load\n[rank2]: ValueError: no batch\n"
+    )
+    (tmp_path / "job.log").write_text(
+        "".join([timed_out(0), timed_out(1), timed_out(3), raised, exits({**ABORTED, 2: 1})])
+    )
     verdict = commlens.diagnose(tmp_path)
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == ("dead", "exception", [2], [0, 1, 3])
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == (
+        "dead",
+        "exception",
+        [2],
+        [0, 1, 3],
+    )
     assert [one.kind for one in verdict.findings] == ["dead"]
 
 
 def test_all_ranks_aborted_in_one_collective_are_inside_of_it(tmp_path: Path) -> None:
-    (tmp_path / "job.log").write_text("".join(timed_out(rank) for rank in range(4)) + exits(dict.fromkeys(range(4), -6)))
+    (tmp_path / "job.log").write_text(
+        "".join(timed_out(rank) for rank in range(4)) + exits(dict.fromkeys(range(4), -6))
+    )
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("stuck-inside", [], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("ended", [ABORTED, {1: -6}])
-def test_the_list_of_failed_workers_alone_does_not_tell_why_a_rank_aborted(tmp_path: Path, ended: dict[int, int]) -> None:
+def test_the_list_of_failed_workers_alone_does_not_tell_why_a_rank_aborted(
+    tmp_path: Path, ended: dict[int, int]
+) -> None:
     (tmp_path / "job.log").write_text(exits(ended))
     verdict = commlens.diagnose(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("dead", [], sorted(ended), "low")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "dead",
+        [],
+        sorted(ended),
+        "low",
+    )
     assert "no line tells whether of an error" in verdict.summary
 
 
@@ -155,7 +254,9 @@ def test_dumps_beside_the_launchers_log_show_where_the_others_stood(tmp_path: Pa
     for rank in range(4):
         entries = [entry(number) for number in range(7)]
         if rank != 2:
-            entries.append(entry(7, state="scheduled", retired=False, time_discovered_completed_ns=None))
+            entries.append(
+                entry(7, state="scheduled", retired=False, time_discovered_completed_ns=None)
+            )
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries), 2))
     (tmp_path / "torchrun.log").write_text(exits({**ABORTED, 2: -15}))
     verdict = commlens.diagnose(tmp_path)
@@ -165,27 +266,52 @@ def test_dumps_beside_the_launchers_log_show_where_the_others_stood(tmp_path: Pa
 
 def of_torch_2_1(rank: int, number: int, op: str = "ALLREDUCE") -> str:
     """A line without a prefix and a group: only ``[Rank 3]``, which is the rank in that group."""
-    work = f"WorkNCCL(SeqNum={number}, OpType={op}, Timeout(ms)=1800000) ran for 1800713 milliseconds before timing out."
-    return f"[E ProcessGroupNCCL.cpp:458] [Rank {rank}] Watchdog caught collective operation timeout: {work}\n"
+    work = (
+        f"WorkNCCL(SeqNum={number}, OpType={op}, Timeout(ms)=1800000) ran for 1800713 milliseconds"
+        " before timing out."
+    )
+    return (
+        f"[E ProcessGroupNCCL.cpp:458] [Rank {rank}] Watchdog caught collective operation timeout:"
+        f" {work}\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["slurm-48213.out", "job_17.log", "train.log"])
-def test_ranks_come_from_the_lines_and_not_from_the_jobs_number_in_the_name(tmp_path: Path, name: str) -> None:
+def test_ranks_come_from_the_lines_and_not_from_the_jobs_number_in_the_name(
+    tmp_path: Path, name: str
+) -> None:
     lines = [of_torch_2_1(rank, 64088 if rank == 5 else 96120) for rank in range(8)]
     (tmp_path / name).write_text("".join([of_torch_2_1(0, 96117), *lines]))
     verdict = commlens.diagnose(tmp_path / name)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [5], [0, 1, 2, 3, 4, 6, 7], "low")
-    assert verdict.summary.startswith("rank 5 timed out in all_reduce #64088 and ranks 0-4,6-7 in #96120: it is 32,032 collectives behind")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "missing",
+        [5],
+        [0, 1, 2, 3, 4, 6, 7],
+        "low",
+    )
+    assert verdict.summary.startswith(
+        "rank 5 timed out in all_reduce #64088 and ranks 0-4,6-7 in #96120: it is 32,032"
+        " collectives behind"
+    )
     assert not any("node" in text for text in verdict.missing_evidence)
 
 
-@pytest.mark.parametrize("odd", [[(5, 96125)], [(5, 64088), (6, 64088)], [(5, 64088), (5, 96125)], []])
-def test_without_one_rank_that_is_behind_nobody_is_named(tmp_path: Path, odd: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "odd", [[(5, 96125)], [(5, 64088), (6, 64088)], [(5, 64088), (5, 96125)], []]
+)
+def test_without_one_rank_that_is_behind_nobody_is_named(
+    tmp_path: Path, odd: list[tuple[int, int]]
+) -> None:
     others = [rank for rank in range(8) if rank not in {rank for rank, _ in odd}]
-    (tmp_path / "slurm-48213.out").write_text("".join(of_torch_2_1(*one) for one in [*odd, *((rank, 96120) for rank in others)]))
+    (tmp_path / "slurm-48213.out").write_text(
+        "".join(of_torch_2_1(*one) for one in [*odd, *((rank, 96120) for rank in others)])
+    )
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("missing", [])
-    assert verdict.summary.startswith("ranks 0-") and "all_reduce #96120 timed out after 1800 s" in verdict.summary
+    assert (
+        verdict.summary.startswith("ranks 0-")
+        and "all_reduce #96120 timed out after 1800 s" in verdict.summary
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +322,9 @@ def test_without_one_rank_that_is_behind_nobody_is_named(tmp_path: Path, odd: li
         ([f"log.{rank}" for rank in range(3, 7)], [3, 4, 5, 6]),
     ],
 )
-def test_the_log_of_one_rank_has_its_rank_in_its_name(tmp_path: Path, names: list[str], ranks: list[int]) -> None:
+def test_the_log_of_one_rank_has_its_rank_in_its_name(
+    tmp_path: Path, names: list[str], ranks: list[int]
+) -> None:
     for name in names:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,23 +332,40 @@ def test_the_log_of_one_rank_has_its_rank_in_its_name(tmp_path: Path, names: lis
     assert commlens.diagnose(tmp_path).victims == ranks
 
 
-STUCK_WATCHDOG = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.\n"
+STUCK_WATCHDOG = (
+    "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring"
+    " enqueued collectives.\n"
+)
 
 
 @pytest.mark.parametrize(
     ("line", "summary", "confidence"),
     [
-        (f"{HEAD.format(rank=3)} {STUCK_WATCHDOG}", "rank 3 did not, because its NCCL watchdog was stuck for 8 min", "medium"),
+        (
+            f"{HEAD.format(rank=3)} {STUCK_WATCHDOG}",
+            "rank 3 did not, because its NCCL watchdog was stuck for 8 min",
+            "medium",
+        ),
         ("[rank3]: epoch 1, loss 2.5\n", "no line tells that rank 3 came to it", "low"),
         ("2025-11-22T03:14:15Z [rank3]: epoch 1\n", "no line tells that rank 3 came to it", "low"),
         (exits({3: -15}), "no line tells that rank 3 came to it", "low"),
     ],
 )
-def test_a_rank_that_did_not_time_out_with_the_others_is_the_suspect(tmp_path: Path, line: str, summary: str, confidence: str) -> None:
+def test_a_rank_that_did_not_time_out_with_the_others_is_the_suspect(
+    tmp_path: Path, line: str, summary: str, confidence: str
+) -> None:
     (tmp_path / "job.log").write_text("".join(timed_out(rank) for rank in range(3)) + line)
     verdict = commlens.diagnose(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [3], [0, 1, 2], confidence)
-    assert verdict.summary == f"ranks 0-2 timed out in all_reduce #41 of the default group [0-3]; {summary}"
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "missing",
+        [3],
+        [0, 1, 2],
+        confidence,
+    )
+    assert (
+        verdict.summary
+        == f"ranks 0-2 timed out in all_reduce #41 of the default group [0-3]; {summary}"
+    )
     assert not any("node" in text for text in verdict.missing_evidence)
 
 
@@ -232,7 +377,9 @@ def test_of_several_ranks_without_a_line_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_group_is_not_made_of_those_that_timed_out(tmp_path: Path) -> None:
-    lines = "".join(timed_out(rank).replace("PG GUID 0(default_pg)", "PG GUID 5(tp)") for rank in (0, 1))
+    lines = "".join(
+        timed_out(rank).replace("PG GUID 0(default_pg)", "PG GUID 5(tp)") for rank in (0, 1)
+    )
     (tmp_path / "job.log").write_text(lines + "[rank2]: loss 2.5\n")
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.culprits, verdict.confidence) == ([], "low")
@@ -243,11 +390,16 @@ def test_a_group_is_not_made_of_those_that_timed_out(tmp_path: Path) -> None:
     ("text", "summary"),
     [
         ("[rank0]: loss 2.5\n[rank1]: loss 2.5\n", "no line tells a fault of ranks 0-1"),
-        ("E1122 03:14:15 torch/distributed/elastic/agent/server/api.py:719] something new\n", "tells a fault or a rank"),
+        (
+            "E1122 03:14:15 torch/distributed/elastic/agent/server/api.py:719] something new\n",
+            "tells a fault or a rank",
+        ),
         ("n1:5:7 [0] NCCL INFO Bootstrap: Using eth0\n", "tells a fault or a rank"),
     ],
 )
-def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(tmp_path: Path, text: str, summary: str) -> None:
+def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(
+    tmp_path: Path, text: str, summary: str
+) -> None:
     (tmp_path / "job.log").write_text(text)
     verdict = commlens.diagnose(tmp_path / "job.log")
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("undetermined", [], "low")
@@ -257,39 +409,77 @@ def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(tmp_pa
 @pytest.mark.parametrize(
     ("line", "signal", "advice"),
     [
-        ("elastic/agent/server/api.py:719] Received 1 death signal, shutting down workers", "SIGHUP", "nohup or setsid, in tmux"),
-        ("elastic/agent/server/api.py:719] Received Signals.SIGTERM death signal, shutting down workers", "SIGTERM", "scheduler's log"),
-        ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 84933 got signal: 2", "SIGINT", "Ctrl-C"),
+        (
+            "elastic/agent/server/api.py:719] Received 1 death signal, shutting down workers",
+            "SIGHUP",
+            "nohup or setsid, in tmux",
+        ),
+        (
+            (
+                "elastic/agent/server/api.py:719] Received Signals.SIGTERM death signal, shutting"
+                " down workers"
+            ),
+            "SIGTERM",
+            "scheduler's log",
+        ),
+        (
+            (
+                "torch.distributed.elastic.multiprocessing.api.SignalException: Process 84933 got"
+                " signal: 2"
+            ),
+            "SIGINT",
+            "Ctrl-C",
+        ),
     ],
 )
-def test_a_signal_that_ended_the_launcher_ended_the_job(tmp_path: Path, line: str, signal: str, advice: str) -> None:
-    (tmp_path / "job.log").write_text(f"  58%|#####8    | 1663/2840 [6:59:31<4:51:53]W0920 09:10:41.194000 84933 {line}\n")
+def test_a_signal_that_ended_the_launcher_ended_the_job(
+    tmp_path: Path, line: str, signal: str, advice: str
+) -> None:
+    (tmp_path / "job.log").write_text(
+        f"  58%|#####8    | 1663/2840 [6:59:31<4:51:53]W0920 09:10:41.194000 84933 {line}\n"
+    )
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "killed", [])
     assert verdict.summary == f"the job was ended from outside: its launcher was ended by {signal}"
     assert advice in verdict.next_step
 
 
-def test_a_fault_counts_more_than_the_signal_that_ended_the_launcher_after_it(tmp_path: Path) -> None:
+def test_a_fault_counts_more_than_the_signal_that_ended_the_launcher_after_it(
+    tmp_path: Path,
+) -> None:
     late = "elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers\n"
-    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), late]))
+    (tmp_path / "job.log").write_text(
+        "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), late])
+    )
     assert commlens.diagnose(tmp_path).culprits == [2]
 
 
 def test_memory_is_the_usual_reason_for_sigkill(tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text(exits({5: -9}))
     verdict = commlens.diagnose(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.summary) == ("dead", [5], "rank 5 died of SIGKILL")
+    assert (verdict.kind, verdict.culprits, verdict.summary) == (
+        "dead",
+        [5],
+        "rank 5 died of SIGKILL",
+    )
     assert "memory is the usual reason" in verdict.next_step and "dmesg" in verdict.next_step
     assert verdict.missing_evidence == ["Ranks 0-4 of 6 have no line."]
 
 
 @pytest.mark.parametrize("own", [(9, 900), (9, 8)])
-def test_the_counter_of_messages_is_not_compared_with_that_of_collectives(tmp_path: Path, own: tuple[int, int]) -> None:
-    """Of a group that also sends messages, the last enqueued work is numbered by one of two counters."""
+def test_the_counter_of_messages_is_not_compared_with_that_of_collectives(
+    tmp_path: Path, own: tuple[int, int]
+) -> None:
+    """Of a group that also sends messages, the last enqueued work is numbered by one of two
+    counters.
+    """
     lines = [timed_out(0), timed_out(1), progress(2, *own)]
     if own == (9, 8):
-        lines.append(timed_out(1).replace("SeqNum=41, OpType=ALLREDUCE", "SeqNum=9, OpType=COALESCED").replace(": 41", ": 9"))
+        lines.append(
+            timed_out(1)
+            .replace("SeqNum=41, OpType=ALLREDUCE", "SeqNum=9, OpType=COALESCED")
+            .replace(": 41", ": 9")
+        )
     (tmp_path / "job.log").write_text("".join(lines))
     verdict = commlens.diagnose(tmp_path)
     assert "never reached" not in verdict.summary and verdict.confidence == "low"
@@ -299,7 +489,11 @@ def wrapped(log: str, width: int, *, spaces: bool) -> str:
     """Wrap the lines like a terminal, or like a collector that breaks at spaces and drops them."""
     lines = []
     for line in log.splitlines():
-        parts = textwrap.wrap(line, width, break_on_hyphens=False) if spaces else [line[i : i + width] for i in range(0, len(line), width)]
+        parts = (
+            textwrap.wrap(line, width, break_on_hyphens=False)
+            if spaces
+            else [line[i : i + width] for i in range(0, len(line), width)]
+        )
         lines += parts
     return "\n".join(lines) + "\n"
 
@@ -326,12 +520,27 @@ def test_lines_that_were_wrapped(tmp_path: Path, width: int, spaces: bool) -> No
     ],
 )
 def test_lines_with_the_prefix_of_a_collector(tmp_path: Path, prefix: str) -> None:
-    failed = '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in load\n[rank2]: ValueError: no batch\n'
+    failed = (
+        '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in'
+        " load\n[rank2]: ValueError: no batch\n"
+    )
     log = "".join([timed_out(0), timed_out(1), timed_out(3), failed, exits({**ABORTED, 2: 1})])
-    lines = [prefix.format(line) if prefix != "json" else json.dumps({"log": line + "\n", "stream": "stderr"}) for line in log.splitlines()]
+    lines = [
+        (
+            prefix.format(line)
+            if prefix != "json"
+            else json.dumps({"log": line + "\n", "stream": "stderr"})
+        )
+        for line in log.splitlines()
+    ]
     (tmp_path / "job.log").write_text("\n".join(lines) + "\n")
     verdict = commlens.diagnose(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.source) == ("dead", [2], [0, 1, 3], "train.py:5")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.source) == (
+        "dead",
+        [2],
+        [0, 1, 3],
+        "train.py:5",
+    )
 
 
 RAS = """Warnings
@@ -341,19 +550,42 @@ RAS = """Warnings
   1 rank has launched up to operation 6649
   Rank 3 -- GPU 3 managed by process 12345 on node 172.16.64.210
 """
-VLLM = "INFO 11-22 03:14:15 [shm_broadcast.py:466] No available shared memory broadcast block found in 60 second(s).\n"
-TRACEBACK = 'Traceback (most recent call last):\n  File "/w/train.py", line 5, in load\n    read()\nValueError: no batch\n'
+VLLM = (
+    "INFO 11-22 03:14:15 [shm_broadcast.py:466] No available shared memory broadcast block found in"
+    " 60 second(s).\n"
+)
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/w/train.py", line 5, in load\n   '
+    " read()\nValueError: no batch\n"
+)
 
 
 @pytest.mark.parametrize(
     ("log", "kind", "said"),
     [
-        (RAS, "missing", "ranks of a communicator launched up to different operations, as NCCL's RAS reports: #6649 and #6650"),
-        (VLLM, "undetermined", "vLLM waited 60 s for a worker to read its broadcast in shared memory"),
-        (TRACEBACK, "dead", "a rank that the log does not name raised ValueError: no batch at train.py:5 load"),
+        (
+            RAS,
+            "missing",
+            (
+                "ranks of a communicator launched up to different operations, as NCCL's RAS"
+                " reports: #6649 and #6650"
+            ),
+        ),
+        (
+            VLLM,
+            "undetermined",
+            "vLLM waited 60 s for a worker to read its broadcast in shared memory",
+        ),
+        (
+            TRACEBACK,
+            "dead",
+            "a rank that the log does not name raised ValueError: no batch at train.py:5 load",
+        ),
     ],
 )
-def test_what_a_log_tells_of_no_rank_names_nobody(tmp_path: Path, log: str, kind: str, said: str) -> None:
+def test_what_a_log_tells_of_no_rank_names_nobody(
+    tmp_path: Path, log: str, kind: str, said: str
+) -> None:
     (tmp_path / "job.log").write_text(log)
     verdict = commlens.diagnose(tmp_path / "job.log")
     assert (verdict.kind, verdict.culprits, verdict.confidence) == (kind, [], "low")
@@ -363,30 +595,47 @@ def test_what_a_log_tells_of_no_rank_names_nobody(tmp_path: Path, log: str, kind
 def timed_out_with(rank: int, fields: str) -> str:
     """A timeout with other fields, and the progress."""
     head = HEAD.format(rank=rank)
-    told = f"{head} Watchdog caught collective operation timeout: WorkNCCL({fields}) ran for 600029 milliseconds before timing out.\n"
+    told = (
+        f"{head} Watchdog caught collective operation timeout: WorkNCCL({fields}) ran for 600029"
+        " milliseconds before timing out.\n"
+    )
     return told + progress(rank, 41, 40)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615, NumelOut=18446744073709551615, Timeout(ms)=600000",
+        (
+            "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615,"
+            " NumelOut=18446744073709551615, Timeout(ms)=600000"
+        ),
         "SeqNum=41, OpType=ALLREDUCE, NumelIn=-1, NumelOut=?, Timeout(ms)=600000",
-        "SeqNum=41, OpType=ALLREDUCE, Stream=7, Shapes=[[1, 2], [3]], Timeout(ms)=600000, NumelIn=4",
+        (
+            "SeqNum=41, OpType=ALLREDUCE, Stream=7, Shapes=[[1, 2], [3]], Timeout(ms)=600000,"
+            " NumelIn=4"
+        ),
         "SeqNum=41, OpType=ALLREDUCE, Timeout(ms)=never",
     ],
 )
 def test_a_timeout_is_told_whatever_its_other_fields_are(tmp_path: Path, fields: str) -> None:
     log = tmp_path / "job.log"
-    log.write_text("".join([timed_out_with(0, fields), timed_out_with(1, fields), progress(2, 40, 40)]))
+    log.write_text(
+        "".join([timed_out_with(0, fields), timed_out_with(1, fields), progress(2, 40, 40)])
+    )
     verdict = commlens.diagnose(log)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1])
-    assert verdict.collective is not None and (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 41)
+    assert verdict.collective is not None and (
+        verdict.collective.op,
+        verdict.collective.sequence_number,
+    ) == ("all_reduce", 41)
 
 
 def test_a_timeout_of_unknown_size_is_no_agreement_on_it(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    fields = "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615, NumelOut=18446744073709551615, Timeout(ms)=600000"
+    fields = (
+        "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615, NumelOut=18446744073709551615,"
+        " Timeout(ms)=600000"
+    )
     log.write_text("".join(timed_out_with(rank, fields) for rank in range(2)))
     verdict = commlens.diagnose(log)
     assert verdict.is_fault and verdict.kind == "stuck-inside"
@@ -394,15 +643,26 @@ def test_a_timeout_of_unknown_size_is_no_agreement_on_it(tmp_path: Path) -> None
 
 
 UNREAD = [
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=99999999999999999999999, OpType=ALLREDUCE, Timeout(ms)=6) ran for 1 s",
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=, Timeout(ms)=6) ran for 7 milliseconds",
+    (
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=99999999999999999999999,"
+        " OpType=ALLREDUCE, Timeout(ms)=6) ran for 1 s"
+    ),
+    (
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=, Timeout(ms)=6)"
+        " ran for 7 milliseconds"
+    ),
     "Watchdog caught collective operation timeout: Work[41]",
-    "failure detected by watchdog at work sequence id: 41 PG status: last enqueued work: many, last completed work: 40",
+    (
+        "failure detected by watchdog at work sequence id: 41 PG status: last enqueued work: many,"
+        " last completed work: 40"
+    ),
 ]
 
 
 @pytest.mark.parametrize("line", UNREAD)
-@pytest.mark.parametrize("head", [HEAD, "[E ProcessGroupNCCL.cpp:587]"], ids=["of a rank", "of no rank"])
+@pytest.mark.parametrize(
+    "head", [HEAD, "[E ProcessGroupNCCL.cpp:587]"], ids=["of a rank", "of no rank"]
+)
 def test_a_line_of_the_watchdog_that_cannot_be_read_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, head: str
 ) -> None:
@@ -415,7 +675,19 @@ def test_a_line_of_the_watchdog_that_cannot_be_read_is_told(
 
 
 def test_a_rank_is_not_missing_whose_line_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), f"{HEAD.format(rank=2)} {UNREAD[0]}.\n"]))
+    (tmp_path / "job.log").write_text(
+        "".join(
+            [
+                timed_out(0),
+                timed_out(1),
+                progress(2, 40, 40),
+                f"{HEAD.format(rank=2)} {UNREAD[0]}.\n",
+            ]
+        )
+    )
     verdict = commlens.diagnose(tmp_path)
     assert verdict.culprits == []
-    assert any("Rank 2: 1 line of torch's watchdog could not be read" in text for text in verdict.missing_evidence)
+    assert any(
+        "Rank 2: 1 line of torch's watchdog could not be read" in text
+        for text in verdict.missing_evidence
+    )

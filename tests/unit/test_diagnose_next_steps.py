@@ -30,18 +30,28 @@ def training(fault: object = None, extra: bool = False, backend: str = "gloo") -
 
 def judge(logs: list[RankLog]) -> Verdict:
     verdict = diagnose_logs(logs)
-    assert all(finding.confidence == "high" or finding.would_raise_confidence for finding in verdict.findings), "no reason is given"
+    assert all(
+        finding.confidence == "high" or finding.would_raise_confidence
+        for finding in verdict.findings
+    ), "no reason is given"
     return verdict
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(2, "rank 1 ends without all_reduce at train.py:70 evaluate, or rank 0 alone"), (4, "rank 0 alone")]
+    ("size", "words"),
+    [
+        (2, "rank 1 ends without all_reduce at train.py:70 evaluate, or rank 0 alone"),
+        (4, "rank 0 alone"),
+    ],
 )
 def test_one_more_iteration_is_not_advised_where_the_line_is_new(size: int, words: str) -> None:
     verdict = judge(Job(size).run(training(extra=True)).logs())
     assert words in verdict.next_step
     assert "iterations" not in verdict.next_step
-    assert any("5 optimizer steps in all, as many as rank 0" in text for text in verdict.findings[0].evidence)
+    assert any(
+        "5 optimizer steps in all, as many as rank 0" in text
+        for text in verdict.findings[0].evidence
+    )
 
 
 def test_fewer_steps_are_told() -> None:
@@ -54,7 +64,10 @@ def test_fewer_steps_are_told() -> None:
 
     verdict = judge(Job(4).run(program).logs())
     assert "as many iterations as the others" in verdict.next_step
-    assert "rank 1 did 4 optimizer steps in all, 2 fewer than ranks 0,2-3 so far." in verdict.findings[0].evidence
+    assert (
+        "rank 1 did 4 optimizer steps in all, 2 fewer than ranks 0,2-3 so far."
+        in verdict.findings[0].evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +79,9 @@ def test_fewer_steps_are_told() -> None:
         (["n1", "n2"], "nccl", "cuda", "NCCL_DEBUG=INFO, dmesg, link counters", "GLOO"),
     ],
 )
-def test_no_network_within_a_host_and_no_other_backends_log(hosts: list[str], backend: str, device: str, said: str, not_said: str) -> None:
+def test_no_network_within_a_host_and_no_other_backends_log(
+    hosts: list[str], backend: str, device: str, said: str, not_said: str
+) -> None:
     logs = Job(4).run(training(backend=backend)).logs()
     for log in logs:
         log.host, log.closed = hosts[log.rank % len(hosts)], False
@@ -83,7 +98,11 @@ def test_no_network_within_a_host_and_no_other_backends_log(hosts: list[str], ba
     ("seen", "said", "not_said"),
     [
         (Observation(End.KILLED, signal="SIGKILL"), "dmesg", "crashed"),
-        (Observation(End.KILLED, signal="SIGKILL", oom_killed=False), "for the sender of the signal", "dmesg"),
+        (
+            Observation(End.KILLED, signal="SIGKILL", oom_killed=False),
+            "for the sender of the signal",
+            "dmesg",
+        ),
         (Observation(End.KILLED, signal="SIGBUS"), "before it crashed", "sender"),
         (Observation(End.KILLED, signal="SIGSEGV"), "before it crashed", "aborted"),
         (Observation(End.KILLED, signal="SIGABRT"), "before it aborted", "sender"),
@@ -104,10 +123,16 @@ def test_the_signal_decides_where_to_look(seen: Observation, said: str, not_said
             ("/env/lib/torch/utils/data/dataloader.py", 700, "_next_data"),
             "the storage or the data loader's workers deliver no data",
         ),
-        ("step", ("/env/lib/torch/serialization.py", 70, "save"), "the file system that it writes to"),
+        (
+            "step",
+            ("/env/lib/torch/serialization.py", 70, "save"),
+            "the file system that it writes to",
+        ),
     ],
 )
-def test_only_a_librarys_frame_tells_a_cause(function: str, inner: tuple[str, int, str], said: str) -> None:
+def test_only_a_librarys_frame_tells_a_cause(
+    function: str, inner: tuple[str, int, str], said: str
+) -> None:
     """A function's name is the user's: load_batch may as well compute."""
     frames = (Frame("/home/me/train.py", 57, function), Frame("/home/me/train.py", 90, "main"))
     library = (Frame(*inner, FrameKind.TORCH),) if inner else ()
@@ -124,16 +149,24 @@ def test_no_advice_about_a_job_that_is_being_ended() -> None:
     logs = Job(4).run(training(Stay(57, "tune", Observation(End.RUNNING)))).logs()
     running = judge(logs)
     assert "commlens dump" in (running.findings[0].would_raise_confidence or "")
-    logs[1].exception, logs[1].observation = "KeyboardInterrupt", Observation(End.KILLED, signal="SIGINT")
+    logs[1].exception, logs[1].observation = (
+        "KeyboardInterrupt",
+        Observation(End.KILLED, signal="SIGINT"),
+    )
     ended = judge(logs)
     assert (ended.culprits, ended.source) == (running.culprits, running.source)
-    assert ended.findings[0].would_raise_confidence == "Whether it made progress was not observed before the job was ended."
+    assert (
+        ended.findings[0].would_raise_confidence
+        == "Whether it made progress was not observed before the job was ended."
+    )
     assert "py-spy" not in ended.next_step
 
 
 def test_a_debugger_is_not_resumed_by_a_signal() -> None:
     for state, said in (("t", "detach the debugger from rank 1"), ("T", "kill -CONT")):
-        stopped = Stay(61, "tune", Observation(End.RUNNING, window_s=5, proc_state=state, stopped_fraction=1.0))
+        stopped = Stay(
+            61, "tune", Observation(End.RUNNING, window_s=5, proc_state=state, stopped_fraction=1.0)
+        )
         assert said in judge(Job(4).run(training(stopped)).logs()).next_step
 
 
@@ -144,4 +177,6 @@ def test_ranks_that_only_receive_are_told_to_send() -> None:
 
     verdict = judge(Job(2).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
-    assert verdict.next_step.startswith("make one of ranks 0-1 send before it receives: all of them receive, at train.py:30")
+    assert verdict.next_step.startswith(
+        "make one of ranks 0-1 send before it receives: all of them receive, at train.py:30"
+    )

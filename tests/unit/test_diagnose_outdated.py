@@ -1,4 +1,6 @@
-"""Dumps of one job that were not taken at one moment: a rank is not blamed for what it issued after its dump."""
+"""Dumps of one job that were not taken at one moment: a rank is not blamed for what it issued after
+its dump.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,22 @@ from commlens.model.verdict import Verdict
 
 START_NS = 1_700_000_000_000_000_000
 STEP_NS = 1_000_000_000
-GROUPS = {"0": "0", "1": "gradients", "2": "statistics", "3": "edge-1-2", "4": "edge-1-3", "5": "edge-2-3"}
+GROUPS = {
+    "0": "0",
+    "1": "gradients",
+    "2": "statistics",
+    "3": "edge-1-2",
+    "4": "edge-1-3",
+    "5": "edge-2-3",
+}
 RANKS = {"edge-1-2": [1, 2], "edge-1-3": [1, 3], "edge-2-3": [2, 3]}
 Entries = list[dict[str, Any]]
 
 
 def issued(groups: Iterable[str], waits: bool) -> Entries:
-    """All_reduces of these groups in this order, one a second; the last one is in flight if the rank waits."""
+    """All_reduces of these groups in this order, one a second; the last one is in flight if the
+    rank waits.
+    """
     numbers: dict[str, int] = {}
     found: Entries = []
     names = list(groups)
@@ -32,17 +43,31 @@ def issued(groups: Iterable[str], waits: bool) -> Entries:
         line = {"name": "step", "filename": "/work/train.py", "line": 20 + int(name)}
         found.append(
             entry(
-                place, "gloo:all_reduce", process_group=(name, description), pg_id=int(name), collective_seq_id=numbers[description],
-                state="scheduled", time_created_ns=START_NS + place * STEP_NS, time_discovered_completed_ns=None,
-                retired=not waits or place < len(names) - 1, frames=[line],
+                place,
+                "gloo:all_reduce",
+                process_group=(name, description),
+                pg_id=int(name),
+                collective_seq_id=numbers[description],
+                state="scheduled",
+                time_created_ns=START_NS + place * STEP_NS,
+                time_discovered_completed_ns=None,
+                retired=not waits or place < len(names) - 1,
+                frames=[line],
             )
-        )  # fmt: skip
+        )
     return found
 
 
-def write(folder: Path, entries: dict[int, Entries], written: dict[int, int] | None = None) -> Verdict:
-    """Write gloo's dumps, which hold no time of their own, and diagnose them; ``written``: the files' times, in seconds."""
-    config = {name: {"name": name, "desc": each, "ranks": str(RANKS.get(each, [0, 1, 2, 3]))} for name, each in GROUPS.items()}
+def write(
+    folder: Path, entries: dict[int, Entries], written: dict[int, int] | None = None
+) -> Verdict:
+    """Write gloo's dumps, which hold no time of their own, and diagnose them; ``written``: the
+    files' times, in seconds.
+    """
+    config = {
+        name: {"name": name, "desc": each, "ranks": str(RANKS.get(each, [0, 1, 2, 3]))}
+        for name, each in GROUPS.items()
+    }
     for rank, each in entries.items():
         path = folder / f"rank_{rank}"
         path.write_bytes(pickle.dumps(dump(each, pg_config=config, pg_status={}), 2))
@@ -52,7 +77,9 @@ def write(folder: Path, entries: dict[int, Entries], written: dict[int, int] | N
 
 
 def in_a_cycle() -> dict[int, Entries]:
-    """Return the entries of four ranks. In the seventh step, rank 2 uses its two edges in the other order than before."""
+    """Return the entries of four ranks. In the seventh step, rank 2 uses its two edges in the other
+    order than before.
+    """
     steps = {
         0: ["gradients"] * 6,
         1: ["edge-1-2", "edge-1-3", *["gradients"] * 6],
@@ -65,7 +92,9 @@ def in_a_cycle() -> dict[int, Entries]:
 
 @pytest.mark.parametrize("older", range(6))
 @pytest.mark.parametrize("rank", range(4))
-def test_in_a_cycle_of_three_no_rank_but_the_one_that_departs_is_blamed(tmp_path: Path, rank: int, older: int) -> None:
+def test_in_a_cycle_of_three_no_rank_but_the_one_that_departs_is_blamed(
+    tmp_path: Path, rank: int, older: int
+) -> None:
     entries = in_a_cycle()
     entries[rank] = entries[rank][: len(entries[rank]) - older]
     verdict = write(tmp_path, entries)
@@ -76,32 +105,46 @@ def test_in_a_cycle_of_three_no_rank_but_the_one_that_departs_is_blamed(tmp_path
         assert verdict.kind == "cycle" and verdict.summary.endswith("ranks 1-3 wait for each other")
 
 
-def test_a_rank_that_has_not_come_where_another_departed_is_not_known_to_be_missing(tmp_path: Path) -> None:
+def test_a_rank_that_has_not_come_where_another_departed_is_not_known_to_be_missing(
+    tmp_path: Path,
+) -> None:
     entries = in_a_cycle()
     verdict = write(tmp_path, {**entries, 3: entries[3][:-1]})
     assert (verdict.kind, verdict.culprits) == ("cycle", [2])
     assert (
-        verdict.summary == "rank 2 moved on to all_reduce #7 of group edge-2-3 [2-3], not to all_reduce of group edge-1-2 [1-2] as before"
+        verdict.summary
+        == "rank 2 moved on to all_reduce #7 of group edge-2-3 [2-3], not to all_reduce of group"
+        " edge-1-2 [1-2] as before"
     )
-    assert "Whether rank 3 came is not known: the dump may be older than the others." in verdict.findings[0].evidence
+    assert (
+        "Whether rank 3 came is not known: the dump may be older than the others."
+        in verdict.findings[0].evidence
+    )
 
 
 @pytest.mark.parametrize("older", range(6))
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_of_two_groups_in_the_other_order(tmp_path: Path, rank: int, older: int) -> None:
     usual = ["gradients", "statistics"] * 8
-    entries = {each: issued([*usual, "statistics" if each == 2 else "gradients"], waits=True) for each in range(4)}
+    entries = {
+        each: issued([*usual, "statistics" if each == 2 else "gradients"], waits=True)
+        for each in range(4)
+    }
     entries[rank] = entries[rank][: len(entries[rank]) - older]
     assert write(tmp_path, entries).culprits == [2]
 
 
 def one_missing() -> dict[int, Entries]:
     """Return the entries of four ranks, of which rank 2 does not come to the ninth collective."""
-    return {rank: issued(["gradients"] * (8 if rank == 2 else 9), waits=rank != 2) for rank in range(4)}
+    return {
+        rank: issued(["gradients"] * (8 if rank == 2 else 9), waits=rank != 2) for rank in range(4)
+    }
 
 
 @pytest.mark.parametrize("older", [2, 3, 5])
-def test_collectives_that_the_others_completed_show_that_a_dump_is_older(tmp_path: Path, older: int) -> None:
+def test_collectives_that_the_others_completed_show_that_a_dump_is_older(
+    tmp_path: Path, older: int
+) -> None:
     entries = one_missing()
     verdict = write(tmp_path, {**entries, 1: entries[1][:-older]})
     assert verdict.culprits == [2]
@@ -112,9 +155,16 @@ def test_a_rank_with_an_outdated_dump_is_not_blamed(tmp_path: Path, older: int) 
     """Whether it came is unknown, also if it is the one that did not come."""
     entries = one_missing()
     verdict = write(tmp_path, {**entries, 2: entries[2][:-older]})
-    assert (verdict.kind, verdict.culprits, verdict.confidence, verdict.is_fault) == ("missing", [], "low", True)
-    assert verdict.summary == (
-        "ranks 0-1,3 wait in all_reduce #9 of group gradients [0-3]; the dump of rank 2 is older and does not show whether it came"
+    assert (verdict.kind, verdict.culprits, verdict.confidence, verdict.is_fault) == (
+        "missing",
+        [],
+        "low",
+        True,
+    )
+    assert (
+        verdict.summary
+        == "ranks 0-1,3 wait in all_reduce #9 of group gradients [0-3]; the dump of rank 2 is older"
+        " and does not show whether it came"
     )
     assert verdict.next_step.startswith("dump all ranks at one moment")
 
@@ -131,19 +181,30 @@ def test_an_outdated_dump_says_nothing_of_what_it_has_in_flight(tmp_path: Path) 
     [
         ({0: 70, 1: 60, 2: 65, 3: 99}, [2]),
         ({0: 70, 1: 60, 2: 7, 3: 99}, []),  # before the others issued the collective
-        ({0: 0, 1: 0, 2: 0, 3: 0}, [2]),  # times that say nothing: the files are older than what they hold
+        # times that say nothing: the files are older than what they hold
+        ({0: 0, 1: 0, 2: 0, 3: 0}, [2]),
         ({0: 70, 1: 7, 2: 7, 3: 70}, [2]),
     ],
     ids=["later", "earlier", "meaningless", "meaningless for one"],
 )
-def test_the_time_of_a_file_is_the_latest_that_its_dump_can_be_of(tmp_path: Path, written: dict[int, int], culprits: list[int]) -> None:
+def test_the_time_of_a_file_is_the_latest_that_its_dump_can_be_of(
+    tmp_path: Path, written: dict[int, int], culprits: list[int]
+) -> None:
     assert write(tmp_path, one_missing(), written).culprits == culprits
 
 
 def test_a_message_that_was_not_sent_before_the_dump(tmp_path: Path) -> None:
     ranks = [0, 1]
-    entries = {0: [entry(each, "nccl:send 0->1") for each in range(5)], 1: [entry(each, "nccl:recv 1<-0") for each in range(6)]}
-    entries[1][-1].update(state="scheduled", retired=False, time_discovered_completed_ns=None, time_created_ns=START_NS + 9 * STEP_NS)
+    entries = {
+        0: [entry(each, "nccl:send 0->1") for each in range(5)],
+        1: [entry(each, "nccl:recv 1<-0") for each in range(6)],
+    }
+    entries[1][-1].update(
+        state="scheduled",
+        retired=False,
+        time_discovered_completed_ns=None,
+        time_created_ns=START_NS + 9 * STEP_NS,
+    )
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(ranks)}}
     for seconds, culprits in ((60, [0]), (5, [])):
         for rank in ranks:

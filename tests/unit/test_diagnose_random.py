@@ -1,4 +1,6 @@
-"""Random programs: legal ones are healthy, and of one injected fault the rank that has it is named, and nobody else."""
+"""Random programs: legal ones are healthy, and of one injected fault the rank that has it is named,
+and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ WAITS_FOR_ITSELF = re.compile(r"rank (\d+) waits[^;.]*for rank \1\b")
 STEPS = 7
 FAULT_STEP = 4
 
-SLOW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW = settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,36 @@ class Item:
             return None
         if self.op == "all_reduce":
             reduce_op = other.get("reduce_op", "SUM")
-            return all_reduce(group, size, line=self.line, dtype=dtype, reduce_op=reduce_op, is_async=self.is_async, handle=str(self.line))
-        root = group.ranks[(self.root + other.get("turn", 0)) % len(group.ranks)] if self.op in ("broadcast", "reduce") else None
+            return all_reduce(
+                group,
+                size,
+                line=self.line,
+                dtype=dtype,
+                reduce_op=reduce_op,
+                is_async=self.is_async,
+                handle=str(self.line),
+            )
+        root = (
+            group.ranks[(self.root + other.get("turn", 0)) % len(group.ranks)]
+            if self.op in ("broadcast", "reduce")
+            else None
+        )
         reduce_op = "SUM" if self.op in ("reduce", "reduce_scatter") else None
         op = other.get("op", self.op)
-        return collective(op, group, size, line=self.line, dtype=dtype, root=root, reduce_op=reduce_op)
+        return collective(
+            op, group, size, line=self.line, dtype=dtype, root=root, reduce_op=reduce_op
+        )
 
 
 def groups(job: Job) -> dict[str, dict[int, object]]:
     """World, rows of two, columns: for each rank the group of that kind that it is in."""
     half = job.size // 2
-    rows = {r: job.group(f"row{r // 2}", [r // 2 * 2, r // 2 * 2 + 1], "tp") for r in range(job.size)}
-    columns = {r: job.group(f"col{r % 2}", range(r % 2, job.size, 2), "dp") for r in range(job.size)}
+    rows = {
+        r: job.group(f"row{r // 2}", [r // 2 * 2, r // 2 * 2 + 1], "tp") for r in range(job.size)
+    }
+    columns = {
+        r: job.group(f"col{r % 2}", range(r % 2, job.size, 2), "dp") for r in range(job.size)
+    }
     again = job.group("w2", range(job.size), "statistics")
     return {
         "world": dict.fromkeys(range(job.size), job.world),
@@ -70,14 +94,33 @@ def groups(job: Job) -> dict[str, dict[int, object]]:
 @st.composite
 def steps(draw: st.DrawFn, *, plain: bool = False) -> tuple[Item, ...]:
     ops = st.sampled_from(
-        ["all_reduce", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier", *([] if plain else ["ring"])]
+        [
+            "all_reduce",
+            "all_reduce",
+            "all_gather",
+            "broadcast",
+            "reduce_scatter",
+            "barrier",
+            *([] if plain else ["ring"]),
+        ]
     )
     items = []
     for i in range(draw(st.integers(1, 5))):
         op = draw(ops)
-        where = "world" if op == "ring" else draw(st.sampled_from(["world", "again", "row", "column"]))
+        where = (
+            "world" if op == "ring" else draw(st.sampled_from(["world", "again", "row", "column"]))
+        )
         is_async = op == "all_reduce" and not plain and draw(st.booleans())
-        items.append(Item(op, where, draw(st.sampled_from([4, 4, 64])), 10 + i, draw(st.integers(0, 1)), is_async))
+        items.append(
+            Item(
+                op,
+                where,
+                draw(st.sampled_from([4, 4, 64])),
+                10 + i,
+                draw(st.integers(0, 1)),
+                is_async,
+            )
+        )
     # Every rank meets every other, or an order could be free.
     return (*items, Item("all_reduce", "world", 100, 99))
 
@@ -121,7 +164,9 @@ def test_legal_programs_are_healthy(size: int, items: tuple[Item, ...], seed: in
 
 @SLOW
 @given(sizes, steps(), st.integers(0, 60), st.integers(0, 1 << 30))
-def test_legal_programs_are_healthy_at_any_moment(size: int, items: tuple[Item, ...], moment: int, seed: int) -> None:
+def test_legal_programs_are_healthy_at_any_moment(
+    size: int, items: tuple[Item, ...], moment: int, seed: int
+) -> None:
     """Stopped at a random place and looked at at once: nothing has been waited for long."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -141,7 +186,9 @@ FAULTS = ["sleep", "die", "skip", "size", "dtype", "op", "root", "reduce_op", "s
 
 @settings(SLOW, max_examples=150)
 @given(st.sampled_from(FAULTS), sizes, steps(plain=True), st.data(), st.integers(0, 1 << 30))
-def test_the_rank_with_the_fault_is_named(fault: str, size: int, items: tuple[Item, ...], data: st.DataObject, seed: int) -> None:
+def test_the_rank_with_the_fault_is_named(
+    fault: str, size: int, items: tuple[Item, ...], data: st.DataObject, seed: int
+) -> None:
     culprit = data.draw(st.integers(0, size - 1), label="culprit")
     applicable = [i for i, item in enumerate(items) if applies(fault, item, items, i, size)]
     if not applicable:
@@ -162,19 +209,33 @@ def test_the_rank_with_the_fault_is_named(fault: str, size: int, items: tuple[It
         [(f.kind, f.why, f.culprits, f.summary) for f in verdict.findings],
     )
     expected = {
-        "sleep": {"missing"}, "die": {"dead"}, "size": {"mismatch/shape"}, "dtype": {"mismatch/dtype"}, "op": {"mismatch/op"},
-        "root": {"mismatch/root"}, "reduce_op": {"mismatch/reduce-op"}, "swap": {"cycle"},
-    }  # fmt: skip
+        "sleep": {"missing"},
+        "die": {"dead"},
+        "size": {"mismatch/shape"},
+        "dtype": {"mismatch/dtype"},
+        "op": {"mismatch/op"},
+        "root": {"mismatch/root"},
+        "reduce_op": {"mismatch/reduce-op"},
+        "swap": {"cycle"},
+    }
     if fault in expected:
         assert verdict.kind in expected[fault]
 
 
 def test_of_two_ranks_the_one_that_skipped_is_named_though_its_next_collective_pairs_up_unnoticed():
-    items = (Item("all_reduce", "world", 4, 10), Item("all_reduce", "world", 4, 11), Item("all_reduce", "world", 100, 99))
+    items = (
+        Item("all_reduce", "world", 4, 10),
+        Item("all_reduce", "world", 4, 11),
+        Item("all_reduce", "world", 100, 99),
+    )
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for step in range(STEPS):
-            yield from broken(job, rank, items, "skip", 0) if (rank, step) == (1, FAULT_STEP) else one_step(job, rank, items)
+            yield from (
+                broken(job, rank, items, "skip", 0)
+                if (rank, step) == (1, FAULT_STEP)
+                else one_step(job, rank, items)
+            )
 
     verdict = judge(Job(2).run(program).logs(), 0)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [1], [0])
@@ -192,7 +253,8 @@ def applies(fault: str, item: Item, items: tuple[Item, ...], i: int, size: int) 
         return item.op == "broadcast" and size > 2 and item.group in ("world", "again")
     if fault == "reduce_op":
         return item.op == "all_reduce"
-    # Two groups of which both have the culprit and somebody else in common, used one after the other.
+    # Two groups of which both have the culprit and somebody else in common, used one after the
+    # other.
     following = items[i + 1] if i + 1 < len(items) else None
     blocking = {"all_reduce", "all_gather", "barrier", "reduce_scatter"}
     return (
@@ -204,15 +266,20 @@ def applies(fault: str, item: Item, items: tuple[Item, ...], i: int, size: int) 
     )
 
 
-def broken(job: Job, rank: int, items: tuple[Item, ...], fault: str, place: int) -> Iterator[object]:
+def broken(
+    job: Job, rank: int, items: tuple[Item, ...], fault: str, place: int
+) -> Iterator[object]:
     item = items[place]
     order = list(range(len(items)))
     if fault == "swap":
         order[place], order[place + 1] = order[place + 1], order[place]
     other: dict[str, object] = {
-        "size": {"size": item.size - 1}, "dtype": {"dtype": "bfloat16"}, "op": {"op": "all_reduce"}, "root": {"turn": 1},
+        "size": {"size": item.size - 1},
+        "dtype": {"dtype": "bfloat16"},
+        "op": {"op": "all_reduce"},
+        "root": {"turn": 1},
         "reduce_op": {"reduce_op": "MAX"},
-    }.get(fault, {})  # fmt: skip
+    }.get(fault, {})
     for i in order:
         if i != place:
             yield items[i].action(job, rank)
@@ -225,13 +292,20 @@ def broken(job: Job, rank: int, items: tuple[Item, ...], fault: str, place: int)
     yield Step()
 
 
-# --- two halves that never agreed -----------------------------------------------------------------------------------------------
+# --- two halves that never agreed
 
 TIES = ["skip", "size", "dtype", "op", "reduce_op", "swap"]
 
 
 @settings(SLOW, max_examples=200)
-@given(st.sampled_from(TIES), sizes, steps(plain=True), st.sampled_from(["high", "odd", "node"]), st.integers(1, 2), st.data())
+@given(
+    st.sampled_from(TIES),
+    sizes,
+    steps(plain=True),
+    st.sampled_from(["high", "odd", "node"]),
+    st.integers(1, 2),
+    st.data(),
+)
 def test_of_two_halves_that_never_agreed_nobody_is_named(
     fault: str, size: int, items: tuple[Item, ...], side: str, steps_done: int, data: st.DataObject
 ) -> None:
@@ -243,13 +317,19 @@ def test_of_two_halves_that_never_agreed_nobody_is_named(
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(steps_done):
-            yield from broken(job, rank, items, fault, place) if rank in odd else one_step(job, rank, items)
+            yield from (
+                broken(job, rank, items, fault, place)
+                if rank in odd
+                else one_step(job, rank, items)
+            )
 
     logs = Job(size).run(program).logs()
     for log in logs:
         log.host = "n04" if side == "node" and log.rank in odd else "n03"
     verdict = judge(logs, 0)
-    roots = [finding for finding in verdict.findings if finding.root_cause and finding.why != "finished"]
+    roots = [
+        finding for finding in verdict.findings if finding.root_cause and finding.why != "finished"
+    ]
     told = [(f.kind, f.why, f.culprits, f.summary) for f in verdict.findings]
     assert not any(finding.culprits for finding in roots), told
     assert all(finding.confidence == "low" for finding in roots), told
@@ -257,29 +337,46 @@ def test_of_two_halves_that_never_agreed_nobody_is_named(
         assert "The sides follow the hosts" in roots[0].explanation
 
 
-# --- a mesh on which two ranks swap the order of two groups ---------------------------------------------------------------------
+# --- a mesh on which two ranks swap the order of two groups
 
 
 @st.composite
 def mesh_steps(draw: st.DrawFn) -> tuple[tuple[tuple[str, str, bool], ...], int]:
-    """The step of a TP x FSDP mesh (op, group, asynchronous), and the place of two neighbours of different groups."""
+    """The step of a TP x FSDP mesh (op, group, asynchronous), and the place of two neighbours of
+    different groups.
+    """
     layers = draw(st.integers(1, 3))
     asynchronous = st.booleans()
     items = []
     for _ in range(layers):
         items += [("all_gather", "fsdp", draw(asynchronous)), ("all_reduce", "tp", False)]
     for _ in range(layers):
-        items += [("reduce_scatter", "fsdp", draw(asynchronous)), *([("all_gather", "tp", False)] if draw(st.booleans()) else [])]
-    items += [("all_reduce", name, draw(asynchronous)) for name in ("flat", "world") if draw(st.booleans())]
+        items += [
+            ("reduce_scatter", "fsdp", draw(asynchronous)),
+            *([("all_gather", "tp", False)] if draw(st.booleans()) else []),
+        ]
+    items += [
+        ("all_reduce", name, draw(asynchronous))
+        for name in ("flat", "world")
+        if draw(st.booleans())
+    ]
     items.append(("all_reduce", "world", False))
     places = [i for i in range(len(items) - 1) if items[i][1] != items[i + 1][1]]
     return tuple(items), draw(st.sampled_from(places))
 
 
 @SLOW
-@given(st.sampled_from([(8, 2), (16, 2), (16, 4), (32, 4), (64, 8)]), mesh_steps(), st.sampled_from([0, 1, 3]), st.data())
+@given(
+    st.sampled_from([(8, 2), (16, 2), (16, 4), (32, 4), (64, 8)]),
+    mesh_steps(),
+    st.sampled_from([0, 1, 3]),
+    st.data(),
+)
 def test_only_ranks_that_swap_two_groups_are_named(
-    mesh: tuple[int, int], step: tuple[tuple[tuple[str, str, bool], ...], int], fault_step: int, data: st.DataObject
+    mesh: tuple[int, int],
+    step: tuple[tuple[tuple[str, str, bool], ...], int],
+    fault_step: int,
+    data: st.DataObject,
 ) -> None:
     (size, tp), (items, place) = mesh, step
     odd = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2), label="odd"))
@@ -301,14 +398,24 @@ def test_only_ranks_that_swap_two_groups_are_named(
                 if len(pending) > 1:
                     yield Wait(pending.pop(0))
                 reduce_op = "SUM" if "reduce" in op else None
-                yield collective(op, of[group], 64, line=30 + i, is_async=is_async, handle=str(i), reduce_op=reduce_op)
+                yield collective(
+                    op,
+                    of[group],
+                    64,
+                    line=30 + i,
+                    is_async=is_async,
+                    handle=str(i),
+                    reduce_op=reduce_op,
+                )
                 pending += [str(i)] * is_async
             yield from map(Wait, pending)
             yield Step()
 
     job = Job(size).run(program)
     verdict = judge(job.logs(), 0)
-    roots = {rank for finding in verdict.findings if finding.root_cause for rank in finding.culprits}
+    roots = {
+        rank for finding in verdict.findings if finding.root_cause for rank in finding.culprits
+    }
     assert verdict.is_fault == any(not one.over for one in job.ranks)
     assert roots <= set(odd), verdict.summary
     assert roots or not verdict.is_fault or (fault_step == 0 and size == 8), verdict.summary

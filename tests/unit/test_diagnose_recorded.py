@@ -1,4 +1,6 @@
-"""Other tools' dumps in, verdict out: the true culprits on generated and on real dumps, whatever lies beside them."""
+"""Other tools' dumps in, verdict out: the true culprits on generated and on real dumps, whatever
+lies beside them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,39 @@ from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
 
 FAULTS = [
-    "stuck-before-tp", "stuck-before-world", "dead", "mismatch-shape-tp", "mismatch-op", "swap", "skipped-dp", "extra-world", "lost-send",
-    "wrong-peer", "stuck-inside-dp", "two-stuck", "several-apart", "lost-dumps", "partial", "straggler", "healthy-done", "healthy-spread",
-]  # fmt: skip
+    "stuck-before-tp",
+    "stuck-before-world",
+    "dead",
+    "mismatch-shape-tp",
+    "mismatch-op",
+    "swap",
+    "skipped-dp",
+    "extra-world",
+    "lost-send",
+    "wrong-peer",
+    "stuck-inside-dp",
+    "two-stuck",
+    "several-apart",
+    "lost-dumps",
+    "partial",
+    "straggler",
+    "healthy-done",
+    "healthy-spread",
+]
 
 
 def blamed(verdict: Verdict) -> tuple[int, ...]:
     """The culprits of all root causes."""
-    return tuple(sorted({rank for finding in verdict.findings if finding.root_cause for rank in finding.culprits}))
+    return tuple(
+        sorted(
+            {
+                rank
+                for finding in verdict.findings
+                if finding.root_cause
+                for rank in finding.culprits
+            }
+        )
+    )
 
 
 def generated(folder: Path, fault: str) -> Job:
@@ -52,9 +79,14 @@ def test_a_second_dump_is_advised_where_the_job_may_have_been_running(tmp_path: 
 
 @pytest.mark.parametrize(
     ("folder", "kind", "culprits", "number"),
-    [("lock_gil_1st", "missing", [9, 14], 45265), ("gpu_error_1st", "stuck-inside", [12, 14], 42806)],
+    [
+        ("lock_gil_1st", "missing", [9, 14], 45265),
+        ("gpu_error_1st", "stuck-inside", [12, 14], 42806),
+    ],
 )
-def test_real_dumps(shared_data: Path, folder: str, kind: str, culprits: list[int], number: int) -> None:
+def test_real_dumps(
+    shared_data: Path, folder: str, kind: str, culprits: list[int], number: int
+) -> None:
     verdict = diagnose(shared_data / "megatron_moe_16ranks" / folder)
     assert (verdict.kind, verdict.culprits, list(blamed(verdict))) == (kind, culprits, culprits)
     assert verdict.collective is not None
@@ -64,25 +96,35 @@ def test_real_dumps(shared_data: Path, folder: str, kind: str, culprits: list[in
 @pytest.mark.parametrize(
     ("folder", "rank", "size", "culprits"),
     [
-        ("gpu_error_1st", 13, 300, [14]), ("gpu_error_1st", 13, 0, [14]), ("gpu_error_1st", 12, 2000, [14]),
-        ("lock_gil_1st", 8, 100, [9, 14]), ("lock_gil_1st", 8, 1500, [9, 14]), ("lock_gil_1st", 8, 5, [9, 14]),
+        ("gpu_error_1st", 13, 300, [14]),
+        ("gpu_error_1st", 13, 0, [14]),
+        ("gpu_error_1st", 12, 2000, [14]),
+        ("lock_gil_1st", 8, 100, [9, 14]),
+        ("lock_gil_1st", 8, 1500, [9, 14]),
+        ("lock_gil_1st", 8, 5, [9, 14]),
         ("lock_gil_1st", 9, 300, [14]),
     ],
-)  # fmt: skip
+)
 def test_a_real_dump_that_is_cut_off_gets_no_innocent_rank_named(
     shared_data: Path, tmp_path: Path, folder: str, rank: int, size: int, culprits: list[int]
 ) -> None:
     for path in (shared_data / "megatron_moe_16ranks" / folder).glob("_dump_*"):
         content = path.read_bytes()
-        (tmp_path / path.name).write_bytes(content[:size] if path.name == f"_dump_{rank}" else content)
+        (tmp_path / path.name).write_bytes(
+            content[:size] if path.name == f"_dump_{rank}" else content
+        )
     verdict = diagnose(tmp_path)
     assert (verdict.culprits, list(blamed(verdict))) == (culprits, culprits)
-    assert any(f"ank {rank}:" in line or f"_dump_{rank} " in line for line in verdict.missing_evidence)
+    assert any(
+        f"ank {rank}:" in line or f"_dump_{rank} " in line for line in verdict.missing_evidence
+    )
 
 
 @pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95])
 @pytest.mark.parametrize(("rank", "culprits"), [(10, {11}), (11, set())])
-def test_the_rank_of_a_dump_that_is_cut_off_is_not_named(stuck: Path, tmp_path: Path, rank: int, culprits: set[int], share: float) -> None:
+def test_the_rank_of_a_dump_that_is_cut_off_is_not_named(
+    stuck: Path, tmp_path: Path, rank: int, culprits: set[int], share: float
+) -> None:
     for path in stuck.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (own,) = [path for path in tmp_path.iterdir() if path.name.endswith(f"_{rank}")]
@@ -111,7 +153,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_nothing_is_called_healthy_that_could_not_be_read(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Sequence[int], size: int | None, status: int, summary: str
+    healthy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ranks: Sequence[int],
+    size: int | None,
+    status: int,
+    summary: str,
 ) -> None:
     for path in healthy.iterdir():
         cut = path.name in [f"rank_{rank}" for rank in ranks]
@@ -133,7 +181,9 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_are_read_where_the_executor_says(stuck: Path) -> None:
     seen: list[tuple[int, int]] = []
     with ThreadPoolExecutor(2) as executor:
-        verdict = diagnose(stuck, executor=executor, seen=lambda done, total: seen.append((done, total)))
+        verdict = diagnose(
+            stuck, executor=executor, seen=lambda done, total: seen.append((done, total))
+        )
     assert verdict.to_json() == diagnose(stuck).to_json()
     assert seen[-1] == (16, 16)
 
@@ -158,7 +208,9 @@ def test_the_order_of_the_files_does_not_matter(stuck: Path) -> None:
 def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
     for path in stuck.iterdir():
         data = path.read_bytes()
-        (tmp_path / path.name).write_bytes(data[: len(data) // 2] if path.name == "rank_3" else data)
+        (tmp_path / path.name).write_bytes(
+            data[: len(data) // 2] if path.name == "rank_3" else data
+        )
     verdict = diagnose(tmp_path)
     assert 11 in blamed(verdict)
     assert any("ends in the middle" in text for text in verdict.missing_evidence)
@@ -171,28 +223,49 @@ def test_nothing_readable_is_an_error_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("late", "kind"), [(4, "healthy"), (9, "straggler")])
-def test_a_rank_that_was_last_a_few_times_is_no_straggler(tmp_path: Path, late: int, kind: str) -> None:
+def test_a_rank_that_was_last_a_few_times_is_no_straggler(
+    tmp_path: Path, late: int, kind: str
+) -> None:
     for rank in range(4):
         entries = []
         for number in range(24):
             at = 1_700_000_000_000_000_000 + number * 15_000_000
             came = at + (11_000_000 if rank == 2 and number % 2 and number // 2 < late else 0)
-            entries.append(entry(number, time_created_ns=came, time_discovered_completed_ns=at + 12_000_000))
-        status = {"0": {"last_enqueued_collective": 24, "last_started_collective": 24, "last_completed_collective": 24}}
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_status=status)))
+            entries.append(
+                entry(number, time_created_ns=came, time_discovered_completed_ns=at + 12_000_000)
+            )
+        status = {
+            "0": {
+                "last_enqueued_collective": 24,
+                "last_started_collective": 24,
+                "last_completed_collective": 24,
+            }
+        }
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(
+            pickle.dumps(dump(entries, pg_status=status))
+        )
     verdict = diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits) == (kind, [2] if kind == "straggler" else [])
 
 
 def all_at_one(folder: Path, states: str, **status: int) -> Verdict:
-    """Diagnose the dumps of ranks that are all in one collective: started (S), enqueued (E), or enqueued without timing (-)."""
+    """Diagnose the dumps of ranks that are all in one collective: started (S), enqueued (E), or
+    enqueued without timing (-).
+    """
     for rank, state in enumerate(states):
         timed = state != "-"
         began = {"time_discovered_started_ns": 1_700_000_000_050_000_000} if timed else {}
         entries = [entry(number, **began) for number in range(7)]
-        stuck = {"state": "started" if state == "S" else "scheduled", "retired": False, "time_discovered_completed_ns": None}
+        stuck = {
+            "state": "started" if state == "S" else "scheduled",
+            "retired": False,
+            "time_discovered_completed_ns": None,
+        }
         entries.append(entry(7, **{**stuck, **(began if state == "S" else {})}))
-        last = {"last_enqueued_collective": 8, "last_started_collective": -1 if not timed else 8 if state == "S" else 7}
+        last = {
+            "last_enqueued_collective": 8,
+            "last_started_collective": -1 if not timed else 8 if state == "S" else 7,
+        }
         (folder / f"nccl_trace_rank_{rank}").write_bytes(
             pickle.dumps(dump(entries, pg_status={"0": {**last, "last_completed_collective": 7}}))
         )
@@ -205,9 +278,30 @@ STUCK = "all_reduce #8 of the default group [0-3]"
 @pytest.mark.parametrize(
     ("states", "culprits", "summary"),
     [
-        ("SSSE", [3], f"rank 3 enqueued {STUCK}, but its device has not started it; ranks 0-2 have started it and wait"),
-        ("SEES", [1, 2], f"ranks 1-2 enqueued {STUCK}, but their devices have not started it; ranks 0,3 have started it and wait"),
-        ("SEEE", [], f"ranks 1-3 enqueued {STUCK}, but their devices have not started it; rank 0 has started it and waits"),
+        (
+            "SSSE",
+            [3],
+            (
+                f"rank 3 enqueued {STUCK}, but its device has not started it; ranks 0-2 have"
+                " started it and wait"
+            ),
+        ),
+        (
+            "SEES",
+            [1, 2],
+            (
+                f"ranks 1-2 enqueued {STUCK}, but their devices have not started it; ranks 0,3 have"
+                " started it and wait"
+            ),
+        ),
+        (
+            "SEEE",
+            [],
+            (
+                f"ranks 1-3 enqueued {STUCK}, but their devices have not started it; rank 0 has"
+                " started it and waits"
+            ),
+        ),
         ("EEEE", [], f"ranks 0-3 enqueued {STUCK}, but their devices have not started it"),
         ("SSSS", [], f"ranks 0-3 are inside {STUCK}"),
         ("----", [], f"ranks 0-3 are inside {STUCK}"),
@@ -233,26 +327,58 @@ def test_enqueued_and_never_started_is_not_started_and_never_completed(
         ("nccl:all_to_all", "it is not known whether they agree on its splits", False),
     ],
 )
-def test_ranks_agree_only_on_what_was_compared(tmp_path: Path, name: str, said: str, network: bool) -> None:
-    """Recorders tell no root, splits and reduce op: what they do not tell may be what the ranks hang in."""
+def test_ranks_agree_only_on_what_was_compared(
+    tmp_path: Path, name: str, said: str, network: bool
+) -> None:
+    """Recorders tell no root, splits and reduce op: what they do not tell may be what the ranks
+    hang in.
+    """
     stuck = {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None}
     for rank in range(4):
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump([entry(0, name, **stuck)], pg_status={})))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(
+            pickle.dumps(dump([entry(0, name, **stuck)], pg_status={}))
+        )
     verdict = diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("stuck-inside", [])
     assert said in verdict.summary
     assert ("network" in verdict.next_step) == network and network != (verdict.confidence == "low")
 
 
-@pytest.mark.parametrize(("version", "kind"), [("2.10", "mismatch/splits"), ("2.4", "mismatch/splits"), ("2.3", "stuck-inside")])
-def test_an_all_to_all_whose_totals_differ_cannot_fit(tmp_path: Path, version: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [("2.10", "mismatch/splits"), ("2.4", "mismatch/splits"), ("2.3", "stuck-inside")],
+)
+def test_an_all_to_all_whose_totals_differ_cannot_fit(
+    tmp_path: Path, version: str, kind: str
+) -> None:
     """Before format 2.4, the sizes may be those of the first tensors only."""
     for rank, expected in enumerate((11, 14, 11, 13)):
-        steps = [entry(number, "nccl:all_to_all", input_sizes=[[12, 8]], output_sizes=[[12, 8]]) for number in range(10)]
+        steps = [
+            entry(number, "nccl:all_to_all", input_sizes=[[12, 8]], output_sizes=[[12, 8]])
+            for number in range(10)
+        ]
         sizes = {"input_sizes": [[12, 8]], "output_sizes": [[expected, 8]]}
-        steps.append(entry(10, "nccl:all_to_all", state="scheduled", retired=False, time_discovered_completed_ns=None, **sizes))
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(steps, version=version)))
+        steps.append(
+            entry(
+                10,
+                "nccl:all_to_all",
+                state="scheduled",
+                retired=False,
+                time_discovered_completed_ns=None,
+                **sizes,
+            )
+        )
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(
+            pickle.dumps(dump(steps, version=version))
+        )
     verdict = diagnose(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (kind, [], [0, 1, 2, 3], "low")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        kind,
+        [],
+        [0, 1, 2, 3],
+        "low",
+    )
     assert ("they send 384 elements and expect 392" in verdict.summary) == (kind != "stuck-inside")
-    assert verdict.next_step.startswith("compare the splits that these ranks pass to all_to_all at train.py:81 step")
+    assert verdict.next_step.startswith(
+        "compare the splits that these ranks pass to all_to_all at train.py:81 step"
+    )

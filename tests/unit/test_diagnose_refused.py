@@ -1,4 +1,6 @@
-"""What strict verification refused is told by its cause, once; the exception that it raised on every rank is never the cause."""
+"""What strict verification refused is told by its cause, once; the exception that it raised on
+every rank is never the cause.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 
-TEXT = "DistributedOperationException: Cannot apply desired operation due to shape mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
+TEXT = (
+    "DistributedOperationException: Cannot apply desired operation due to shape"
+    " mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
+)
 
 
 def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[RankLog]:
@@ -20,7 +25,11 @@ def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[
     for log in logs:
         for op in log.collectives:
             if op.in_flight:
-                op.state, op.error, op.done_ns = State.FAILED, TEXT, at_ns or op.announced_ns + S // 10
+                op.state, op.error, op.done_ns = (
+                    State.FAILED,
+                    TEXT,
+                    at_ns or op.announced_ns + S // 10,
+                )
                 if raises:
                     log.exception = f"commlens.errors.{TEXT.splitlines()[0]}"
                     log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
@@ -28,8 +37,14 @@ def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[
 
 
 def refused(verdict: Verdict) -> list[str]:
-    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1, [f.summary for f in verdict.findings]
-    assert all("\n" not in text for finding in verdict.findings for text in (finding.summary, finding.explanation, *finding.evidence))
+    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1, [
+        f.summary for f in verdict.findings
+    ]
+    assert all(
+        "\n" not in text
+        for finding in verdict.findings
+        for text in (finding.summary, finding.explanation, *finding.evidence)
+    )
     return [text for text in verdict.findings[0].evidence if "Strict verification refused" in text]
 
 
@@ -43,7 +58,8 @@ def test_a_mismatch() -> None:
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
     assert "held up" not in verdict.explanation, "they raised, too"
     assert refused(verdict) == [
-        "Strict verification refused all_reduce #4 before it was issued: ranks 0-3 raised DistributedOperationException."
+        "Strict verification refused all_reduce #4 before it was issued: ranks 0-3 raised"
+        " DistributedOperationException."
     ]
 
 
@@ -67,14 +83,26 @@ def test_a_rank_that_was_late_elsewhere_is_no_cause() -> None:
         yield collective("gather", job.world, 8, line=10, root=0)
         if rank == 1:
             yield Stay(20, "load")
-        yield collective("gather", job.world, 8, line=10, root=0, is_async=rank > 1)  # only the root waits
-        yield collective("all_gather" if rank == 2 else "gather", job.world, 8, line=11 if rank == 2 else 10, root=None if rank == 2 else 0)
+        # only the root waits
+        yield collective("gather", job.world, 8, line=10, root=0, is_async=rank > 1)
+        yield collective(
+            "all_gather" if rank == 2 else "gather",
+            job.world,
+            8,
+            line=11 if rank == 2 else 10,
+            root=None if rank == 2 else 0,
+        )
 
     logs = refuse(Job(4).run(program).logs())
     logs[1].exception, logs[1].observation = None, Observation(End.RUNNING)
     verdict = diagnose_logs(logs)
-    assert (verdict.kind, [finding.kind for finding in verdict.findings if finding.root_cause]) == ("mismatch/op", ["mismatch/op"])
-    assert any(finding.kind == "missing" and finding.culprits == [1] for finding in verdict.findings)
+    assert (verdict.kind, [finding.kind for finding in verdict.findings if finding.root_cause]) == (
+        "mismatch/op",
+        ["mismatch/op"],
+    )
+    assert any(
+        finding.kind == "missing" and finding.culprits == [1] for finding in verdict.findings
+    )
 
 
 def test_a_mismatch_that_was_caught_is_over() -> None:
@@ -91,9 +119,21 @@ def test_a_mismatch_that_was_caught_is_over() -> None:
 @pytest.mark.parametrize(
     ("reason", "kind", "told"),
     [
-        ("due to shape mismatches. All shapes across devices must be valid.", "mismatch/shape", "shape mismatches. All shapes"),
-        ("due to structure mismatches. Containers must have the same elements.", "dead", "structure mismatches. Containers"),
-        (": rank 1 did not take part within 4 s.", "missing", "rank 1 did not take part within 4 s"),
+        (
+            "due to shape mismatches. All shapes across devices must be valid.",
+            "mismatch/shape",
+            "shape mismatches. All shapes",
+        ),
+        (
+            "due to structure mismatches. Containers must have the same elements.",
+            "dead",
+            "structure mismatches. Containers",
+        ),
+        (
+            ": rank 1 did not take part within 4 s.",
+            "missing",
+            "rank 1 did not take part within 4 s",
+        ),
     ],
 )
 def test_a_call_of_a_function_that_no_record_shows(reason: str, kind: str, told: str) -> None:
@@ -102,7 +142,10 @@ def test_a_call_of_a_function_that_no_record_shows(reason: str, kind: str, told:
 
     logs = Job(3).run(program).logs()
     for log in logs:
-        text = f"Cannot apply desired operation{'' if reason[0] == ':' else ' '}{reason} Operation: `train.gather` (#1) Input shapes: ..."
+        text = (
+            f"Cannot apply desired operation{'' if reason[0] == ':' else ' '}{reason} Operation:"
+            " `train.gather` (#1) Input shapes: ..."
+        )
         log.exception = f"DistributedOperationException: {text}"
         log.observation = Observation(End.FAILED, 1, ended_ns=S)
     verdict = diagnose_logs(logs)
@@ -122,7 +165,11 @@ def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None
     for log in logs:
         for op in log.collectives:
             if op.in_flight:
-                op.state, op.error, op.done_ns = State.FAILED, "RuntimeError: Split sizes doesn't match total dim 0 size", op.announced_ns
+                op.state, op.error, op.done_ns = (
+                    State.FAILED,
+                    "RuntimeError: Split sizes doesn't match total dim 0 size",
+                    op.announced_ns,
+                )
         log.observation = Observation(End.CLEAN, 0)
         log.closed = True
     assert diagnose_logs(logs).kind == "healthy"
@@ -144,7 +191,11 @@ def test_a_rank_that_works_has_come_too_late_all_the_same() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 8, line=10)
         if rank == 2:
-            yield Stay(57, "load_batch", Observation(End.RUNNING, window_s=10.0, cpu_s=9.0, stack_moved=True))
+            yield Stay(
+                57,
+                "load_batch",
+                Observation(End.RUNNING, window_s=10.0, cpu_s=9.0, stack_moved=True),
+            )
         yield all_reduce(job.world, 8, line=10)
 
     verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
@@ -194,7 +245,9 @@ def test_ranks_that_wait_for_each_other() -> None:
 
 
 def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
-    """Its process hangs at its exit, and the others' refusals say that it has ended; one of them waited for another of them."""
+    """Its process hangs at its exit, and the others' refusals say that it has ended; one of them
+    waited for another of them.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(4):
@@ -207,11 +260,17 @@ def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
         if log.rank != 1:
             absent = "rank 3 has" if log.rank == 2 else "rank 1 has"
             log.exception = (
-                f"DistributedOperationException: Cannot apply desired operation: {absent} ended and will not take part. Operation: x"
+                f"DistributedOperationException: Cannot apply desired operation: {absent} ended and"
+                " will not take part. Operation: x"
             )
             log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == ("dead", "finished", [1], [0, 2, 3])
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == (
+        "dead",
+        "finished",
+        [1],
+        [0, 2, 3],
+    )
 
 
 def test_a_rank_that_a_refusal_ended_is_not_the_one_that_others_wait_for() -> None:

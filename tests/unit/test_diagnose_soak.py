@@ -1,4 +1,6 @@
-"""The soak's programs without processes: no innocent rank is named, and of two halves that never agreed, hardly ever one."""
+"""The soak's programs without processes: no innocent rank is named, and of two halves that never
+agreed, hardly ever one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,14 @@ PROGRAMS = 150
 def named(program: RandomProgram) -> tuple[set[int], str]:
     """Return the culprits of all root causes, and the words."""
     verdict = diagnose_logs(GlooJob(program.size).run(program).logs())
-    roots = [finding for finding in verdict.findings if finding.root_cause and finding.kind not in ("waiting", "healthy")]
-    return {rank for finding in roots for rank in finding.culprits}, "; ".join(finding.summary for finding in roots)
+    roots = [
+        finding
+        for finding in verdict.findings
+        if finding.root_cause and finding.kind not in ("waiting", "healthy")
+    ]
+    return {rank for finding in roots for rank in finding.culprits}, "; ".join(
+        finding.summary for finding in roots
+    )
 
 
 @pytest.mark.parametrize("first", [0, PROGRAMS])
@@ -25,8 +33,14 @@ def test_no_innocent_rank_is_named(first: int) -> None:
     for seed in range(first, first + PROGRAMS):
         program = draw_program(seed)
         culprits, words = named(program)
-        repeats_one = program.size == 2 and len(program.pieces) == 1 and program.fault in ("skip", "extra")
-        assert culprits <= set(program.odd) or (repeats_one and len(culprits) == 1), (seed, program, words)
+        repeats_one = (
+            program.size == 2 and len(program.pieces) == 1 and program.fault in ("skip", "extra")
+        )
+        assert culprits <= set(program.odd) or (repeats_one and len(culprits) == 1), (
+            seed,
+            program,
+            words,
+        )
         counts[bool(culprits)] += 1
     assert counts[True] > 0.6 * PROGRAMS  # in the others, the evidence does not decide
 

@@ -1,4 +1,6 @@
-"""The docs name everything that there is: errors, settings, commands; and their links lead somewhere."""
+"""The docs name everything that there is: errors, settings, commands; and their links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ PAGES = [REPOSITORY / "README.md", CONTRIBUTING, *sorted(DOCS.rglob("*.md"))]
 
 
 def test_every_error_has_its_heading_and_every_heading_its_error():
-    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CommlensError)]
+    classes = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.CommlensError)
+    ]
     headings = re.findall(r"^## (.+)$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
     assert sorted(headings) == sorted(kind.slug for kind in classes)
     for kind in classes:
@@ -51,7 +57,9 @@ def test_links_lead_somewhere(page: Path):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", [CONTRIBUTING, DOCS / "development.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [CONTRIBUTING, DOCS / "development.md"], ids=lambda page: page.name
+)
 def test_files_that_developers_are_sent_to_exist(page: Path):
     named = re.findall(r"`((?:src|tests|docs|benchmarks|web)/[\w./-]*)`", page.read_text())
     assert named
@@ -60,13 +68,17 @@ def test_files_that_developers_are_sent_to_exist(page: Path):
 
 def test_every_changelog_fragment_has_a_type_that_towncrier_knows():
     names = [path.name for path in (REPOSITORY / "changelog.d").iterdir() if path.suffix == ".md"]
-    assert [name for name in names if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed)\.md", name)] == []
+    assert [
+        name for name in names if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed)\.md", name)
+    ] == []
 
 
 def test_the_readme_shows_the_figures_that_make_bench_wrote():
     figures = json.loads((REPOSITORY / "benchmarks" / "results" / "performance.json").read_text())
     readme = (REPOSITORY / "README.md").read_text()
-    assert _readme.with_table(readme, figures) == readme, "benchmarks/run_all.py --write puts them there"
+    assert _readme.with_table(readme, figures) == readme, (
+        "benchmarks/run_all.py --write puts them there"
+    )
     assert _readme.table(figures) in readme
 
 

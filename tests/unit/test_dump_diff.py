@@ -24,7 +24,10 @@ from commlens.model.ranklog import RankLog
 
 
 def progress(before: list[RankLog], after: list[RankLog]) -> Movement:
-    return compare_positions([position_of(columns_from_log(log)) for log in before], [position_of(columns_from_log(log)) for log in after])
+    return compare_positions(
+        [position_of(columns_from_log(log)) for log in before],
+        [position_of(columns_from_log(log)) for log in after],
+    )
 
 
 def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
@@ -44,9 +47,10 @@ def test_nothing_moved() -> None:
 def test_all_moved() -> None:
     movement = progress(stuck(step=3), stuck(step=5))
     assert movement.answer.startswith("All 4 ranks moved")
-    assert movement.ranks[0].sentence == (
-        "ranks 0-1,3 moved on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
-        "(train.py:20 step): issued 4 more operations."
+    assert (
+        movement.ranks[0].sentence
+        == "ranks 0-1,3 moved on from all_reduce #7 of the default group [0-3] to all_reduce #11 of"
+        " the default group [0-3] (train.py:20 step): issued 4 more operations."
     )
 
 
@@ -62,14 +66,29 @@ def test_missing_dumps() -> None:
     before, after = stuck(), stuck(step=3)
     movement = progress(before[:3], after[1:])
     assert {one.kind for one in movement.ranks} == {"again", "only-before", "only-after"}
-    assert progress(before[:1], after[1:]).answer == "No rank has a dump in both sets: nothing was compared."
+    assert (
+        progress(before[:1], after[1:]).answer
+        == "No rank has a dump in both sets: nothing was compared."
+    )
 
 
-def foreign(rank: int = 0, *, program: str = "/work/train.py", job: str = "", **groups: str) -> Position:
-    described = {"0": ("default_pg", "[0, 1, 2, 3]")} | {str(at): one for at, one in enumerate(groups.items(), start=1)}
-    config = {name: {"name": name, "desc": text, "ranks": ranks} for name, (text, ranks) in described.items()}
-    frames = [{"name": "step", "filename": program, "line": 81}, {"name": "<module>", "filename": program, "line": 9}]
-    rows = columns_from_table(build_table(dump([entry(0, frames=frames)], pg_config=config)), f"rank_{rank}")
+def foreign(
+    rank: int = 0, *, program: str = "/work/train.py", job: str = "", **groups: str
+) -> Position:
+    described = {"0": ("default_pg", "[0, 1, 2, 3]")} | {
+        str(at): one for at, one in enumerate(groups.items(), start=1)
+    }
+    config = {
+        name: {"name": name, "desc": text, "ranks": ranks}
+        for name, (text, ranks) in described.items()
+    }
+    frames = [
+        {"name": "step", "filename": program, "line": 81},
+        {"name": "<module>", "filename": program, "line": 9},
+    ]
+    rows = columns_from_table(
+        build_table(dump([entry(0, frames=frames)], pg_config=config)), f"rank_{rank}"
+    )
     rows.rank, rows.job = rank, job
     return position_of(rows)
 
@@ -85,12 +104,22 @@ def test_dumps_of_one_job_may_differ_in_groups_and_ranks() -> None:
     ("before", "after", "difference"),
     [
         ({"job": "a"}, {"job": "b"}, "a and b"),
-        ({"dp": "[0, 1]"}, {"dp": "[0, 2]"}, "the group dp of rank 0 has the ranks 0-1 in one, 0,2 in the other"),
+        (
+            {"dp": "[0, 1]"},
+            {"dp": "[0, 2]"},
+            "the group dp of rank 0 has the ranks 0-1 in one, 0,2 in the other",
+        ),
         ({"dp": "[0, 1]"}, {"pp": "[0, 1]"}, "rank 0 has the group dp in one, pp in the other"),
-        ({}, {"program": "/work/eval.py"}, "rank 0 ran /work/train.py in one, /work/eval.py in the other"),
+        (
+            {},
+            {"program": "/work/eval.py"},
+            "rank 0 ran /work/train.py in one, /work/eval.py in the other",
+        ),
     ],
 )
-def test_dumps_of_different_jobs(before: dict[str, str], after: dict[str, str], difference: str) -> None:
+def test_dumps_of_different_jobs(
+    before: dict[str, str], after: dict[str, str], difference: str
+) -> None:
     assert other_job([foreign(**before)], [foreign(**after)]) == difference
 
 
@@ -102,35 +131,54 @@ class TestCommand:
                 busy_box(rank, records=records if rank else 10).write(tmp_path / name)
         return str(tmp_path / "first"), str(tmp_path / "second")
 
-    def test_dumps_are_distinguished_from_traces_by_their_content(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_dumps_are_distinguished_from_traces_by_their_content(
+        self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert commands.main(["compare", two[0], two[0]]) == 0
         assert "No rank moved" in capsys.readouterr().out
         assert commands.main(["compare", *two]) == 1
         assert "Ranks 1-3 moved" in capsys.readouterr().out
 
-    def test_json_follows_its_schema(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_follows_its_schema(
+        self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert commands.main(["compare", *two, "--json"]) == 1
         printed = json.loads(capsys.readouterr().out)
-        schema = json.loads(resources.files("commlens.reports").joinpath("schemas", "movement-1.schema.json").read_bytes())
+        schema = json.loads(
+            resources.files("commlens.reports")
+            .joinpath("schemas", "movement-1.schema.json")
+            .read_bytes()
+        )
         jsonschema.Draft202012Validator.check_schema(schema)
         jsonschema.validate(printed, schema)
         assert list(schema["properties"]) == list(Movement.__struct_fields__)
         for kind in (Moved, Place):
-            assert list(schema["$defs"][kind.__name__]["properties"]) == list(kind.__struct_fields__)
+            assert list(schema["$defs"][kind.__name__]["properties"]) == list(
+                kind.__struct_fields__
+            )
 
-    def test_dumps_of_different_jobs_are_refused(self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_dumps_of_different_jobs_are_refused(
+        self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for rank in range(2):
             busy_box(rank, 2).write(tmp_path / "other")
         assert commands.main(["compare", two[0], str(tmp_path / "other")]) == 2
-        assert "are dumps of different jobs: one has 4 ranks, the other 2 ranks. Give two dumps of one job." in capsys.readouterr().err
+        assert (
+            "are dumps of different jobs: one has 4 ranks, the other 2 ranks. Give two dumps of one"
+            " job." in capsys.readouterr().err
+        )
 
-    def test_a_dump_and_a_trace(self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_dump_and_a_trace(
+        self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "x.json").write_text("{}")
         assert commands.main(["compare", two[0], str(tmp_path / "x.json")]) == 2
         assert "is a dump and" in capsys.readouterr().err
 
 
-def test_a_dump_that_is_cut_off_does_not_show_that_its_rank_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_that_is_cut_off_does_not_show_that_its_rank_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = pickle.dumps(dump([entry(number) for number in range(20)]), 2)
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
@@ -139,10 +187,16 @@ def test_a_dump_that_is_cut_off_does_not_show_that_its_rank_moved(tmp_path: Path
             (tmp_path / name / f"nccl_trace_rank_{rank}").write_bytes(content)
     assert commands.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
     said = capsys.readouterr().out
-    assert "rank 1 has a readable dump only in the first set" in said and "moved on" not in said and "cut off" in said
+    assert (
+        "rank 1 has a readable dump only in the first set" in said
+        and "moved on" not in said
+        and "cut off" in said
+    )
 
 
-def test_dumps_without_a_readable_rank_are_too_little_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_without_a_readable_rank_are_too_little_evidence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "nccl_trace_rank_0").write_bytes(b"\x80\x02}q\x00.")

@@ -26,7 +26,15 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import OpenBox, read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import Evidence, read_evidence
-from commlens.dumps.save import SavedRank, add_node, discard_job, dump_name, holds, save_dump, save_reports
+from commlens.dumps.save import (
+    SavedRank,
+    add_node,
+    discard_job,
+    dump_name,
+    holds,
+    save_dump,
+    save_reports,
+)
 from commlens.errors import CommandError, DumpError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
@@ -34,13 +42,25 @@ from commlens.model.verdict import Verdict
 from commlens.reports.page import render_page
 
 SEEN = Observation(
-    end=End.KILLED, signal="SIGKILL", seen_ns=UNIX + 9, window_s=1.0, cpu_s=0.5, proc_state="S",
+    end=End.KILLED,
+    signal="SIGKILL",
+    seen_ns=UNIX + 9,
+    window_s=1.0,
+    cpu_s=0.5,
+    proc_state="S",
     stacks=[
         ThreadStack(
-            4121, "MainThread", (Frame("/me/a.py", 57, "load", FrameKind.USER), Frame("x.so", 0, "g", FrameKind.NATIVE)), UNIX, True
+            4121,
+            "MainThread",
+            (
+                Frame("/me/a.py", 57, "load", FrameKind.USER),
+                Frame("x.so", 0, "g", FrameKind.NATIVE),
+            ),
+            UNIX,
+            True,
         )
     ],
-)  # fmt: skip
+)
 
 
 def live_job(folder: Path, ranks: int = 4, *, job: str = "job-1", **options: object) -> Path:
@@ -62,10 +82,14 @@ class TestRoundTrip:
         assert saved == tmp_path / "dumps" / dump_name([job_dir])
         assert re.fullmatch(r"train-\d{8}-\d{6}-1", saved.name), "its script, its start, its job"
         assert sorted(path.name for path in saved.iterdir()) == [
-            MARKER, "observed-n03.json", *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
-        ]  # fmt: skip
+            MARKER,
+            "observed-n03.json",
+            *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
+        ]
         for path in job_dirs.boxes(job_dir):
-            assert read_box(saved / path.name, name="box", captured_ns=1) == read_box(path, name="box", captured_ns=1)
+            assert read_box(saved / path.name, name="box", captured_ns=1) == read_box(
+                path, name="box", captured_ns=1
+            )
             assert (saved / path.name).stat().st_size < 4000
         evidence = read_evidence([saved])
         assert (evidence.problems, evidence.job, evidence.other_jobs) == ([], "job-1", [])
@@ -79,14 +103,18 @@ class TestRoundTrip:
         for path in saved.glob("*.box"):
             os.utime(path, (0, 0))
         moments = json.loads((saved / "observed-n03.json").read_text())["saved"]
-        assert [log.captured_ns for log in read_evidence([saved]).logs] == [moments[name] for name in sorted(moments)]
+        assert [log.captured_ns for log in read_evidence([saved]).logs] == [
+            moments[name] for name in sorted(moments)
+        ]
 
     def test_without_a_date_it_is_the_jobs_last_sign_of_life(self, tmp_path: Path) -> None:
         late = busy_box(1)
         late.heartbeat(MONO + 77_000_000_000)
         late.write(tmp_path)
         busy_box(0).write(tmp_path)
-        assert [log.captured_ns for log in read_evidence([tmp_path]).logs] == [UNIX + 77_000_000_000] * 2
+        assert [log.captured_ns for log in read_evidence([tmp_path]).logs] == [
+            UNIX + 77_000_000_000
+        ] * 2
 
     def test_saving_again_overwrites(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path)
@@ -94,10 +122,16 @@ class TestRoundTrip:
         busy_box(0, 4, pid=100, records=12).write(job_dir)
         saved = save_dump(job_dir, tmp_path / "dumps", {0: SEEN}, host="n03", keep=10)
         evidence = read_evidence([saved])
-        assert (evidence.problems, evidence.logs[0].issued, evidence.logs[0].observation) == ([], 12, SEEN)
+        assert (evidence.problems, evidence.logs[0].issued, evidence.logs[0].observation) == (
+            [],
+            12,
+            SEEN,
+        )
 
     def test_another_run_of_the_same_name_never_overwrites(self, tmp_path: Path) -> None:
-        """One id of a rendezvous used twice, in one second and later; the nodes of a run save into one folder."""
+        """One id of a rendezvous used twice, in one second and later; the nodes of a run save into
+        one folder.
+        """
         saved = []
         for run, began_s in enumerate((0, 0.5, 3600)):
             for node in ("n1", "n2"):
@@ -105,7 +139,10 @@ class TestRoundTrip:
                 box = busy_box(0, pid=100, job="train_7")
                 box.write_header(unix=UNIX + int((began_s + (node == "n2") * 2) * 1e9))
                 box.write(job_dir)
-                saved += [save_dump(job_dir, tmp_path / "dumps", {}, host=f"{node}", keep=10) for _ in range(2)]
+                saved += [
+                    save_dump(job_dir, tmp_path / "dumps", {}, host=f"{node}", keep=10)
+                    for _ in range(2)
+                ]
         assert [saved.index(each) for each in saved] == [0] * 4 + [4] * 4 + [8] * 4
         assert all(len(list(each.glob("*.box"))) == 1 for each in saved)
 
@@ -114,7 +151,14 @@ class TestRoundTrip:
             busy_box(rank, pid=100 + rank).write(tmp_path / root / "commlens-0" / "job-1")
         folders = [tmp_path / root / "commlens-0" / "job-1" for root in ("shm", "run")]
         for folder in folders:
-            saved = save_dump(folder, tmp_path / "dumps", dict.fromkeys(range(4), SEEN), host="n03", keep=10, folders=folders)
+            saved = save_dump(
+                folder,
+                tmp_path / "dumps",
+                dict.fromkeys(range(4), SEEN),
+                host="n03",
+                keep=10,
+                folders=folders,
+            )
         evidence = read_evidence([saved])
         assert (ranks_of(evidence), evidence.problems) == ([0, 1, 2, 3], [])
         observed = json.loads((saved / "observed-n03.json").read_text())
@@ -132,11 +176,19 @@ class TestRoundTrip:
         assert all(log.observation == SEEN for log in evidence.logs)
 
     def test_a_rank_that_died_before_it_had_a_box(self, tmp_path: Path) -> None:
-        saved = save_dump(live_job(tmp_path, 2), tmp_path / "dumps", {1: SEEN, 2: SEEN, 3: Observation()}, host="n03", keep=10)
+        saved = save_dump(
+            live_job(tmp_path, 2),
+            tmp_path / "dumps",
+            {1: SEEN, 2: SEEN, 3: Observation()},
+            host="n03",
+            keep=10,
+        )
         evidence = read_evidence([saved])
         assert ranks_of(evidence) == [0, 1, 2]
         assert (evidence.logs[2].observation, evidence.logs[2].collectives) == (SEEN, [])
-        assert evidence.problems == ["There is no black box of rank 2, only outside observations of the process."]
+        assert evidence.problems == [
+            "There is no black box of rank 2, only outside observations of the process."
+        ]
 
     def test_what_was_observed_of_another_process_is_not_joined(self, tmp_path: Path) -> None:
         saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {2: SEEN}, host="n03", keep=10)
@@ -146,7 +198,9 @@ class TestRoundTrip:
 
 
 class TestSharedFolder:
-    """The node that reports adds another node's ranks to its dump, which that node may save there, too."""
+    """The node that reports adds another node's ranks to its dump, which that node may save there,
+    too.
+    """
 
     def nodes(self, folder: Path, *, theirs: str = "job-1", restart: int = 0) -> tuple[Path, Path]:
         """Two ranks on each of two nodes; the first one has restarted its workers."""
@@ -155,7 +209,9 @@ class TestSharedFolder:
             jobs.append(folder / f"box{number}" / "commlens-0" / job)
             for rank in (2 * number, 2 * number + 1):
                 about = {"restart": 0 if number else restart}
-                busy_box(rank, job=job, pid=100 + rank, host=f"n{number}", about=about).write(jobs[-1])
+                busy_box(rank, job=job, pid=100 + rank, host=f"n{number}", about=about).write(
+                    jobs[-1]
+                )
         return jobs[0], jobs[1]
 
     def sent(self, job_dir: Path, *, newest: int | None, at_ns: int) -> list[SavedRank]:
@@ -163,25 +219,44 @@ class TestSharedFolder:
         ranks = []
         for path in job_dirs.boxes(job_dir):
             with OpenBox(path) as box:
-                ranks.append(SavedRank(job_dirs.box_rank(path), job_dirs.box_pid(path), SEEN, box.packed(newest=newest), at_ns))
+                ranks.append(
+                    SavedRank(
+                        job_dirs.box_rank(path),
+                        job_dirs.box_pid(path),
+                        SEEN,
+                        box.packed(newest=newest),
+                        at_ns,
+                    )
+                )
         return ranks
 
-    @pytest.mark.parametrize("order", list(itertools.permutations(["theirs", "newest", "whole", "newest again"])))
-    def test_the_whole_copy_stays_in_whatever_order_they_are_written(self, tmp_path: Path, order: tuple[str, ...]) -> None:
+    @pytest.mark.parametrize(
+        "order", list(itertools.permutations(["theirs", "newest", "whole", "newest again"]))
+    )
+    def test_the_whole_copy_stays_in_whatever_order_they_are_written(
+        self, tmp_path: Path, order: tuple[str, ...]
+    ) -> None:
         ours, theirs = self.nodes(tmp_path)
         dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
         for what in order:
             if what == "theirs":
                 assert save_dump(theirs, tmp_path / "dumps", {2: SEEN}, host="n1", keep=3) == dump
             else:
-                ranks = self.sent(theirs, newest=None if what == "whole" else 4, at_ns=UNIX + len(what))
+                ranks = self.sent(
+                    theirs, newest=None if what == "whole" else 4, at_ns=UNIX + len(what)
+                )
                 add_node(dump, ranks, host="n1", job="job-1")
             whole = {"theirs", "whole"} & set(order[: order.index(what) + 1])
             assert holds(dump, ["rank2.102.box", "rank3.103.box"]) is bool(whole)
-        assert sorted(path.name for path in dump.glob("*.box")) == [f"rank{rank}.{100 + rank}.box" for rank in range(4)]
+        assert sorted(path.name for path in dump.glob("*.box")) == [
+            f"rank{rank}.{100 + rank}.box" for rank in range(4)
+        ]
         evidence = read_evidence(dump)
         assert evidence.problems == []
-        assert {log.rank: len(log.collectives) for log in evidence.logs if log.rank > 1} == {2: 10, 3: 10}
+        assert {log.rank: len(log.collectives) for log in evidence.logs if log.rank > 1} == {
+            2: 10,
+            3: 10,
+        }
         # The node's own copy is newer than what it sent.
         assert all(log.captured_ns > UNIX + 1000 for log in evidence.logs)
 
@@ -194,9 +269,12 @@ class TestSharedFolder:
         assert found.logs[3].captured_ns == UNIX + 5 and found.logs[3].observation == SEEN
         shutil.copy(dump / "rank3.103.newest.box", tmp_path / "left")
         save_dump(theirs, tmp_path / "dumps", {}, host="n1", keep=3)
-        shutil.copy(tmp_path / "left", dump / "rank3.103.newest.box")  # whoever wrote it was killed before it could look again
+        # whoever wrote it was killed before it could look again
+        shutil.copy(tmp_path / "left", dump / "rank3.103.newest.box")
         assert [len(log.collectives) for log in read_evidence(dump).logs] == [10] * 4
-        save_dump(live_job(tmp_path / "later", 1, job="job-2"), tmp_path / "dumps", {}, host="n0", keep=1)
+        save_dump(
+            live_job(tmp_path / "later", 1, job="job-2"), tmp_path / "dumps", {}, host="n0", keep=1
+        )
         assert not dump.exists(), "all its files are known to be commlens's"
 
     def test_they_write_at_the_same_time(self, tmp_path: Path) -> None:
@@ -204,15 +282,22 @@ class TestSharedFolder:
         dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
         ranks = self.sent(theirs, newest=4, at_ns=UNIX)
         for _ in range(20):
-            adder = threading.Thread(target=lambda: [add_node(dump, ranks, host="n1", job="job-1") for _ in range(3)])
+            adder = threading.Thread(
+                target=lambda: [add_node(dump, ranks, host="n1", job="job-1") for _ in range(3)]
+            )
             adder.start()
             save_dump(theirs, tmp_path / "dumps", {}, host="n1", keep=3)
             adder.join()
-            assert sorted(path.name for path in dump.glob("rank[23].*")) == ["rank2.102.box", "rank3.103.box"]
+            assert sorted(path.name for path in dump.glob("rank[23].*")) == [
+                "rank2.102.box",
+                "rank3.103.box",
+            ]
             for path in dump.glob("rank[23].*"):
                 path.unlink()
 
-    def test_a_node_whose_job_has_another_name_there_saves_in_the_same_dump(self, tmp_path: Path) -> None:
+    def test_a_node_whose_job_has_another_name_there_saves_in_the_same_dump(
+        self, tmp_path: Path
+    ) -> None:
         ours, theirs = self.nodes(tmp_path, theirs="another-name", restart=2)
         dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
         add_node(dump, self.sent(theirs, newest=4, at_ns=UNIX), host="n1", job="job-1", restart=2)
@@ -242,11 +327,18 @@ class TestReading:
             path.rename(saved / f"{'cxabz'[number % 5]}{number}")
         renamed = read_evidence([saved])
         assert ranks_of(renamed) == [0, 1, 2, 3]
-        assert [log.collectives for log in renamed.logs] == [log.collectives for log in expected.logs]
+        assert [log.collectives for log in renamed.logs] == [
+            log.collectives for log in expected.logs
+        ]
 
     def test_files_folders_and_folders_of_jobs(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path)
-        for paths in ([job_dir], [str(job_dir.parent)], [*job_dir.glob("*.box")], [job_dir / "rank0.100.box", job_dir]):
+        for paths in (
+            [job_dir],
+            [str(job_dir.parent)],
+            [*job_dir.glob("*.box")],
+            [job_dir / "rank0.100.box", job_dir],
+        ):
             assert ranks_of(read_evidence(paths)) == [0, 1, 2, 3]
         assert ranks_of(read_evidence([tmp_path])) == [0, 1, 2, 3]
 
@@ -256,7 +348,11 @@ class TestReading:
         busy_box(0, 2, pid=100, records=14).write(job_dir)
         evidence = read_evidence([saved, job_dir])
         assert [log.issued for log in evidence.logs] == [14, 10]
-        assert evidence.problems[0] == (f"{saved}/rank0.100.box is left out: it is another copy of the black box {job_dir}/rank0.100.box.")
+        assert (
+            evidence.problems[0]
+            == f"{saved}/rank0.100.box is left out: it is another copy of the black box"
+            f" {job_dir}/rank0.100.box."
+        )
 
     def test_two_processes_of_one_rank(self, tmp_path: Path) -> None:
         busy_box(0, pid=1).write(tmp_path)
@@ -266,7 +362,8 @@ class TestReading:
         evidence = read_evidence([tmp_path])
         assert [log.pid for log in evidence.logs] == [2]
         assert evidence.problems == [
-            f"{tmp_path}/rank0.1.box is left out: it is from another process (pid 1) of rank 0 than {tmp_path}/rank0.2.box."
+            f"{tmp_path}/rank0.1.box is left out: it is from another process (pid 1) of rank 0 than"
+            f" {tmp_path}/rank0.2.box."
         ]
 
     def test_earlier_runs_of_a_restarted_job(self, tmp_path: Path) -> None:
@@ -277,7 +374,9 @@ class TestReading:
         evidence = read_evidence([tmp_path])
         assert [(log.rank, log.pid) for log in evidence.logs] == [(0, 20), (1, 21)]
         assert len(evidence.problems) == 1
-        assert evidence.problems[0].startswith("3 black boxes of runs before restart 1 of the job are left out: ")
+        assert evidence.problems[0].startswith(
+            "3 black boxes of runs before restart 1 of the job are left out: "
+        )
 
     def test_a_box_of_another_job_in_the_folder(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path)
@@ -285,10 +384,19 @@ class TestReading:
         stray.heartbeat(MONO + 10**12)  # though it is newer
         stray.write(job_dir)
         evidence = read_evidence([job_dir])
-        assert (ranks_of(evidence), evidence.job, evidence.other_jobs) == ([0, 1, 2, 3], "job-1", ["other"])
-        assert evidence.problems == [f"1 black box of another job (other, not job-1) is left out: {job_dir}/rank2.5.box."]
+        assert (ranks_of(evidence), evidence.job, evidence.other_jobs) == (
+            [0, 1, 2, 3],
+            "job-1",
+            ["other"],
+        )
+        assert evidence.problems == [
+            f"1 black box of another job (other, not job-1) is left out: {job_dir}/rank2.5.box."
+        ]
         assert ranks_of(read_evidence([job_dir], job="other")) == [2]
-        assert read_evidence([job_dir], job="third").problems[0] == "There is no black box of job third here, only of job-1, other."
+        assert (
+            read_evidence([job_dir], job="third").problems[0]
+            == "There is no black box of job third here, only of job-1, other."
+        )
 
     def test_of_several_jobs_the_last_one(self, tmp_path: Path) -> None:
         for number, job in enumerate(("b", "c", "a")):
@@ -327,7 +435,8 @@ class TestReading:
         (tmp_path / "observed-x.json").write_text('{"schema": "commlens.observed/1", "ranks": {')
         (tmp_path / "observed-y.json").write_text('{"schema": "commlens.observed/7"}')
         (tmp_path / "observed-z.json").write_text(
-            '{"schema": "commlens.observed/1", "job": "job-1", "ranks": {"0": {"end": "?", "signal": "SIGTERM"}, "x": 1}}'
+            '{"schema": "commlens.observed/1", "job": "job-1", "ranks": {"0": {"end": "?",'
+            ' "signal": "SIGTERM"}, "x": 1}}'
         )
         os.mkfifo(tmp_path / "pipe.box")
         (tmp_path / "loop").symlink_to(tmp_path)
@@ -374,10 +483,15 @@ class TestReading:
 
     @pytest.mark.launches
     def test_it_needs_neither_torch_nor_rich_nor_numpy(self) -> None:
-        code = "import sys, commlens.dumps.save; print(sorted({'torch', 'rich', 'numpy'} & set(sys.modules)))"
+        code = (
+            "import sys, commlens.dumps.save; print(sorted({'torch', 'rich', 'numpy'} &"
+            " set(sys.modules)))"
+        )
         assert run(code).strip() == "[]"
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(st.data())
     def test_damage_of_any_file_of_a_dump(self, tmp_path: Path, data: st.DataObject) -> None:
         dump = tmp_path / "dumps"
@@ -389,7 +503,9 @@ class TestReading:
             case "cut":
                 del content[data.draw(st.integers(0, len(content))) :]
             case "flip":
-                for at in data.draw(st.lists(st.integers(0, min(len(content), 9000) - 1), min_size=1, max_size=5)):
+                for at in data.draw(
+                    st.lists(st.integers(0, min(len(content), 9000) - 1), min_size=1, max_size=5)
+                ):
                     content[at] ^= 1 << data.draw(st.integers(0, 7))
             case "replace":
                 content = bytearray(data.draw(st.binary(max_size=200)))
@@ -425,7 +541,14 @@ def let_everybody_in(folder: Path) -> None:
 
 def run(code: str) -> str:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -443,7 +566,9 @@ class TestSaving:
         (precious / "rank0.1.box").write_bytes(busy_box().bytes())
         (dumps / "link").symlink_to(precious)
         for number in range(5):
-            saved = save_dump(live_job(tmp_path, 1, job=f"job-{number}x"), dumps, {}, host="n03", keep=3)
+            saved = save_dump(
+                live_job(tmp_path, 1, job=f"job-{number}x"), dumps, {}, host="n03", keep=3
+            )
             if number == 0:
                 (saved / "notes.txt").write_text("keep me")
                 first = saved
@@ -464,11 +589,15 @@ class TestSaving:
         page, verdict = render_page("verdict", title="t", data={}), Verdict().to_json()
         saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
         assert save_reports(saved, host="n03", page=page, verdict=verdict) == saved / "index.html"
-        assert (saved / "index.html").read_bytes() == page and (saved / "verdict.json").read_bytes() == verdict
+        assert (saved / "index.html").read_bytes() == page and (
+            saved / "verdict.json"
+        ).read_bytes() == verdict
         assert read_evidence([saved]).problems == []
         # Another node that saves into the same folder has a verdict of its own.
         save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n04", keep=1)
-        assert save_reports(saved, host="n04", page=page, verdict=verdict) == saved / "index-n04.html"
+        assert (
+            save_reports(saved, host="n04", page=page, verdict=verdict) == saved / "index-n04.html"
+        )
         save_dump(live_job(tmp_path, job="job-2"), tmp_path / "dumps", {}, host="n03", keep=1)
         assert not saved.exists()
 
@@ -490,7 +619,9 @@ class TestSaving:
             save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
         assert list(elsewhere.iterdir()) == []
 
-    def test_a_box_that_is_too_large_or_damaged_is_left_out_with_a_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_box_that_is_too_large_or_damaged_is_left_out_with_a_sentence(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("commlens.dumps.save.BOX_BYTES_MAX", 1 << 20)
         job_dir = live_job(tmp_path, 2)
         busy_box(2, pid=102, capacity=4000).write(job_dir)
@@ -500,19 +631,32 @@ class TestSaving:
         assert ranks_of(evidence) == [0, 1]
         large, damaged = evidence.problems
         assert large.startswith("rank2.102.box was not saved: it has ")
-        assert damaged == f"rank3.103.box was not saved: {job_dir}/rank3.103.box is not a commlens black box."
+        assert (
+            damaged
+            == f"rank3.103.box was not saved: {job_dir}/rank3.103.box is not a commlens black box."
+        )
         monkeypatch.setattr("commlens.dumps.save.BOX_BYTES_MAX", 100)
-        with pytest.raises(DumpError, match=r"None of the 4 black boxes in .* could be saved: rank0\.100\.box was not saved"):
+        with pytest.raises(
+            DumpError,
+            match=r"None of the 4 black boxes in .* could be saved: rank0\.100\.box was not saved",
+        ):
             save_dump(job_dir, tmp_path / "dumps2", {}, host="n03", keep=3)
 
-    @pytest.mark.parametrize(("mode", "modes"), [(None, {0o600, 0o700}), (0o640, {0o640, 0o750}), (0o664, {0o664, 0o775})])
+    @pytest.mark.parametrize(
+        ("mode", "modes"),
+        [(None, {0o600, 0o700}), (0o640, {0o640, 0o750}), (0o664, {0o664, 0o775})],
+    )
     def test_its_permissions(self, tmp_path: Path, mode: int | None, modes: set[int]) -> None:
         before = os.umask(0o077)
         try:
             options = {} if mode is None else {"mode": mode}
-            saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {0: SEEN}, host="n03", keep=3, **options)
+            saved = save_dump(
+                live_job(tmp_path), tmp_path / "dumps", {0: SEEN}, host="n03", keep=3, **options
+            )
             save_reports(saved, host="n03", page=b"<!", verdict=b"{}", **options)
-            add_node(saved, [SavedRank(5, 7, SEEN, b"COMMPACK", 1)], host="n04", job="job-1", **options)
+            add_node(
+                saved, [SavedRank(5, 7, SEEN, b"COMMPACK", 1)], host="n04", job="job-1", **options
+            )
         finally:
             os.umask(before)
         assert len(list(saved.iterdir())) == 10
@@ -534,7 +678,9 @@ class TestSaving:
     @pytest.mark.parametrize("root", ["file/dumps", "file", "/proc/nothing/here"])
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path, root: str) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(DumpError, match=r"No dump could be written to .*: .*\. Choose another folder"):
+        with pytest.raises(
+            DumpError, match=r"No dump could be written to .*: .*\. Choose another folder"
+        ):
             save_dump(live_job(tmp_path), tmp_path / root, {}, host="n03", keep=3)
 
     def test_a_read_only_folder(self, tmp_path: Path) -> None:
@@ -548,13 +694,17 @@ class TestSaving:
             save_dump(job_dir, dumps, {}, host="n03", keep=3)
         target = dumps / dump_name([job_dir])
         assert (
-            str(error.value) == f"No dump could be written to {target}: permission denied. Choose another folder with the setting dump_dir."
+            str(error.value)
+            == f"No dump could be written to {target}: permission denied. Choose another folder"
+            " with the setting dump_dir."
         )
 
     @pytest.mark.launches
     @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (2000, 1)])
     def test_no_room(self, tmp_path: Path, limit: int, saved: int) -> None:
-        """A limit on the size of files stands for a full disk: the write fails in the middle of a file."""
+        """A limit on the size of files stands for a full disk: the write fails in the middle of a
+        file.
+        """
         job_dir = live_job(tmp_path, 1)
         busy_box(1, pid=200, capacity=2000, records=500).write(job_dir)
         code = f"""
@@ -568,9 +718,13 @@ try:
 except DumpError as error:
     print(error)
 """
-        assert f"could not be written (file too large); {saved} of 2 black boxes were saved" in run(code)
+        assert f"could not be written (file too large); {saved} of 2 black boxes were saved" in run(
+            code
+        )
         left = [path for path in (tmp_path / "dumps").rglob("*") if path.is_file()]
-        assert sorted(path.name for path in left) == ([] if not saved else [MARKER, "rank0.100.box"])
+        assert sorted(path.name for path in left) == (
+            [] if not saved else [MARKER, "rank0.100.box"]
+        )
         for path in left:
             if path.suffix == ".box":
                 assert read_box(path).problems == []
@@ -594,7 +748,12 @@ class TestDiscarding:
         (job_dir / "rank2.5.box").symlink_to(target)
         (job_dir / "rank3.5.box").mkdir()
         discard_job(job_dir)
-        assert sorted(path.name for path in job_dir.iterdir()) == ["notes.txt", "rank1.5.box", "rank2.5.box", "rank3.5.box"]
+        assert sorted(path.name for path in job_dir.iterdir()) == [
+            "notes.txt",
+            "rank1.5.box",
+            "rank2.5.box",
+            "rank3.5.box",
+        ]
         assert target.exists()
 
     def test_a_link_to_a_job_is_not_followed(self, tmp_path: Path) -> None:

@@ -36,7 +36,14 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_here(dumps: Path) -> None:
     problems: list[str] = []
     steps: list[tuple[int, int]] = []
-    found = list(reduce_foreign(discover(dumps), count, problems, progress=lambda done, total: steps.append((done, total))))
+    found = list(
+        reduce_foreign(
+            discover(dumps),
+            count,
+            problems,
+            progress=lambda done, total: steps.append((done, total)),
+        )
+    )
     assert found == [(rank, 16) for rank in range(8)]
     assert len(problems) == 2
     assert steps[-1] == (10, 10)
@@ -68,8 +75,11 @@ if __name__ == "__main__":
 
 @pytest.mark.launches
 def test_in_other_processes(dumps: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)  # a program of its own, which takes its helpers along when it ends
-    done = subprocess.run([sys.executable, tmp_path / "script.py", dumps], capture_output=True, text=True, timeout=100)
+    # a program of its own, which takes its helpers along when it ends
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", dumps], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{[(rank, 16) for rank in range(8)]} 2\n"
 
@@ -95,5 +105,7 @@ def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
         "assert dict(os.environ) == before\n"
         "assert _may_fork(), os.listdir('/proc/self/task')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Entries around a fault, side by side: aligned, one column for all ranks that did the same, on one screen."""
+"""Entries around a fault, side by side: aligned, one column for all ranks that did the same, on one
+screen.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,30 @@ from commlens.reports.entries_terminal import print_entries, room
 Program = Callable[[Job, int], Iterator[object]]
 
 
-def table_of(logs: Sequence[RankLog], selection: EntrySelection | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
+def table_of(
+    logs: Sequence[RankLog],
+    selection: EntrySelection | None = None,
+    *,
+    rows: int = 14,
+    columns: int = 3,
+) -> EntryTable:
     chosen = selection or select_entries(diagnose_logs(logs))
-    return lay_out([found for log in logs if (found := collect_entries(columns_from_log(log), chosen))], chosen, rows=rows, columns=columns)
+    return lay_out(
+        [found for log in logs if (found := collect_entries(columns_from_log(log), chosen))],
+        chosen,
+        rows=rows,
+        columns=columns,
+    )
 
 
-def tables_of(logs: Sequence[RankLog], group: str, only: set[int] | None = None) -> list[EntryTable]:
+def tables_of(
+    logs: Sequence[RankLog], group: str, only: set[int] | None = None
+) -> list[EntryTable]:
     examined = examine_logs(logs)
     selections = select_group(examined.job, group, select_entries(examined.verdict, only))
-    return lay_out_groups(read_entries(examined.job, [], selections), selections, rows=14, columns=3)
+    return lay_out_groups(
+        read_entries(examined.job, [], selections), selections, rows=14, columns=3
+    )
 
 
 def printed(table: EntryTable, *, stacks: bool = False, width: int = 100) -> list[str]:
@@ -54,12 +71,26 @@ def test_the_culprit_is_next_to_the_waiting_ranks() -> None:
     assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks in 2 columns"
     assert lines[2].split() == ["rank", "2", "ranks", "0-1,3"]
     assert lines[3].split() == ["culprit", "waiting"]
-    assert lines[-2].split() == [">", "11", "all_reduce", "float32[100]", "SUM", "not", "issued", "in", "flight"]
+    assert lines[-2].split() == [
+        ">",
+        "11",
+        "all_reduce",
+        "float32[100]",
+        "SUM",
+        "not",
+        "issued",
+        "in",
+        "flight",
+    ]
     assert lines[-1].split() == ["train.py:20", "step"]
 
 
 def test_only_differing_tensors_and_lines_are_repeated() -> None:
-    lines = printed(table_of(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 50, line=21)))).logs()))
+    lines = printed(
+        table_of(
+            Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 50, line=21)))).logs()
+        )
+    )
     assert "float32[50] SUM, in flight" in lines[-2]
     assert "train.py:21 step" in lines[-1]
 
@@ -73,13 +104,19 @@ def test_stacks_are_shown_once() -> None:
 def test_many_ranks_fit_on_one_screen() -> None:
     rows, columns, width = room(100, 24)
     logs = stuck(8, 2)
-    like = [found for log in logs if (found := collect_entries(columns_from_log(log), select_entries(diagnose_logs(logs))))]
+    like = [
+        found
+        for log in logs
+        if (found := collect_entries(columns_from_log(log), select_entries(diagnose_logs(logs))))
+    ]
     several = []
     for rank in range(4096):
         one = like[2 if rank == 1234 else 0]
         copy = type(one)(rank, one.group, dict(one.cells), one.first, one.elsewhere)
         if rank % 600 == 7:  # seven stragglers, each in another place
-            copy.cells = {number: cell for number, cell in copy.cells.items() if number < 11 - rank // 600}
+            copy.cells = {
+                number: cell for number, cell in copy.cells.items() if number < 11 - rank // 600
+            }
         several.append(copy)
     selection = EntrySelection("0", tuple(range(4096)), 11, culprits=(1234,), kind="missing")
     lines = printed(lay_out(several, selection, rows=rows, columns=columns), width=width)
@@ -123,7 +160,9 @@ def test_messages_are_in_each_ranks_own_order() -> None:
 def test_ranks_and_groups_can_be_chosen() -> None:
     logs = stuck(4, 2)
     verdict = diagnose_logs(logs)
-    assert [column.ranks for column in table_of(logs, select_entries(verdict, only={0, 2})).columns] == [[2], [0]]
+    assert [
+        column.ranks for column in table_of(logs, select_entries(verdict, only={0, 2})).columns
+    ] == [[2], [0]]
     assert [table.fault for table in tables_of(logs, "default_pg")] == [11]
     assert tables_of(logs, "other") == []
 
@@ -139,8 +178,10 @@ def test_all_groups_of_a_name_are_shown_with_their_messages() -> None:
 
     tables = tables_of(Job(4).run(program).logs(), "tp")
     assert [(table.group, table.messages) for table in tables] == [
-        ("group tp [2-3]", False), ("group tp [2-3]", True), ("group tp [0-1]", False)
-    ]  # fmt: skip
+        ("group tp [2-3]", False),
+        ("group tp [2-3]", True),
+        ("group tp [0-1]", False),
+    ]
     assert tables[0].fault == 2 and len(tables[2].numbers) == 2
     (only,) = tables_of(Job(4).run(program).logs(), "tp", {0})
     assert only.group == "group tp [0-1]"
@@ -157,4 +198,7 @@ def test_ops_in_flight_on_other_groups() -> None:
 
     logs = Job(4).run(program).logs()
     selection = EntrySelection("0", (0, 1, 2, 3), 4, culprits=(1,), kind="missing")
-    assert any(line == "Elsewhere, rank 0: all_reduce #3 of group tp [0-1], in flight" for line in printed(table_of(logs, selection)))
+    assert any(
+        line == "Elsewhere, rank 0: all_reduce #3 of group tp [0-1], in flight"
+        for line in printed(table_of(logs, selection))
+    )

@@ -12,16 +12,29 @@ from commlens.model.verdict import Verdict
 
 
 def tensor(size: int, dtype: str) -> str:
-    return f"TensorShape=[{size}], TensorDtypes={dtype}, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda)"
+    return (
+        f"TensorShape=[{size}], TensorDtypes={dtype}, TensorDeviceTypes=TensorOptions(dtype=float"
+        " (default), device=cuda)"
+    )
 
 
-def detail(own: int, other: int, mine: str = "BROADCAST", theirs: str = "REDUCE", tensors: tuple[str, str] = ("", "")) -> str:
+def detail(
+    own: int,
+    other: int,
+    mine: str = "BROADCAST",
+    theirs: str = "REDUCE",
+    tensors: tuple[str, str] = ("", ""),
+) -> str:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL, as torch 2.6 words it."""
-    first = f"CollectiveFingerPrint(SequenceNumber=152517, OpType={mine}{tensors[0] and ', '}{tensors[0]})"
+    first = (
+        "CollectiveFingerPrint(SequenceNumber=152517,"
+        f" OpType={mine}{tensors[0] and ', '}{tensors[0]})"
+    )
     second = f"CollectiveFingerPrint(SequenceNumber=152518{tensors[1] and ', '}OpType={theirs}{tensors[1] and ', '}{tensors[1]})"
     return (
-        f"RuntimeError: Detected mismatch between collectives on ranks. Rank {own} is running collective: {first}, but Rank {other} is "
-        f"running collective: {second}.Collectives differ in the following aspects: \t Sequence number: 152517vs 152518"
+        f"RuntimeError: Detected mismatch between collectives on ranks. Rank {own} is running"
+        f" collective: {first}, but Rank {other} is running collective: {second}.Collectives differ"
+        " in the following aspects: \t Sequence number: 152517vs 152518"
     )
 
 
@@ -34,7 +47,12 @@ def ddp(own: int, mine: int, other: int, theirs: int) -> str:
 
 def raised(rank: int, text: str, line: int = 26) -> str:
     """The traceback of a rank in a job's log."""
-    lines = ["Traceback (most recent call last):", f'  File "/work/train.py", line {line}, in main', "    step()", *text.splitlines()]
+    lines = [
+        "Traceback (most recent call last):",
+        f'  File "/work/train.py", line {line}, in main',
+        "    step()",
+        *text.splitlines(),
+    ]
     return "".join(f"[rank{rank}]: {one}\n" for one in lines)
 
 
@@ -47,21 +65,42 @@ def judge(folder: Path, *lines: str) -> Verdict:
     ("text", "about", "values"),
     [
         (detail(1, 0), "op", ((1, "broadcast"), (0, "reduce"))),
-        (detail(1, 0, "ALLREDUCE", "ALLREDUCE", (tensor(2, "Float"), tensor(3, "Float"))), "shape", ((1, "[2]"), (0, "[3]"))),
-        (detail(1, 0, "ALLREDUCE", "ALLREDUCE", (tensor(2, "Float"), tensor(2, "Half"))), "dtype", ((1, "Float"), (0, "Half"))),
+        (
+            detail(1, 0, "ALLREDUCE", "ALLREDUCE", (tensor(2, "Float"), tensor(3, "Float"))),
+            "shape",
+            ((1, "[2]"), (0, "[3]")),
+        ),
+        (
+            detail(1, 0, "ALLREDUCE", "ALLREDUCE", (tensor(2, "Float"), tensor(2, "Half"))),
+            "dtype",
+            ((1, "Float"), (0, "Half")),
+        ),
         (ddp(0, 5, 2, 4), "parameters", ((0, "5 parameters"), (2, "4 parameters"))),
     ],
 )
 def test_ranks_that_differ(text: str, about: str, values: object) -> None:
     claim = claim_of(text)
-    assert claim is not None and (claim.about, claim.own, claim.values) == (about, values[0][0], values)  # type: ignore[index]
+    assert claim is not None and (claim.about, claim.own, claim.values) == (
+        about,
+        values[0][0],
+        values,
+    )  # type: ignore[index]
 
 
 def test_other_texts_name_nobody() -> None:
     assert claim_of("ValueError: rank 3 has 4 params") is None and claim_of(None) is None
-    assert worker_end("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.") == "is killed by signal: Killed"
-    assert worker_end("RuntimeError: DataLoader worker (pid(s) 47, 48) exited unexpectedly") == "exited unexpectedly"
-    assert names_backend("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3")
+    assert (
+        worker_end("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.")
+        == "is killed by signal: Killed"
+    )
+    assert (
+        worker_end("RuntimeError: DataLoader worker (pid(s) 47, 48) exited unexpectedly")
+        == "exited unexpectedly"
+    )
+    assert names_backend(
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by"
+        " peer [127.0.0.1]:3"
+    )
     assert not names_backend("ConnectionResetError: [Errno 104] Connection reset by peer")
 
 
@@ -70,16 +109,37 @@ def test_other_texts_name_nobody() -> None:
     [
         ({1: detail(1, 0), 2: detail(2, 0), 3: detail(3, 0)}, "mismatch/op", [0], [1, 2, 3]),
         ({0: detail(0, 1, "REDUCE", "BROADCAST"), 1: detail(1, 0)}, "mismatch/op", [], [0, 1]),
-        ({4: detail(0, 1, "REDUCE", "BROADCAST"), 5: detail(1, 0), 6: detail(2, 0)}, "mismatch/op", [], [4, 5, 6]),  # of a smaller group
-        ({0: ddp(0, 5, 2, 4), 1: ddp(1, 5, 2, 4), 2: ddp(2, 4, 0, 5)}, "mismatch/shape", [2], [0, 1]),
-        ({0: ddp(0, 5, 2, 4), 1: ddp(1, 5, 2, 4), 2: ddp(2, 4, 0, 5), 3: ddp(3, 4, 0, 5)}, "mismatch/shape", [], [0, 1, 2, 3]),
+        # of a smaller group
+        (
+            {4: detail(0, 1, "REDUCE", "BROADCAST"), 5: detail(1, 0), 6: detail(2, 0)},
+            "mismatch/op",
+            [],
+            [4, 5, 6],
+        ),
+        (
+            {0: ddp(0, 5, 2, 4), 1: ddp(1, 5, 2, 4), 2: ddp(2, 4, 0, 5)},
+            "mismatch/shape",
+            [2],
+            [0, 1],
+        ),
+        (
+            {0: ddp(0, 5, 2, 4), 1: ddp(1, 5, 2, 4), 2: ddp(2, 4, 0, 5), 3: ddp(3, 4, 0, 5)},
+            "mismatch/shape",
+            [],
+            [0, 1, 2, 3],
+        ),
     ],
 )
 def test_the_rank_that_the_others_name_is_the_culprit_of_one_fault(
     tmp_path: Path, ranks: dict[int, str], kind: str, culprits: list[int], victims: list[int]
 ) -> None:
     verdict = judge(tmp_path, *(raised(rank, text) for rank, text in ranks.items()))
-    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == (kind, "exception", culprits, victims)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == (
+        kind,
+        "exception",
+        culprits,
+        victims,
+    )
     assert len(verdict.findings) == 1 and (verdict.confidence == "low") == (not culprits)
 
 
@@ -92,24 +152,47 @@ RuntimeError: PytorchStreamReader failed reading zip archive
 
 
 @pytest.mark.parametrize(("ranks", "culprits"), [(range(3), [1]), ([4, 5], [])])
-def test_the_rank_that_a_checkpoint_failed_on_and_its_error(tmp_path: Path, ranks: list[int], culprits: list[int]) -> None:
-    """The numbers are those of the checkpoint's group: where rank 1 raised nothing, it may be another one."""
+def test_the_rank_that_a_checkpoint_failed_on_and_its_error(
+    tmp_path: Path, ranks: list[int], culprits: list[int]
+) -> None:
+    """The numbers are those of the checkpoint's group: where rank 1 raised nothing, it may be
+    another one.
+    """
     verdict = judge(tmp_path, *(raised(rank, CHECKPOINT) for rank in ranks))
-    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", culprits, sorted({*ranks} - {*culprits}))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == (
+        "dead",
+        culprits,
+        sorted({*ranks} - {*culprits}),
+    )
     who = "rank 1" if culprits else "rank 1 of its group"
     error = "RuntimeError: PytorchStreamReader failed reading zip archive"
-    assert verdict.summary == f"{who} failed in a distributed checkpoint at train.py:26 main: {error}"
+    assert (
+        verdict.summary == f"{who} failed in a distributed checkpoint at train.py:26 main: {error}"
+    )
     assert len(verdict.findings) == 1
 
 
 def test_errors_that_differ_in_numbers_are_one_fault(tmp_path: Path) -> None:
-    texts = {rank: f"RuntimeError: rank {rank}: bad pointer 0x7f{rank}a of size {100 + rank}" for rank in range(3)}
-    verdict = judge(tmp_path, *(raised(rank, text) for rank, text in texts.items()), raised(3, "ValueError: another one", 40))
-    assert [(one.kind, one.culprits) for one in verdict.findings] == [("dead", [0, 1, 2]), ("dead", [3])]
+    texts = {
+        rank: f"RuntimeError: rank {rank}: bad pointer 0x7f{rank}a of size {100 + rank}"
+        for rank in range(3)
+    }
+    verdict = judge(
+        tmp_path,
+        *(raised(rank, text) for rank, text in texts.items()),
+        raised(3, "ValueError: another one", 40),
+    )
+    assert [(one.kind, one.culprits) for one in verdict.findings] == [
+        ("dead", [0, 1, 2]),
+        ("dead", [3]),
+    ]
     assert "(on rank 0; the same on the others, but for numbers)" in verdict.findings[0].summary
 
 
-CLOSED = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3211{}"
+CLOSED = (
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    " [127.0.0.1]:3211{}"
+)
 
 
 @pytest.mark.parametrize(("ranks", "culprits"), [([0, 1, 3], [2]), ([0, 1, 2], []), ([0, 4], [])])
@@ -117,20 +200,42 @@ def test_of_ranks_whose_connection_was_closed_the_one_without_a_line_is_the_susp
     tmp_path: Path, ranks: list[int], culprits: list[int]
 ) -> None:
     verdict = judge(tmp_path, *(raised(rank, CLOSED.format(rank)) for rank in ranks))
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("dead", culprits, ranks, "low")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "dead",
+        culprits,
+        ranks,
+        "low",
+    )
     assert len(verdict.findings) == 1
 
 
 def test_a_data_loaders_worker_that_was_killed(tmp_path: Path) -> None:
-    verdict = judge(tmp_path, raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "), "[rank0]: step 1\n")
+    verdict = judge(
+        tmp_path,
+        raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "),
+        "[rank0]: step 1\n",
+    )
     assert (verdict.kind, verdict.culprits) == ("dead", [1])
-    assert "a data loader's worker of rank 1 was killed by signal: Killed: memory is the usual reason" in verdict.next_step
+    assert (
+        "a data loader's worker of rank 1 was killed by signal: Killed: memory is the usual reason"
+        in verdict.next_step
+    )
 
 
 @pytest.mark.parametrize("prefix", ["[default1]:[rank1]: ", "[rank1]: "])
-def test_the_receiver_of_a_message_that_is_too_large_need_not_be_wrong(tmp_path: Path, prefix: str) -> None:
-    enforce = "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
-    lines = ["terminate called after throwing an instance of 'gloo::EnforceNotMet'", f"  what():  {enforce}"]
+def test_the_receiver_of_a_message_that_is_too_large_need_not_be_wrong(
+    tmp_path: Path, prefix: str
+) -> None:
+    enforce = (
+        "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <="
+        " op.nbytes. 8 vs 4"
+    )
+    lines = [
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        f"  what():  {enforce}",
+    ]
     verdict = judge(tmp_path, *(f"{prefix}{line}\n" for line in lines), raised(0, CLOSED.format(0)))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [], [1])
-    assert verdict.summary.startswith("rank 1 received 8 bytes where it expects 4: ranks pass tensors of different sizes")
+    assert verdict.summary.startswith(
+        "rank 1 received 8 bytes where it expects 4: ranks pass tensors of different sizes"
+    )

@@ -9,7 +9,14 @@ from commlens.model.collective import Frame, FrameKind
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog, ThreadStack
 
-PREFIXES = kind_prefixes({"prefixes": {"torch": "/v/lib/python3.12/site-packages/torch", "python": ["/usr/lib/python3.12"]}})
+PREFIXES = kind_prefixes(
+    {
+        "prefixes": {
+            "torch": "/v/lib/python3.12/site-packages/torch",
+            "python": ["/usr/lib/python3.12"],
+        }
+    }
+)
 RAY = "/v/lib/python3.12/site-packages/ray/_private/worker.py"
 
 
@@ -41,12 +48,19 @@ def test_kinds_of_files(file: str, kind: str) -> None:
 
 def test_the_users_thread_counts_where_the_main_one_is_a_workers_loop() -> None:
     loop = ThreadStack(1, "MainThread", (Frame(RAY, 887, "main_loop", FrameKind.LIBRARY),), 5, True)
-    training = ThreadStack(2, "train", (Frame(RAY, 3, "wrapper", FrameKind.LIBRARY), Frame(SCRIPT, 57, "load_batch")), 5)
+    training = ThreadStack(
+        2,
+        "train",
+        (Frame(RAY, 3, "wrapper", FrameKind.LIBRARY), Frame(SCRIPT, 57, "load_batch")),
+        5,
+    )
     log = RankLog(0, 2, stacks=[loop, training])
     assert log.main_stack is training
     assert log.main_stack.source == training.frames[1]
     log.stacks.append(ThreadStack(3, "other", (Frame(SCRIPT, 70, "serve"),), 5))
-    assert log.main_stack is loop, "no thread has issued a collective yet, and two run the user's code"
+    assert log.main_stack is loop, (
+        "no thread has issued a collective yet, and two run the user's code"
+    )
     own = ThreadStack(1, "MainThread", (*loop.frames, Frame(SCRIPT, 90, "main")), 6, True)
     log.stacks = [own, training]
     assert log.main_stack is own

@@ -22,19 +22,35 @@ def box(folder: Path, *, silent_s: float, setup: int = 0, ended: bool = True) ->
     """Write a box whose process gave its last sign of life so long ago."""
     folder.mkdir()
     path = folder / job_dirs.box_name(0, os.getpid())
-    start = 1 if ended else job_dirs.start_ticks(os.getpid())  # no process has this pid and this start
-    writer = BoxWriter(path, capacity=4, rank=0, world_size=2, local_rank=0, start_ticks=start, about=job_dirs.this_machine()._asdict())
+    # no process has this pid and this start
+    start = 1 if ended else job_dirs.start_ticks(os.getpid())
+    writer = BoxWriter(
+        path,
+        capacity=4,
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        start_ticks=start,
+        about=job_dirs.this_machine()._asdict(),
+    )
     writer.word(L.HEARTBEAT_UNIX, time.time_ns() - int(silent_s * 1e9))
     writer.word(L.SETUP, setup)
     return path
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_boxes_of_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_scarce: bool) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20 if is_scarce else 1 << 40))
+def test_boxes_of_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_scarce: bool
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20 if is_scarce else 1 << 40)
+    )
     own = box(tmp_path / "own", silent_s=9000)
     live = box(tmp_path / "live", silent_s=9000, ended=False)
-    used, unused = box(tmp_path / "used", silent_s=9000, setup=64), box(tmp_path / "unused", silent_s=9000)
+    used, unused = (
+        box(tmp_path / "used", silent_s=9000, setup=64),
+        box(tmp_path / "unused", silent_s=9000),
+    )
     recent, just_ended = box(tmp_path / "recent", silent_s=300), box(tmp_path / "just", silent_s=20)
     job_box._free_ended_boxes(own.parent)
     assert own.exists() and live.exists() and just_ended.exists()
@@ -42,19 +58,31 @@ def test_boxes_of_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is
     assert used.exists() is recent.exists() is not is_scarce
 
 
-def test_a_lock_that_is_held_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_held_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job_box, "_LOCK_S", 0.1)
     with job_box._locked(tmp_path), job_box._locked(tmp_path):
         pass
 
 
-def test_a_rank_that_two_processes_have_is_told_with_who_started_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher's ranks 0 and 1 spawn ranks 0 and 1 each."""
     machine, here = job_dirs.this_machine()._asdict(), os.getpid()
     launched = []
     for rank, pid in enumerate((here, os.getppid())):
         path = tmp_path / job_dirs.box_name(rank, pid)
-        BoxWriter(path, capacity=4, rank=rank, world_size=2, local_rank=rank, start_ticks=job_dirs.start_ticks(pid), about=machine)
+        BoxWriter(
+            path,
+            capacity=4,
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            start_ticks=job_dirs.start_ticks(pid),
+            about=machine,
+        )
         launched.append(path)
     place = Place(1, 2, "file:///tmp/meeting")
     monkeypatch.setattr(job_box, "_box_of_ancestor", lambda _: launched[0])
@@ -63,13 +91,20 @@ def test_a_rank_that_two_processes_have_is_told_with_who_started_each(tmp_path: 
     (claim,) = [path for path in tmp_path.iterdir() if path.name.startswith(".claim")]
     prefix = "-".join(claim.name.split("-")[:3])
     parent = next(job_dirs.owner(box).pid for box in launched[:1])  # type: ignore[union-attr]
-    for other, started_by, found in ((1, parent, False), (os.getppid(), 7, False), (os.getppid(), os.getppid(), True)):
+    for other, started_by, found in (
+        (1, parent, False),
+        (os.getppid(), 7, False),
+        (os.getppid(), os.getppid(), True),
+    ):
         note = tmp_path / f"{prefix}-{other}-{job_dirs.start_ticks(other)}-{started_by}"
         note.touch()
         said = job_box.twin_of(None, place)  # type: ignore[arg-type]
         assert said.startswith("rank 1 exists twice: ") is found, said
         note.unlink()
-    assert f"and process {other}, which rank 1 (pid {other}) started" in said and "start train.py without the launcher" in said
+    assert (
+        f"and process {other}, which rank 1 (pid {other}) started" in said
+        and "start train.py without the launcher" in said
+    )
     assert job_box.twin_of(None, Place(0, 2, "file:///tmp/meeting")) == "", "another rank"  # type: ignore[arg-type]
     discard(tmp_path)
     assert not list(tmp_path.glob(".claim*"))

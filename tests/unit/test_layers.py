@@ -1,4 +1,6 @@
-"""Imports point one way, between rooms and between files: no circle, not even through an import inside a function."""
+"""Imports point one way, between rooms and between files: no circle, not even through an import
+inside a function.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outside": {"blackbox", "diagnosis", "errors", "model", "processes", "text", "watch"},
     "native": {"blackbox", "boards", "errors"},
     "tap": {"blackbox", "matching", "model", "text"},
-    "capture": {"blackbox", "config", "error_file", "errors", "model", "native", "tap", "text", "version"},
+    "capture": {
+        "blackbox",
+        "config",
+        "error_file",
+        "errors",
+        "model",
+        "native",
+        "tap",
+        "text",
+        "version",
+    },
     "verification": {"blackbox", "boards", "errors", "matching", "model", "tap", "text"},
     "tracing": {"errors", "model", "native", "tap", "traces", "version"},
     "launch": {
@@ -70,7 +82,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "scenarios": {"errors", "model"},
-    "testing": {"blackbox", "config", "diagnosis", "dumps", "errors", "launch", "model", "reports", "text", "traces", "tracing", "watch"},
+    "testing": {
+        "blackbox",
+        "config",
+        "diagnosis",
+        "dumps",
+        "errors",
+        "launch",
+        "model",
+        "reports",
+        "text",
+        "traces",
+        "tracing",
+        "watch",
+    },
     "commands": {
         "atomic_write",
         "config",
@@ -92,12 +117,31 @@ MAY_IMPORT: dict[str, set[str]] = {
         "version",
         "watch",
     },
-    "__init__": {"diagnosis", "errors", "launch", "model", "traces", "tracing", "verification", "version", "watch"},
+    "__init__": {
+        "diagnosis",
+        "errors",
+        "launch",
+        "model",
+        "traces",
+        "tracing",
+        "verification",
+        "version",
+        "watch",
+    },
     "__main__": {"commands"},
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "native", "scenarios", "tap", "testing", "tracing", "verification"}
+TORCH_USERS = {
+    "capture",
+    "launch",
+    "native",
+    "scenarios",
+    "tap",
+    "testing",
+    "tracing",
+    "verification",
+}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",
@@ -129,17 +173,25 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 yield inner if inner in MODULES else module, node.lineno
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "reports").rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize(
+    "path",
+    sorted((PACKAGE / "reports").rglob("*.py")),
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
 def test_reports_import_only_types_of_the_diagnosis(path):
     """A report draws an examined job; it does not diagnose."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commlens.diagnosis"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "commlens.diagnosis"
+        ):
             functions = [alias.name for alias in node.names if not alias.name[0].isupper()]
             assert not functions, f"{path}:{node.lineno}: {functions}"
 
 
 def room(module: str) -> str:
-    """The room of one of our modules; the package's own ``__init__`` and ``__main__`` count as rooms."""
+    """The room of one of our modules; the package's own ``__init__`` and ``__main__`` count as
+    rooms.
+    """
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -173,7 +225,12 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 def our_imports() -> dict[str, set[str]]:
     return {
-        module_name(path): {module for module, _ in imports(path) if module in MODULES and module != module_name(path)} for path in FILES
+        module_name(path): {
+            module
+            for module, _ in imports(path)
+            if module in MODULES and module != module_name(path)
+        }
+        for path in FILES
     }
 
 
@@ -184,7 +241,9 @@ def test_the_map_of_rooms_in_contributing_is_true():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*) ?\| (.*) \|$", text, flags=re.MULTILINE)
     written = {name: set(re.findall(r"\w+", imported)) for name, imported, _ in rows}
-    assert written == {name: MAY_IMPORT[name] & ROOMS for name in ROOMS}, "CONTRIBUTING.md, the column 'may import'"
+    assert written == {name: MAY_IMPORT[name] & ROOMS for name in ROOMS}, (
+        "CONTRIBUTING.md, the column 'may import'"
+    )
     for name, _, files in rows:
         for file in re.findall(r"`([^`]+)`", files):
             assert (PACKAGE / name / file).exists(), f"CONTRIBUTING.md: {name}/{file}"
@@ -192,7 +251,9 @@ def test_the_map_of_rooms_in_contributing_is_true():
 
 def test_imports_point_down_in_the_picture_of_development():
     picture = (REPOSITORY / "docs" / "development.md").read_text().split("```")[1]
-    line_of = {name: number for number, line in enumerate(picture.splitlines()) for name in line.split()}
+    line_of = {
+        name: number for number, line in enumerate(picture.splitlines()) for name in line.split()
+    }
     assert set(line_of) == ROOMS
     for name in ROOMS:
         for other in MAY_IMPORT[name] & ROOMS - {name}:
@@ -211,9 +272,14 @@ def test_a_file_imports_only_what_its_room_may(path):
     for module, line in imports(path):
         top = module.split(".")[0]
         if module == "commlens":
-            assert here == "scenarios", f"{path}:{line}: only the scenarios, which are user programs, import the public names"
+            assert here == "scenarios", (
+                f"{path}:{line}: only the scenarios, which are user programs, import the public"
+                " names"
+            )
         elif top == "commlens":
-            assert room(module) in MAY_IMPORT[here] | {here}, f"{path}:{line}: {here} may not import {module}"
+            assert room(module) in MAY_IMPORT[here] | {here}, (
+                f"{path}:{line}: {here} may not import {module}"
+            )
         elif top == "torch":
             assert here in TORCH_USERS, f"{path}:{line}: {here} may not import torch"
 
@@ -225,14 +291,19 @@ KNOWN_ROOM_CIRCLES: list[set[str]] = []
 
 def test_no_circle_between_files():
     for circle in circles(our_imports()):
-        assert any({name.removeprefix("commlens.") for name in circle} <= known for known in KNOWN_FILE_CIRCLES), circle
+        assert any(
+            {name.removeprefix("commlens.") for name in circle} <= known
+            for known in KNOWN_FILE_CIRCLES
+        ), circle
 
 
 def test_no_circle_between_rooms():
     rooms: dict[str, set[str]] = {}
     for module, others in our_imports().items():
         if module.startswith("commlens"):
-            rooms.setdefault(room(module), set()).update(room(other) for other in others if room(other) != room(module))
+            rooms.setdefault(room(module), set()).update(
+                room(other) for other in others if room(other) != room(module)
+            )
     for circle in circles(rooms):
         assert any(set(circle) <= known for known in KNOWN_ROOM_CIRCLES), circle
 
@@ -246,18 +317,29 @@ def test_no_file_looks_up_our_own_modules(path):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Call, ast.Subscript)):
             text = ast.get_source_segment(source, node) or ""
-            assert not text.startswith(('sys.modules.get("commlens', 'sys.modules["commlens')), f"{path}:{node.lineno}: {text}"
+            assert not text.startswith(('sys.modules.get("commlens', 'sys.modules["commlens')), (
+                f"{path}:{node.lineno}: {text}"
+            )
 
 
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
 def test_what_a_worker_always_loads_is_standard_library_only(name):
-    allowed = {"commlens.errors", "commlens.blackbox.layout", "commlens.launch.recording"}  # the last: inside commlens_autoload.start
+    # the last: inside commlens_autoload.start
+    allowed = {"commlens.errors", "commlens.blackbox.layout", "commlens.launch.recording"}
     for module, line in imports(SOURCE / name):
         if name == "commlens/config.py" and module == "yaml":
             continue  # only when there is a file to read
-        assert module.split(".")[0] in sys.stdlib_module_names or module in allowed, f"{name}:{line}: {module}"
+        assert module.split(".")[0] in sys.stdlib_module_names or module in allowed, (
+            f"{name}:{line}: {module}"
+        )
 
 
 def test_the_autoload_module_has_nothing_at_its_top_that_could_fail():
     body = ast.parse((SOURCE / "commlens_autoload.py").read_text()).body
-    assert [type(node).__name__ for node in body] == ["Expr", "Import", "Import", "Import", "FunctionDef"]
+    assert [type(node).__name__ for node in body] == [
+        "Expr",
+        "Import",
+        "Import",
+        "Import",
+        "FunctionDef",
+    ]

@@ -1,4 +1,6 @@
-"""commlens as a library: a verdict from paths, in a process that never imports torch, and what a notebook shows of it."""
+"""commlens as a library: a verdict from paths, in a process that never imports torch, and what a
+notebook shows of it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,18 @@ def shown(verdict: Verdict) -> Tags:
     tags.feed(verdict._repr_html_())
     tags.close()
     assert tags.open == []
-    assert tags.tags <= {"div", "table", "tr", "th", "td", "details", "summary", "ul", "li", "small"}
+    assert tags.tags <= {
+        "div",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "details",
+        "summary",
+        "ul",
+        "li",
+        "small",
+    }
     return tags
 
 
@@ -71,7 +84,19 @@ def test_what_a_notebook_shows() -> None:
 def test_nothing_in_a_dump_becomes_markup(text: str, several: list[str]) -> None:
     hostile = f"<script>alert(1)</script>{text}"
     finding = Finding(
-        kind="missing", why="unknown", root_cause=True, culprits=[1], victims=[], confidence="low", summary=hostile, explanation=hostile,
-        evidence=[hostile, *several], source=hostile,
-    )  # fmt: skip
-    shown(Verdict.from_findings([finding, finding], missing_evidence=[hostile, *several], looked_at=hostile))
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=[1],
+        victims=[],
+        confidence="low",
+        summary=hostile,
+        explanation=hostile,
+        evidence=[hostile, *several],
+        source=hostile,
+    )
+    shown(
+        Verdict.from_findings(
+            [finding, finding], missing_evidence=[hostile, *several], looked_at=hostile
+        )
+    )

@@ -14,7 +14,9 @@ from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import WIRE_OPS
 
 
-def asked(op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object) -> CollectiveArgs:
+def asked(
+    op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object
+) -> CollectiveArgs:
     return CollectiveArgs(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
 
 
@@ -31,21 +33,68 @@ def odd_one(usual: CollectiveArgs, odd: CollectiveArgs, size: int = 4) -> object
         (A, asked("barrier"), "op", Severity.ILLEGAL),
         (A, asked("all_reduce", spec((4, 4)), reduce_op="SUM"), "shape", Severity.ILLEGAL),
         (A, asked("all_reduce", spec((5, 4)), reduce_op="SUM"), "shape", Severity.SUSPICIOUS),
-        (A, asked("all_reduce", spec((4, 5), "float16"), reduce_op="SUM"), "dtype", Severity.ILLEGAL),
-        (A, asked("all_reduce", spec((4, 5), device="cuda"), reduce_op="SUM"), "device", Severity.ILLEGAL),
+        (
+            A,
+            asked("all_reduce", spec((4, 5), "float16"), reduce_op="SUM"),
+            "dtype",
+            Severity.ILLEGAL,
+        ),
+        (
+            A,
+            asked("all_reduce", spec((4, 5), device="cuda"), reduce_op="SUM"),
+            "device",
+            Severity.ILLEGAL,
+        ),
         (A, asked("all_reduce", spec((4, 5)), reduce_op="MAX"), "reduce-op", Severity.SUSPICIOUS),
-        (A, asked("all_reduce", spec((4, 5), memory_order=(1, 0)), reduce_op="SUM"), "layout", Severity.SUSPICIOUS),
-        (A, asked("all_reduce", spec((4, 5), layout="sparse_coo"), reduce_op="SUM"), "layout", Severity.ILLEGAL),
-        (asked("broadcast", spec(3), root=0), asked("broadcast", spec(3), root=1), "root", Severity.ILLEGAL),
-        (asked("reduce", spec(3), root=0, reduce_op="SUM"), asked("reduce", spec(3), root=1, reduce_op="SUM"), "root", Severity.ILLEGAL),
-        (asked("broadcast", spec((1, 5)), root=0), asked("broadcast", spec((1, 2, 5)), root=0), "shape", Severity.ILLEGAL),
-        (asked("all_gather", spec(3), outputs=(spec(12),)), asked("all_gather", spec(2), outputs=(spec(8),)), "shape", Severity.ILLEGAL),
+        (
+            A,
+            asked("all_reduce", spec((4, 5), memory_order=(1, 0)), reduce_op="SUM"),
+            "layout",
+            Severity.SUSPICIOUS,
+        ),
+        (
+            A,
+            asked("all_reduce", spec((4, 5), layout="sparse_coo"), reduce_op="SUM"),
+            "layout",
+            Severity.ILLEGAL,
+        ),
+        (
+            asked("broadcast", spec(3), root=0),
+            asked("broadcast", spec(3), root=1),
+            "root",
+            Severity.ILLEGAL,
+        ),
+        (
+            asked("reduce", spec(3), root=0, reduce_op="SUM"),
+            asked("reduce", spec(3), root=1, reduce_op="SUM"),
+            "root",
+            Severity.ILLEGAL,
+        ),
+        (
+            asked("broadcast", spec((1, 5)), root=0),
+            asked("broadcast", spec((1, 2, 5)), root=0),
+            "shape",
+            Severity.ILLEGAL,
+        ),
+        (
+            asked("all_gather", spec(3), outputs=(spec(12),)),
+            asked("all_gather", spec(2), outputs=(spec(8),)),
+            "shape",
+            Severity.ILLEGAL,
+        ),
     ],
 )
-def test_the_odd_one_is_named(usual: CollectiveArgs, odd: CollectiveArgs, aspect: str, severity: Severity) -> None:
+def test_the_odd_one_is_named(
+    usual: CollectiveArgs, odd: CollectiveArgs, aspect: str, severity: Severity
+) -> None:
     answer = odd_one(usual, odd)
     assert isinstance(answer, Disagree)
-    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (aspect, severity, (2,), False)
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (
+        aspect,
+        severity,
+        (2,),
+        False,
+    )
     assert "rank 2" in answer.detail
     assert "ranks 0-1,3" in answer.detail
 
@@ -58,12 +107,27 @@ def test_the_odd_one_is_named(usual: CollectiveArgs, odd: CollectiveArgs, aspect
         (A, asked("all_reduce", spec(20), reduce_op="SUM")),
         (asked("all_reduce", spec(4, "complex64")), asked("all_reduce", spec((4, 2), "float32"))),
         # a list of outputs and one tensor match on the wire
-        (asked("all_gather", spec(3), outputs=(spec(3),) * 4), asked("all_gather", spec(3), outputs=(spec(12),))),
-        (asked("reduce_scatter", *(spec(3),) * 4, reduce_op="SUM"), asked("reduce_scatter", spec(12), reduce_op="SUM")),
+        (
+            asked("all_gather", spec(3), outputs=(spec(3),) * 4),
+            asked("all_gather", spec(3), outputs=(spec(12),)),
+        ),
+        (
+            asked("reduce_scatter", *(spec(3),) * 4, reduce_op="SUM"),
+            asked("reduce_scatter", spec(12), reduce_op="SUM"),
+        ),
         # lists on the root only
-        (asked("scatter", outputs=(spec(3),), root=2), asked("scatter", *(spec(3),) * 4, outputs=(spec(3),), root=2)),
-        (asked("gather", spec(3), root=2), asked("gather", spec(3), outputs=(spec(3),) * 4, root=2)),
-        (asked("reduce", spec(3), root=2, asynchronous=True), asked("reduce", spec(3), root=2, asynchronous=None)),
+        (
+            asked("scatter", outputs=(spec(3),), root=2),
+            asked("scatter", *(spec(3),) * 4, outputs=(spec(3),), root=2),
+        ),
+        (
+            asked("gather", spec(3), root=2),
+            asked("gather", spec(3), outputs=(spec(3),) * 4, root=2),
+        ),
+        (
+            asked("reduce", spec(3), root=2, asynchronous=True),
+            asked("reduce", spec(3), root=2, asynchronous=None),
+        ),
     ],
 )
 def test_corresponding_arguments_agree(usual: CollectiveArgs, other: CollectiveArgs) -> None:
@@ -102,7 +166,9 @@ def test_a_tie_has_no_minority() -> None:
     assert answer.minority == ()
 
 
-def exchange(rows: list[list[int]], wrong: tuple[int, int] | None = None) -> dict[int, CollectiveArgs]:
+def exchange(
+    rows: list[list[int]], wrong: tuple[int, int] | None = None
+) -> dict[int, CollectiveArgs]:
     """Return an all_to_all in which rank i sends ``rows[i][j]`` rows of 3 elements to rank j."""
     ranks = range(len(rows))
     result = {}
@@ -127,7 +193,9 @@ def test_splits_are_compared_pair_by_pair() -> None:
     assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
 
 
-@pytest.mark.parametrize(("refused", "culprits"), [((0, 1, 2), None), ((1,), (1,)), ((0, 1), (0, 1))])
+@pytest.mark.parametrize(
+    ("refused", "culprits"), [((0, 1, 2), None), ((1,), (1,)), ((0, 1), (0, 1))]
+)
 @pytest.mark.parametrize("wrong", [(3, 3, 3), (6,), (1, 2)], ids=str)
 def test_splits_that_the_backend_refuses_are_no_disagreement_unless_a_peer_has_sent(
     refused: tuple[int, ...], culprits: tuple[int, ...] | None, wrong: tuple[int, ...]
@@ -135,7 +203,9 @@ def test_splits_that_the_backend_refuses_are_no_disagreement_unless_a_peer_has_s
     def args(rank: int) -> CollectiveArgs:
         spec = (TensorSpec((6,), "float32", "cpu"),)
         splits = wrong if rank in refused else (2, 2, 2)
-        return CollectiveArgs("all_to_all", "alltoall_base_", spec, spec, input_splits=splits, output_splits=(2, 2, 2))
+        return CollectiveArgs(
+            "all_to_all", "alltoall_base_", spec, spec, input_splits=splits, output_splits=(2, 2, 2)
+        )
 
     answer = compare_collectives({rank: args(rank) for rank in range(3)}, (0, 1, 2))
     assert (answer.minority if isinstance(answer, Disagree) else None) == culprits
@@ -161,12 +231,17 @@ def test_coalesced_members_agree_one_by_one() -> None:
 
 
 def test_coalesced_tensors_in_another_order_are_suspicious() -> None:
-    in_order, swapped = asked("all_reduce", spec(2), spec(5), reduce_op="SUM"), asked("all_reduce", spec(5), spec(2), reduce_op="SUM")
+    in_order, swapped = (
+        asked("all_reduce", spec(2), spec(5), reduce_op="SUM"),
+        asked("all_reduce", spec(5), spec(2), reduce_op="SUM"),
+    )
     flat = asked("all_reduce", spec(7), reduce_op="SUM")
     answer = compare_collectives({0: in_order, 1: swapped, 2: in_order})
     assert isinstance(answer, Disagree)
     assert (answer.aspect, answer.severity, answer.minority) == ("shape", Severity.SUSPICIOUS, (1,))
-    assert not isinstance(compare_collectives({0: in_order, 1: flat}), Disagree), "the same elements, flat"
+    assert not isinstance(compare_collectives({0: in_order, 1: flat}), Disagree), (
+        "the same elements, flat"
+    )
 
 
 def test_a_send_must_match_its_receive() -> None:
@@ -180,17 +255,28 @@ def test_a_send_must_match_its_receive() -> None:
 
 
 tensors = st.builds(
-    TensorSpec, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(["float32", "int64"]), st.sampled_from(["cpu", "cuda"])
+    TensorSpec,
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.sampled_from(["float32", "int64"]),
+    st.sampled_from(["cpu", "cuda"]),
 )
 asks = st.builds(
-    CollectiveArgs, st.sampled_from(sorted(set(WIRE_OPS.values()))), st.just("x"), st.lists(tensors, max_size=3).map(tuple),
-    st.lists(tensors, max_size=3).map(tuple), st.sampled_from([None, "SUM", "MAX"]), st.sampled_from([None, 0, 1]),
-    st.lists(st.integers(0, 3), max_size=3).map(tuple), st.lists(st.integers(0, 3), max_size=3).map(tuple),
-)  # fmt: skip
+    CollectiveArgs,
+    st.sampled_from(sorted(set(WIRE_OPS.values()))),
+    st.just("x"),
+    st.lists(tensors, max_size=3).map(tuple),
+    st.lists(tensors, max_size=3).map(tuple),
+    st.sampled_from([None, "SUM", "MAX"]),
+    st.sampled_from([None, 0, 1]),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)
 
 
 @given(st.dictionaries(st.integers(0, 3), asks, max_size=4))
-def test_the_answer_does_not_depend_on_the_order_of_ranks(evidence: dict[int, CollectiveArgs]) -> None:
+def test_the_answer_does_not_depend_on_the_order_of_ranks(
+    evidence: dict[int, CollectiveArgs],
+) -> None:
     answer = compare_collectives(evidence, range(4))
     assert answer == compare_collectives(dict(reversed(evidence.items())), range(4))
     if isinstance(answer, Disagree):
@@ -198,7 +284,9 @@ def test_the_answer_does_not_depend_on_the_order_of_ranks(evidence: dict[int, Co
 
 
 @given(asks, st.integers(2, 4))
-def test_equal_arguments_agree_unless_their_own_splits_conflict(one: CollectiveArgs, size: int) -> None:
+def test_equal_arguments_agree_unless_their_own_splits_conflict(
+    one: CollectiveArgs, size: int
+) -> None:
     answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
     assert not isinstance(answer, Disagree) or answer.aspect == "splits"
 
@@ -211,12 +299,25 @@ def test_without_splits_the_totals_of_an_all_to_all_must_be_equal() -> None:
     odd = {0: all_to_all(12, 11), 1: all_to_all(12, 14), 2: all_to_all(12, 12)}
     answer = compare_collectives(odd, range(3), splits_known=False)
     assert isinstance(answer, Disagree)
-    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == ("splits", Severity.ILLEGAL, (), True)
-    assert [party.phrase for party in answer.parties] == ["together, they send 36 elements and expect 37"]
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (
+        "splits",
+        Severity.ILLEGAL,
+        (),
+        True,
+    )
+    assert [party.phrase for party in answer.parties] == [
+        "together, they send 36 elements and expect 37"
+    ]
     assert answer.detail == "rank 0 sends 12 and expects 11; rank 1 sends 12 and expects 14"
     fit = {0: all_to_all(12, 11), 1: all_to_all(12, 13)}
-    for by_rank, size in ((fit, 2), (odd, 4), ({rank: all_to_all(12, 11 + rank % 2, "ALLTOALL") for rank in range(3)}, 3)):
-        assert compare_collectives(by_rank, range(size), splits_known=False) == Unknown(("splits",)), "no splits, or not all that was sent"
+    for by_rank, size in (
+        (fit, 2),
+        (odd, 4),
+        ({rank: all_to_all(12, 11 + rank % 2, "ALLTOALL") for rank in range(3)}, 3),
+    ):
+        assert compare_collectives(by_rank, range(size), splits_known=False) == Unknown(
+            ("splits",)
+        ), "no splits, or not all that was sent"
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])

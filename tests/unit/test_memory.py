@@ -19,7 +19,9 @@ def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "cgroup.procs").write_text("")
         (folder / "memory.max").write_text("max\n")
         (folder / "memory.current").write_text("1000\n")
-    monkeypatch.setattr(cgroup.Cgroup, "of", classmethod(lambda cls, pid, root: cls(memory=[inner])))
+    monkeypatch.setattr(
+        cgroup.Cgroup, "of", classmethod(lambda cls, pid, root: cls(memory=[inner]))
+    )
     return outer
 
 

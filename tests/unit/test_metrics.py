@@ -69,5 +69,10 @@ def test_a_folder_holds_a_file_for_each_job(tmp_path: Path) -> None:
 def test_bad_ports(bad: Any) -> None:
     with pytest.raises(ConfigError, match="a port, or HOST:PORT"):
         load_settings(environ={}, overrides={"metrics_port": bad})
-    assert load_settings(environ={}, overrides={"metrics_port": 9400}).settings.metrics_port == "9400"
-    assert load_settings(environ={}, overrides={"metrics_port": "0.0.0.0:9400"}).settings.metrics_port == "0.0.0.0:9400"
+    assert (
+        load_settings(environ={}, overrides={"metrics_port": 9400}).settings.metrics_port == "9400"
+    )
+    assert (
+        load_settings(environ={}, overrides={"metrics_port": "0.0.0.0:9400"}).settings.metrics_port
+        == "0.0.0.0:9400"
+    )

@@ -47,10 +47,16 @@ def test_announcements_arrive_with_what_they_refer_to(board: Board, tmp_path: Pa
     copy = Copy(board, tmp_path)
     slot = board.add_channel(7, {"group": "dp", "ranks": [0, 1, 2, 3]})
     for number in range(1, 41):
-        board.announce(slot, number, number * 11, board.add_blob({"op": "all_reduce", "n": number}), 2)
+        board.announce(
+            slot, number, number * 11, board.add_blob({"op": "all_reduce", "n": number}), 2
+        )
         copy.news()
         signature, blob, extra = copy.read.announced(copy.read.slot(7), number) or (0, 0, 0)
-        assert (signature, extra, copy.read.blob(blob)) == (number * 11, 2, {"op": "all_reduce", "n": number})
+        assert (signature, extra, copy.read.blob(blob)) == (
+            number * 11,
+            2,
+            {"op": "all_reduce", "n": number},
+        )
     assert copy.read.channel(7) == {"group": "dp", "ranks": [0, 1, 2, 3]}
     assert copy.read.is_past(copy.read.slot(7), 20)
     assert copy.read.rank == 1
@@ -58,13 +64,19 @@ def test_announcements_arrive_with_what_they_refer_to(board: Board, tmp_path: Pa
     assert not PeerBoard(board.path).is_remote
 
 
-def test_a_copy_that_starts_late_or_skips_some_holds_the_newest(board: Board, tmp_path: Path) -> None:
+def test_a_copy_that_starts_late_or_skips_some_holds_the_newest(
+    board: Board, tmp_path: Path
+) -> None:
     slot = board.add_channel(7, {"ranks": [0, 1, 2]})
     copy = Copy(board, tmp_path)
     for number in range(1, 101):
         board.announce(slot, number, number, 0, 0)
     copy.news()
-    assert [copy.read.announced(slot, number) is not None for number in (84, 85, 100)] == [False, True, True]
+    assert [copy.read.announced(slot, number) is not None for number in (84, 85, 100)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_withdrawn_and_announced_anew_between_two_looks(board: Board, tmp_path: Path) -> None:
@@ -89,7 +101,9 @@ def test_withdrawn_and_announced_anew_between_two_looks(board: Board, tmp_path: 
     assert copy.read.announced(slot, retried) == (5, 0, 0)
 
 
-def test_a_group_within_the_node_sends_nothing_until_ranks_wait(board: Board, tmp_path: Path) -> None:
+def test_a_group_within_the_node_sends_nothing_until_ranks_wait(
+    board: Board, tmp_path: Path
+) -> None:
     copy = Copy(board, tmp_path)
     slot = board.add_channel(9, {"group": "tp", "ranks": [0, 1]})
     copy.news()
@@ -116,7 +130,11 @@ def test_words_of_the_rank_arrive_and_those_of_the_copy_stay(board: Board, tmp_p
     board.set_word(B.THREADS, 2)
     copy.news()
     copy.rest()
-    assert (copy.read.word(B.ACTIVE), copy.read.word(B.THREADS), copy.read.word(B.REMOTE)) == (1, 2, B.LINKED)
+    assert (copy.read.word(B.ACTIVE), copy.read.word(B.THREADS), copy.read.word(B.REMOTE)) == (
+        1,
+        2,
+        B.LINKED,
+    )
     copy.mirror.apply(B.REMOTE, bytes(8))
     assert copy.read.is_remote
     copy.mirror.lose()
@@ -126,8 +144,12 @@ def test_words_of_the_rank_arrive_and_those_of_the_copy_stay(board: Board, tmp_p
     assert copy.read.word(B.CLOSED) == 1
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 8), (56, 8), (B.SIZE, 8), (B.SIZE - 4, 8), (4000, 200), (-8, 8)])
-def test_bytes_that_do_not_belong_on_a_copy_are_refused(board: Board, tmp_path: Path, offset: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 8), (56, 8), (B.SIZE, 8), (B.SIZE - 4, 8), (4000, 200), (-8, 8)]
+)
+def test_bytes_that_do_not_belong_on_a_copy_are_refused(
+    board: Board, tmp_path: Path, offset: int, size: int
+) -> None:
     with pytest.raises(ValueError, match="a write of"):
         Copy(board, tmp_path).mirror.apply(offset, bytes(size))
 

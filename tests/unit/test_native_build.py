@@ -1,4 +1,6 @@
-"""Building the native engine, and finding what was built: what goes wrong is said, and nothing is taken for what it is not."""
+"""Building the native engine, and finding what was built: what goes wrong is said, and nothing is
+taken for what it is not.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def put(folder: Path, content: bytes = b"no library", **about: object) -> Path:
     place = folder / cache.folder_of(wanted) / "a-compiler"
     place.mkdir(parents=True)
     (place / "commlens_native-1.so").write_bytes(content)
-    described = {"for": wanted, "library": "commlens_native-1.so", "sha256": hashlib.sha256(content).hexdigest(), "built": "now", **about}
+    described = {
+        "for": wanted,
+        "library": "commlens_native-1.so",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "built": "now",
+        **about,
+    }
     (place / "build.json").write_text(json.dumps(described))
     return place
 
@@ -43,13 +51,17 @@ def test_nothing_is_loaded_where_nothing_was_built(nothing_loaded: Path):
     assert cache.load() is None
 
 
-@pytest.mark.parametrize("what", ["torch", "torch_git", "cxx11_abi", "pybind11_abi", "python", "machine", "sources"])
+@pytest.mark.parametrize(
+    "what", ["torch", "torch_git", "cxx11_abi", "pybind11_abi", "python", "machine", "sources"]
+)
 def test_a_build_for_something_else_is_not_taken(nothing_loaded: Path, what: str):
     put(nothing_loaded, **{"for": {**cache.identity(), what: "another"}})
     assert cache.load() is None
 
 
-def test_a_build_beside_a_newer_c_library_is_not_taken(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_build_beside_a_newer_c_library_is_not_taken(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A home folder may be shared by machines with different systems."""
     put(nothing_loaded, glibc="2.36")
     for here, fits in (("2.36", True), ("2.41", True), ("2.9", False), ("2.31", False)):
@@ -62,15 +74,27 @@ def test_the_build_needs_neither_cudas_headers_nor_its_libraries():
     if why_not := build.obstacle():
         pytest.skip(why_not)
     options = build.flags()
-    assert [option for option in options if option.startswith("-l")] == ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    assert [option for option in options if option.startswith("-l")] == [
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+        "-ltorch_python",
+    ]
     compiler = build.find_compiler(os.environ)
     unit = next(path for path in cache.sources() if path.suffix == ".cpp")
-    found = subprocess.run([*compiler, "-M", str(unit), *options], capture_output=True, text=True, timeout=100)
+    found = subprocess.run(
+        [*compiler, "-M", str(unit), *options], capture_output=True, text=True, timeout=100
+    )
     assert found.returncode == 0, found.stderr
     headers = [Path(word).as_posix() for word in found.stdout.replace("\\\n", " ").split()[1:]]
     assert len(headers) > 500
     own = ("/ATen/ops/", "/ATen/detail/")  # declarations in every build of torch
-    foreign = [path for path in headers if re.search("cuda|nccl|hip|cudnn", path, re.IGNORECASE) and not any(part in path for part in own)]
+    foreign = [
+        path
+        for path in headers
+        if re.search("cuda|nccl|hip|cudnn", path, re.IGNORECASE)
+        and not any(part in path for part in own)
+    ]
     assert foreign == []
 
 
@@ -97,7 +121,9 @@ def test_the_library_named_cannot_be_elsewhere(nothing_loaded: Path):
     assert found is not None and found.library == place / "elsewhere.so"
 
 
-def test_the_packages_builds_are_found_and_the_others_are_not_in_the_way(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_packages_builds_are_found_and_the_others_are_not_in_the_way(
+    nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
+):
     (nothing_loaded / "many").mkdir()
     mine = put(nothing_loaded / "many")
     other = {**cache.identity(), "torch": "9.9.9"}
@@ -105,7 +131,9 @@ def test_the_packages_builds_are_found_and_the_others_are_not_in_the_way(nothing
     folder.mkdir(parents=True)
     for name in ("commlens_native-1.so", "build.json"):
         (folder / name).write_bytes((mine / name).read_bytes())
-    (folder / "build.json").write_text(json.dumps({**json.loads((mine / "build.json").read_text()), "for": other}))
+    (folder / "build.json").write_text(
+        json.dumps({**json.loads((mine / "build.json").read_text()), "for": other})
+    )
     copied = build.copy_builds(nothing_loaded / "many", nothing_loaded / "built")
     assert {made.about["for"]["torch"] for made in copied} == {cache.identity()["torch"], "9.9.9"}
     monkeypatch.setattr(cache, "BUILT", nothing_loaded / "built")
@@ -113,16 +141,27 @@ def test_the_packages_builds_are_found_and_the_others_are_not_in_the_way(nothing
     assert found is not None and found.about["for"] == cache.identity() and found.is_whole()
 
 
-@pytest.mark.parametrize(("change", "words"), [({"for": {"sources": "older"}}, "There is no build of these sources in "),
-                                               ({"sha256": "0" * 64}, "is damaged: its checksum differs")])  # fmt: skip
-def test_a_wheel_takes_no_build_that_cannot_be_used(nothing_loaded: Path, change: dict[str, object], words: str):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"for": {"sources": "older"}}, "There is no build of these sources in "),
+        ({"sha256": "0" * 64}, "is damaged: its checksum differs"),
+    ],
+)
+def test_a_wheel_takes_no_build_that_cannot_be_used(
+    nothing_loaded: Path, change: dict[str, object], words: str
+):
     put(nothing_loaded, **change)
     with pytest.raises(NativeEngineError, match=words):
         build.copy_builds(nothing_loaded, nothing_loaded / "built")
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.0+rocm6.4", "2.13.0+xpu"])
-def test_one_build_serves_all_of_pytorchs_builds_of_a_release(monkeypatch: pytest.MonkeyPatch, version: str):
+@pytest.mark.parametrize(
+    "version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.0+rocm6.4", "2.13.0+xpu"]
+)
+def test_one_build_serves_all_of_pytorchs_builds_of_a_release(
+    monkeypatch: pytest.MonkeyPatch, version: str
+):
     import torch
 
     monkeypatch.setattr(torch, "__version__", version)
@@ -132,29 +171,46 @@ def test_one_build_serves_all_of_pytorchs_builds_of_a_release(monkeypatch: pytes
 
 
 def test_the_cache_is_where_it_was_put():
-    assert cache.cache_directory({"COMMLENS_NATIVE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache.cache_directory({"COMMLENS_NATIVE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path(
+        "/a"
+    )
     assert cache.cache_directory({"XDG_CACHE_HOME": "/b"}) == Path("/b/commlens/native")
     assert cache.cache_directory({}).parts[-3:] == (".cache", "commlens", "native")
 
 
 def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
-    done = run_commlens("build-native", environ={"PATH": str(tmp_path), "CXX": "", "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")})
+    done = run_commlens(
+        "build-native",
+        environ={"PATH": str(tmp_path), "CXX": "", "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
+    )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("commlens: Building the native engine needs a C++ compiler") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("commlens: Building the native engine needs a C++ compiler")
+        and done.stderr.count("\n") == 1
+    )
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_compiler_that_is_not_there_is_named(run_commlens: RunCommlens):
     done = run_commlens("build-native", environ={"CXX": "no-such-compiler"})
     assert done.returncode == 2
-    assert done.stderr == "commlens: CXX names the compiler 'no-such-compiler', which is not a command here.\n"
+    assert (
+        done.stderr
+        == "commlens: CXX names the compiler 'no-such-compiler', which is not a command here.\n"
+    )
 
 
 def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_path: Path):
     compiler = tmp_path / "bad++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo bad++ 1.0; exit 0; }\necho "x.cpp:1: error: it is broken" >&2\nexit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo bad++ 1.0; exit 0; }\necho "x.cpp:1: error: it'
+        ' is broken" >&2\nexit 1\n'
+    )
     compiler.chmod(0o755)
-    done = run_commlens("build-native", environ={"CXX": str(compiler), "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")})
+    done = run_commlens(
+        "build-native",
+        environ={"CXX": str(compiler), "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
+    )
     if "headers" in done.stderr:
         pytest.skip("there are no headers to compile with")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -163,12 +219,14 @@ def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_pat
 
 
 @pytest.mark.parametrize("how", ["command", "installation"])
-def test_a_relative_folder_is_the_callers(how: str, run_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_relative_folder_is_the_callers(
+    how: str, run_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The compiler runs in another folder."""
     compiler = tmp_path / "cannot-link"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo it 1.0; exit 0; }\n'
-        'echo "ld: cannot open output file $3: is it there?\ncollect2: error: ld returned 1 exit status" >&2\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && { echo it 1.0; exit 0; }\necho "ld: cannot open output'
+        ' file $3: is it there?\ncollect2: error: ld returned 1 exit status" >&2\nexit 1\n'
     )
     compiler.chmod(0o755)
     if how == "command":
@@ -212,9 +270,16 @@ def test_doctor_says_which_engine_and_why(native_cache: Path, run_commlens: RunC
     assert without.returncode == 0, without.stderr
     assert "\nengine           python, because the native engine was not built" in without.stdout
     built = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
-    assert "\nengine           native, because it was built for this torch and Python" in built.stdout
-    chosen = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache), "COMMLENS_ENGINE": "python"})
-    assert "\nengine           python, because the setting engine is python (COMMLENS_ENGINE)" in chosen.stdout
+    assert (
+        "\nengine           native, because it was built for this torch and Python" in built.stdout
+    )
+    chosen = run_commlens(
+        "doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache), "COMMLENS_ENGINE": "python"}
+    )
+    assert (
+        "\nengine           python, because the setting engine is python (COMMLENS_ENGINE)"
+        in chosen.stdout
+    )
 
 
 def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Path):
@@ -223,10 +288,12 @@ def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Pa
     done = run_commlens(
         "doctor",
         environ={
-            "COMMLENS_NATIVE_DIR": str(tmp_path / "damaged"), "COMMLENS_BOX_DIR": str(tmp_path / "nowhere"),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COMMLENS_STALL_TIMEOUT": "soon",
+            "COMMLENS_NATIVE_DIR": str(tmp_path / "damaged"),
+            "COMMLENS_BOX_DIR": str(tmp_path / "nowhere"),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "COMMLENS_STALL_TIMEOUT": "soon",
         },
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     problems = done.stdout.split("What would not work here:")[1]
     for words in (

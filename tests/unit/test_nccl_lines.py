@@ -18,15 +18,22 @@ def head(rank: int) -> str:
 
 def made(rank: int, size: int, comm: int = 0, name: str = "", place: int | None = None) -> str:
     own = f"comm 0x55e290bd3{comm}{rank}0 rank {rank if place is None else place}"
-    return f"{head(rank)} {own} nranks {size} cudaDev {rank} busId 1000 commId {name} - Init COMPLETE\n" if name else (
-        f"{head(rank)} {own} nRanks {size} nNodes 1 localRanks {size} localRank {rank} MNNVL 0\n"
-    )  # fmt: skip
+    return (
+        f"{head(rank)} {own} nranks {size} cudaDev {rank} busId 1000 commId {name} - Init"
+        " COMPLETE\n"
+        if name
+        else (
+            f"{head(rank)} {own} nRanks {size} nNodes 1 localRanks {size} localRank {rank}"
+            " MNNVL 0\n"
+        )
+    )
 
 
 def call(rank: int, number: int, op: str, comm: int = 0, count: int = 2097152) -> str:
     return (
-        f"{head(rank)} {op}: opCount {number:x} sendbuff 0x7fdf541ff800 recvbuff 0x7fdf541ff800 count {count} datatype 7 op 0 root 0 "
-        f"comm 0x55e290bd3{comm}{rank}0 [nranks=4] stream 0x55e29067e430\n"
+        f"{head(rank)} {op}: opCount {number:x} sendbuff 0x7fdf541ff800 recvbuff 0x7fdf541ff800"
+        f" count {count} datatype 7 op 0 root 0 comm 0x55e290bd3{comm}{rank}0 [nranks=4] stream"
+        " 0x55e29067e430\n"
     )
 
 
@@ -34,7 +41,11 @@ def log(folder: Path, ops: Sequence[Sequence[str]], first: int = 16) -> commlens
     """Diagnose the log of ranks that issued these ops."""
     lines = [made(rank, len(ops)) for rank in range(len(ops))]
     for place in range(max(map(len, ops))):
-        lines += [call(rank, first + place, own[place]) for rank, own in enumerate(ops) if place < len(own)]
+        lines += [
+            call(rank, first + place, own[place])
+            for rank, own in enumerate(ops)
+            if place < len(own)
+        ]
     (folder / "nccl.log").write_text("".join(lines))
     return commlens.diagnose(folder / "nccl.log")
 
@@ -43,9 +54,17 @@ def log(folder: Path, ops: Sequence[Sequence[str]], first: int = 16) -> commlens
 def test_a_rank_that_is_behind(tmp_path: Path, first: int) -> None:
     """The lines count operations in hexadecimal, from 0 on."""
     verdict = log(tmp_path, [STEP * 4, STEP * 3, STEP * 4, STEP * 4], first)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [1], [0, 2, 3], "low")
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "missing",
+        [1],
+        [0, 2, 3],
+        "low",
+    )
     assert verdict.collective is not None and verdict.collective.sequence_number == first + 7
-    assert "its last collective, all_gather" in verdict.explanation and "was issued" in verdict.explanation
+    assert (
+        "its last collective, all_gather" in verdict.explanation
+        and "was issued" in verdict.explanation
+    )
 
 
 def test_a_rank_that_leaves_a_collective_out_and_goes_on(tmp_path: Path) -> None:
@@ -60,22 +79,38 @@ def test_ranks_that_issued_the_same_show_no_fault(tmp_path: Path, ranks: int) ->
 
 
 def test_one_rank_alone_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
-    (tmp_path / "nccl.log").write_text(made(0, 4) + "".join(call(0, number, "AllReduce") for number in range(5)))
+    (tmp_path / "nccl.log").write_text(
+        made(0, 4) + "".join(call(0, number, "AllReduce") for number in range(5))
+    )
     verdict = commlens.diagnose(tmp_path / "nccl.log")
     assert (verdict.kind, verdict.culprits) == ("undetermined", [])
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_smaller_communicators_are_compared_where_their_id_tells_them_apart(tmp_path: Path, named: bool) -> None:
+def test_smaller_communicators_are_compared_where_their_id_tells_them_apart(
+    tmp_path: Path, named: bool
+) -> None:
     lines = [made(rank, 4, 0, "0xabc" if named else "") for rank in range(4)]
     lines += [made(rank, 2, 1, f"0xde{rank // 2}" if named else "", rank % 2) for rank in range(4)]
-    lines += [call(rank, number, "AllReduce", 1) for number in range(3) for rank in range(4) if (rank, number) != (3, 2)]
+    lines += [
+        call(rank, number, "AllReduce", 1)
+        for number in range(3)
+        for rank in range(4)
+        if (rank, number) != (3, 2)
+    ]
     (tmp_path / "nccl.log").write_text("".join(lines))
     verdict = commlens.diagnose(tmp_path / "nccl.log")
-    assert (verdict.kind, verdict.culprits, verdict.victims) == (("missing", [3], [2]) if named else ("undetermined", [], []))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == (
+        ("missing", [3], [2]) if named else ("undetermined", [], [])
+    )
 
 
 def test_counts_that_messages_change_are_not_compared(tmp_path: Path) -> None:
-    lines = [made(rank, 2) for rank in range(2)] + [call(0, 0, "Send"), *(call(0, number, "AllReduce") for number in (1, 2))]
-    (tmp_path / "nccl.log").write_text("".join([*lines, call(1, 0, "AllReduce"), call(1, 1, "AllGather")]))
+    lines = [made(rank, 2) for rank in range(2)] + [
+        call(0, 0, "Send"),
+        *(call(0, number, "AllReduce") for number in (1, 2)),
+    ]
+    (tmp_path / "nccl.log").write_text(
+        "".join([*lines, call(1, 0, "AllReduce"), call(1, 1, "AllGather")])
+    )
     assert commlens.diagnose(tmp_path / "nccl.log").culprits == []

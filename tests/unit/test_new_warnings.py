@@ -35,5 +35,7 @@ def test_rank_0_prints_if_no_launcher_did(monkeypatch, variable):
 
 def test_doctor_says_once_that_a_setting_is_ignored(monkeypatch):
     monkeypatch.setenv("COMMLENS_STAL_TIMEOUT", "3")
-    (problem,) = [problem for problem in environment.examine().problems if "STAL_TIMEOUT" in problem]
+    (problem,) = [
+        problem for problem in environment.examine().problems if "STAL_TIMEOUT" in problem
+    ]
     assert problem.count("ignored") == 1

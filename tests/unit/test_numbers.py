@@ -1,4 +1,6 @@
-"""The numbers of a channel's collectives: counted by any thread, and given back where one was not used."""
+"""The numbers of a channel's collectives: counted by any thread, and given back where one was not
+used.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_not_where_another_has_been_drawn_since() -> None:
 
 def test_threads_never_get_the_same() -> None:
     draw, drawn = numbers(), []
-    threads = [threading.Thread(target=lambda: drawn.extend([draw() for _ in range(5_000)])) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: drawn.extend([draw() for _ in range(5_000)]))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -38,13 +38,26 @@ GROUP = "<torch._C._distributed_c10d.ProcessGroup at 0x7f>"
 def frame(function: str, line: int, file: str = "/home/me/train.py", **values: object) -> SeenFrame:
     kind = FrameKind.TORCH if "/torch/" in file else FrameKind.USER
     addresses = {name: 7 if value == GROUP else 1 for name, value in values.items()}
-    return SeenFrame(Frame(file, line, function, kind), {name: str(value) for name, value in values.items()}, addresses)
+    return SeenFrame(
+        Frame(file, line, function, kind),
+        {name: str(value) for name, value in values.items()},
+        addresses,
+    )
 
 
-def call(op: str, line: int, *, step: int = 6, passed: str = "", **values: object) -> list[SeenFrame]:
+def call(
+    op: str, line: int, *, step: int = 6, passed: str = "", **values: object
+) -> list[SeenFrame]:
     """A rank in one of torch.distributed's functions, called at a line of the user's code."""
-    wrapper = frame("_exception_logger.<locals>.wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}")
-    return [frame(op, 3252, C10D, group=GROUP, **values), wrapper, frame("step", line), frame("main", 90, step=step)]
+    wrapper = frame(
+        "_exception_logger.<locals>.wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}"
+    )
+    return [
+        frame(op, 3252, C10D, group=GROUP, **values),
+        wrapper,
+        frame("step", line),
+        frame("main", 90, step=step),
+    ]
 
 
 def stay(function: str, line: int) -> list[SeenFrame]:
@@ -52,16 +65,35 @@ def stay(function: str, line: int) -> list[SeenFrame]:
 
 
 def sample(
-    rank: int, frames: list[SeenFrame], *, moved: bool | None = False, world: int = 4, state: str = "S", cpu_s: float = 0.0
+    rank: int,
+    frames: list[SeenFrame],
+    *,
+    moved: bool | None = False,
+    world: int = 4,
+    state: str = "S",
+    cpu_s: float = 0.0,
 ) -> RankSample:
     seen = Observation(
-        end=End.RUNNING, window_s=2.5, cpu_s=cpu_s, proc_state=state, stopped_fraction=float(state == "T"), running_fraction=0.0,
-        stack_moved=moved, stacks=[ThreadStack(1, "MainThread", tuple(one.frame for one in frames), 1, True)],
-    )  # fmt: skip
+        end=End.RUNNING,
+        window_s=2.5,
+        cpu_s=cpu_s,
+        proc_state=state,
+        stopped_fraction=float(state == "T"),
+        running_fraction=0.0,
+        stack_moved=moved,
+        stacks=[ThreadStack(1, "MainThread", tuple(one.frame for one in frames), 1, True)],
+    )
     log = RankLog(
-        rank=rank, world_size=world, host="n1", pid=100 + rank, initialised=True, script="train.py", source="pid", captured_ns=1,
+        rank=rank,
+        world_size=world,
+        host="n1",
+        pid=100 + rank,
+        initialised=True,
+        script="train.py",
+        source="pid",
+        captured_ns=1,
         observation=seen,
-    )  # fmt: skip
+    )
     return RankSample(log, find_call(frames, os.getpid()), moved, counters(frames))
 
 
@@ -80,8 +112,15 @@ def test_a_rank_that_is_in_no_call():
         "train.py:57",
     )
     assert found.confidence == "high"
-    assert found.looked_at == "4 ranks of 4 of train.py (pids 100, 101, 102 and 103 on n1) from outside, for 2.5 s"
-    assert found.summary == "rank 2 is in train.py:57 load_batch; ranks 0-1,3 wait in all_reduce of the default group at train.py:81 step"
+    assert (
+        found.looked_at
+        == "4 ranks of 4 of train.py (pids 100, 101, 102 and 103 on n1) from outside, for 2.5 s"
+    )
+    assert (
+        found.summary
+        == "rank 2 is in train.py:57 load_batch; ranks 0-1,3 wait in all_reduce of the default"
+        " group at train.py:81 step"
+    )
 
 
 def test_a_group_that_is_not_known_makes_it_less_sure():
@@ -91,24 +130,35 @@ def test_a_group_that_is_not_known_makes_it_less_sure():
 
 
 def test_a_rank_that_works_is_not_blamed():
-    samples = [sample(rank, call("all_reduce", 81)) for rank in range(3)] + [sample(3, stay("evaluate", 57), cpu_s=2.4)]
+    samples = [sample(rank, call("all_reduce", 81)) for rank in range(3)] + [
+        sample(3, stay("evaluate", 57), cpu_s=2.4)
+    ]
     found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
     assert (found.kind, found.culprits, found.is_fault) == ("waiting", [3], False)
 
 
 def test_a_stopped_rank_is_named_wherever_it_stands():
-    samples = [sample(rank, call("all_reduce", 81), state="T" if rank == 1 else "S") for rank in range(4)]
+    samples = [
+        sample(rank, call("all_reduce", 81), state="T" if rank == 1 else "S") for rank in range(4)
+    ]
     found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
     assert (found.why, found.culprits) == ("stopped", [1])
 
 
 def test_the_majority_decides_where_all_ranks_must_meet():
     found = verdict(*[call("all_reduce", 81)] * 3, call("all_gather", 85))
-    assert (found.kind, found.culprits, found.source, found.confidence) == ("mismatch/op", [3], "train.py:85", "medium")
+    assert (found.kind, found.culprits, found.source, found.confidence) == (
+        "mismatch/op",
+        [3],
+        "train.py:85",
+        "medium",
+    )
 
 
 def test_a_key_of_the_store(tmp_path: Path):
-    """The methods of stores are written in C++ and have no frame: the line shows them, and the local variable's type."""
+    """The methods of stores are written in C++ and have no frame: the line shows them, and the
+    local variable's type.
+    """
     file = tmp_path / "train.py"
     file.write_text('rate = float(rates.get("rate"))\n')
     waiting = [frame("share", 1, str(file), rates="<PrefixStore at 0x7f>")]
@@ -117,18 +167,36 @@ def test_a_key_of_the_store(tmp_path: Path):
     assert (found.kind, found.culprits, found.source) == ("missing", [3], "train.py:81")
     assert "ranks 0-2 wait in store.get at train.py:1" in found.summary
     alone = verdict(*[call("all_reduce", 81)] * 3, waiting)
-    assert (alone.culprits, alone.confidence) == ([], "low"), "any rank may have been to set the key"
+    assert (alone.culprits, alone.confidence) == (
+        [],
+        "low",
+    ), "any rank may have been to set the key"
 
 
 @pytest.mark.parametrize(
     "frames",
     [
         pytest.param([*[call("all_reduce", 81)] * 2, *[call("all_gather", 85)] * 2], id="tie"),
-        pytest.param([*[call("all_reduce", 81, passed=GROUP)] * 3, call("all_reduce", 85, passed=GROUP)], id="unknown groups"),
-        pytest.param([*[call("all_reduce", 81)] * 3, call("recv", 85, src=0)], id="message whose sender went on"),
-        pytest.param([*[call("all_reduce", 81)] * 2, call("recv", 85, src=3), call("recv", 85, src=2)], id="two receive first"),
+        pytest.param(
+            [*[call("all_reduce", 81, passed=GROUP)] * 3, call("all_reduce", 85, passed=GROUP)],
+            id="unknown groups",
+        ),
+        pytest.param(
+            [*[call("all_reduce", 81)] * 3, call("recv", 85, src=0)],
+            id="message whose sender went on",
+        ),
+        pytest.param(
+            [*[call("all_reduce", 81)] * 2, call("recv", 85, src=3), call("recv", 85, src=2)],
+            id="two receive first",
+        ),
         pytest.param([call("all_reduce", 81)] * 4, id="all at one line"),
-        pytest.param([*[[frame("wait_tensor", 9, FUNCTIONAL), frame("step", 2)]] * 3, call("all_reduce", 81)], id="unknown operations"),
+        pytest.param(
+            [
+                *[[frame("wait_tensor", 9, FUNCTIONAL), frame("step", 2)]] * 3,
+                call("all_reduce", 81),
+            ],
+            id="unknown operations",
+        ),
     ],
 )
 def test_no_rank_is_named_where_stacks_do_not_decide(frames: list[list[SeenFrame]]):
@@ -138,18 +206,38 @@ def test_no_rank_is_named_where_stacks_do_not_decide(frames: list[list[SeenFrame
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "dump"])
-def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(verb: str, tmp_path: Path, monkeypatch, capsys):
+def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
+    verb: str, tmp_path: Path, monkeypatch, capsys
+):
     def ranks(first: int, numbers: list[int]) -> FoundJob:
-        return FoundJob([RankProcess(rank, 2, rank, first + at, 1, "python train.py", ()) for at, rank in enumerate(numbers)], [])
+        return FoundJob(
+            [
+                RankProcess(rank, 2, rank, first + at, 1, "python train.py", ())
+                for at, rank in enumerate(numbers)
+            ],
+            [],
+        )
 
     monkeypatch.setenv("COMMLENS_BOX_DIR", str(tmp_path))
     for jobs, said in (
         (
             [ranks(41, [0, 1])],
-            "Ranks 0-1 of train.py (pid 41) run here without commlens, so nothing is recorded: `commlens attach 41` says",
+            (
+                "Ranks 0-1 of train.py (pid 41) run here without commlens, so nothing is recorded:"
+                " `commlens attach 41` says"
+            ),
         ),
-        ([ranks(41, [1])], "Rank 1 of train.py (pid 41) runs here without commlens, so nothing is recorded: `commlens attach 41` says"),
-        ([ranks(41, [0]), ranks(51, [-1, -1])], "2 processes of train.py (pid 51). `commlens attach PID` says whether one is stuck"),
+        (
+            [ranks(41, [1])],
+            (
+                "Rank 1 of train.py (pid 41) runs here without commlens, so nothing is recorded:"
+                " `commlens attach 41` says"
+            ),
+        ),
+        (
+            [ranks(41, [0]), ranks(51, [-1, -1])],
+            "2 processes of train.py (pid 51). `commlens attach PID` says whether one is stuck",
+        ),
         ([], "Start one with `commlens launch`"),
     ):
         monkeypatch.setattr("commlens.outside.find_ranks.find_jobs", lambda jobs=jobs: jobs)
@@ -161,7 +249,12 @@ def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(verb: str,
 
 
 def test_of_two_that_wait_for_each_other_the_one_ahead_left_something_out():
-    found = verdict(call("recv", 53, src=1), call("recv", 53, src=2), call("recv", 21, src=1, step=7), call("recv", 21, src=2, step=7))
+    found = verdict(
+        call("recv", 53, src=1),
+        call("recv", 53, src=2),
+        call("recv", 21, src=1, step=7),
+        call("recv", 21, src=2, step=7),
+    )
     assert (found.kind, found.culprits, found.source) == ("cycle", [2], "train.py:21")
     assert "Rank 2 is in step 7, the others in step 6" in found.explanation
 
@@ -191,13 +284,22 @@ def test_tensors_of_one_collective(tensors: list[str], kind: str, culprits: list
 
 def test_a_tensors_shape_is_read_from_memory():
     torch = pytest.importorskip("torch")
-    tensors = [torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(10, 20)[2:, 3:].t(), torch.nn.Parameter(torch.ones(7)), torch.ones(1) > 0]
+    tensors = [
+        torch.ones(3, 5, dtype=torch.bfloat16),
+        torch.ones(10, 20)[2:, 3:].t(),
+        torch.nn.Parameter(torch.ones(7)),
+        torch.ones(1) > 0,
+    ]
     read = [tensor_words(os.getpid(), id(tensor)) for tensor in tensors]
     truth = ["bfloat16[3, 5]", "float32[17, 8]", "float32[7]", "bool[1]"]
     assert all(words in ("", right) for words, right in zip(read, truth, strict=True)), read
     if torch.__version__.startswith("2.13."):
         assert read == truth
-    assert [tensor_words(os.getpid(), id(other)) for other in ([1, 2], "x" * 100, object())] == ["", "", ""]
+    assert [tensor_words(os.getpid(), id(other)) for other in ([1, 2], "x" * 100, object())] == [
+        "",
+        "",
+        "",
+    ]
 
 
 def test_a_job_that_moves():
@@ -207,58 +309,92 @@ def test_a_job_that_moves():
 
 
 def test_a_rank_whose_stack_cannot_be_read_is_not_blamed():
-    samples = [sample(rank, call("all_reduce", 81) if rank else [], moved=False if rank else None) for rank in range(4)]
+    samples = [
+        sample(rank, call("all_reduce", 81) if rank else [], moved=False if rank else None)
+        for rank in range(4)
+    ]
     found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
     assert (found.culprits, found.confidence) == ([], "low")
-    assert found.summary.startswith("the stack of rank 0 could not be read; ranks 1-3 wait in all_reduce")
+    assert found.summary.startswith(
+        "the stack of rank 0 could not be read; ranks 1-3 wait in all_reduce"
+    )
 
 
 def test_a_rank_without_a_process():
     samples = [sample(rank, call("all_reduce", 81)) for rank in (0, 1, 3)]
     found = judge([HostSamples("n1", samples, 4, [0, 1, 2, 3], window_s=2.5)])
     assert (found.kind, found.culprits) == ("dead", [2])
-    of_two_hosts = judge([HostSamples("n1", samples[:2], 4, [0, 1]), HostSamples("n2", notes=["n2 could not be asked: no route to host."])])
-    assert of_two_hosts.culprits == [] and "Ranks 2-3 were not seen" in " ".join(of_two_hosts.missing_evidence)
+    of_two_hosts = judge(
+        [
+            HostSamples("n1", samples[:2], 4, [0, 1]),
+            HostSamples("n2", notes=["n2 could not be asked: no route to host."]),
+        ]
+    )
+    assert of_two_hosts.culprits == [] and "Ranks 2-3 were not seen" in " ".join(
+        of_two_hosts.missing_evidence
+    )
 
 
 @pytest.mark.parametrize(
     ("frames", "phrase"),
     [
         (call("all_reduce", 1), "all_reduce of the default group"),
-        ([frame("all_reduce", 1, C10D, group=GROUP), frame("step", 2, rows=GROUP)], "all_reduce of group `rows`"),
+        (
+            [frame("all_reduce", 1, C10D, group=GROUP), frame("step", 2, rows=GROUP)],
+            "all_reduce of group `rows`",
+        ),
         (call("broadcast", 1, src=3), "broadcast of the default group from rank 3"),
         (call("recv", 1, src=3), "recv from rank 3"),
         (call("isend", 1, dst=0), "send to rank 0"),
-        ([frame("_engine_run_backward", 9, "/x/torch/autograd/graph.py"), frame("step", 2)], "backward"),
-        ([frame("wait_tensor", 9, FUNCTIONAL), frame("f", 2)], "wait_tensor() for an earlier operation"),
+        (
+            [frame("_engine_run_backward", 9, "/x/torch/autograd/graph.py"), frame("step", 2)],
+            "backward",
+        ),
+        (
+            [frame("wait_tensor", 9, FUNCTIONAL), frame("f", 2)],
+            "wait_tensor() for an earlier operation",
+        ),
         ([frame("init_process_group", 9, C10D), frame("main", 2)], "init_process_group"),
         (stay("load_batch", 5), None),
         ([frame("mm", 9, "/x/torch/functional.py"), frame("step", 2)], None),
     ],
-)  # fmt: skip
+)
 def test_the_call_that_a_stack_waits_in(frames: list[SeenFrame], phrase: str | None):
     found = find_call(frames, os.getpid())
     assert (found.phrase if found is not None else None) == phrase
 
 
 def test_equal_stacks_are_one_class_and_the_odd_ones_come_first():
-    logs = [sample(rank, stay("load_batch", 57) if rank == 7 else call("all_reduce", 81)).log for rank in range(10_000)]
+    logs = [
+        sample(rank, stay("load_batch", 57) if rank == 7 else call("all_reduce", 81)).log
+        for rank in range(10_000)
+    ]
     classes = merge_stacks(logs, [""] * len(logs))
-    assert [(len(each.ranks), each.frames[0].function) for each in classes] == [(1, "load_batch"), (9_999, "all_reduce")]
+    assert [(len(each.ranks), each.frames[0].function) for each in classes] == [
+        (1, "load_batch"),
+        (9_999, "all_reduce"),
+    ]
 
 
 def test_recording_from_now_on_is_told_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [RankProcess(rank, 3, rank, 1 << 22 | rank, 1, "python train.py", ()) for rank in range(3)]
+    ranks = [
+        RankProcess(rank, 3, rank, 1 << 22 | rank, 1, "python train.py", ()) for rank in range(3)
+    ]
     job = FoundJob(ranks, [0, 1, 2])
-    assert inject.described(job, [0, 1, 2], {}) == (
-        f"Ranks 0-2 of train.py (pid {1 << 22}) are recorded from now on. If the job stalls, the verdict is printed among its own output; "
-        "`commlens status` shows it now."
+    assert (
+        inject.described(job, [0, 1, 2], {})
+        == f"Ranks 0-2 of train.py (pid {1 << 22}) are recorded from now on. If the job stalls, the"
+        " verdict is printed among its own output; `commlens status` shows it now."
     )
-    assert inject.described(job, [1], {inject.ALREADY: [0], "has not imported torch": [2]}) == (
-        f"Rank 1 of train.py (pid {1 << 22}) is recorded from now on. Rank 0 is recorded already. Rank 2 has not imported torch."
+    assert (
+        inject.described(job, [1], {inject.ALREADY: [0], "has not imported torch": [2]})
+        == f"Rank 1 of train.py (pid {1 << 22}) is recorded from now on. Rank 0 is recorded"
+        " already. Rank 2 has not imported torch."
     )
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(CommandError, match=r"through gdb, which is not installed \(on Debian: apt install gdb\)"):
+    with pytest.raises(
+        CommandError, match=r"through gdb, which is not installed \(on Debian: apt install gdb\)"
+    ):
         inject.inject(job, {})
 
 
@@ -268,8 +404,14 @@ def test_hosts_come_from_the_option_and_a_file(tmp_path):
 
 
 def test_a_refusal_names_the_capability_or_the_setting():
-    assert "ptrace_scope" in (text := why_refused(os.getpid(), "Permission Denied")) or "SYS_PTRACE" in text
-    assert why_refused(os.getpid(), "Error: no such process") == "py-spy failed: Error: no such process"
+    assert (
+        "ptrace_scope" in (text := why_refused(os.getpid(), "Permission Denied"))
+        or "SYS_PTRACE" in text
+    )
+    assert (
+        why_refused(os.getpid(), "Error: no such process")
+        == "py-spy failed: Error: no such process"
+    )
 
 
 DUMPER = """
@@ -287,10 +429,20 @@ sys.stdin.read()
 
 @pytest.mark.launches
 def test_a_pipe_makes_torch_dump_and_logs_are_read(tmp_path):
-    environ = {**os.environ, "RANK": "1", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    environ = {
+        **os.environ,
+        "RANK": "1",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d",
+    }
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", DUMPER], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            [sys.executable, "-c", DUMPER],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -307,11 +459,22 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
 
     def rank_dump(last: int) -> bytes:
         waits = {"state": "scheduled", "time_discovered_completed_ns": None, "retired": False}
-        return pickle.dumps(dump([entry(number, **(waits if number == 5 else {})) for number in range(last + 1)]), protocol=2)
+        return pickle.dumps(
+            dump([entry(number, **(waits if number == 5 else {})) for number in range(last + 1)]),
+            protocol=2,
+        )
 
     samples = [sample(rank, call("all_reduce", 81)) for rank in range(4)]
     files = {f"torch_dump_rank_{rank}": rank_dump(4 if rank == 2 else 5) for rank in range(4)}
-    host = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps=files, log_lines=["rank 0's log: NCCL WARN"], window_s=2.5)
+    host = HostSamples(
+        "n1",
+        samples,
+        4,
+        [0, 1, 2, 3],
+        dumps=files,
+        log_lines=["rank 0's log: NCCL WARN"],
+        window_s=2.5,
+    )
     found = judge_with_dumps([host])
     assert (found.kind, found.culprits) == ("missing", [2])
     assert "torch's own dumps" in found.looked_at
@@ -323,7 +486,10 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
 
 def test_of_many_ranks_some_pids_tell_the_job_from_others():
     found = verdict(*[call("all_reduce", 81)] * 9)
-    assert found.looked_at.startswith("9 ranks of 9 of train.py (pids 100, 101, 102, 103, 104, 105, 106 and 107 on n1, ...) from outside")
+    assert found.looked_at.startswith(
+        "9 ranks of 9 of train.py (pids 100, 101, 102, 103, 104, 105, 106 and 107 on n1, ...) from"
+        " outside"
+    )
 
 
 @pytest.mark.parametrize(

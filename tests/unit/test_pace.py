@@ -27,37 +27,68 @@ from commlens.model.ranklog import Observation, RankLog
 from commlens.processes import profile
 from commlens.speed import pace
 from commlens.speed.job_pace import judge, packed
-from commlens.speed.pace import Pace, condensed, find_slow_in_records, find_slow_ranks, measure, recent
+from commlens.speed.pace import (
+    Pace,
+    condensed,
+    find_slow_in_records,
+    find_slow_ranks,
+    measure,
+    recent,
+)
 
 Compute = Callable[[int, int], float]
 """(rank, step) to milliseconds of own work before the step's first collective."""
 
 
-def job(ranks: int, steps: int, compute: Compute, *, how: str = "wait", device: str = "cpu", timed: bool = True) -> list[RankLog]:
+def job(
+    ranks: int,
+    steps: int,
+    compute: Compute,
+    *,
+    how: str = "wait",
+    device: str = "cpu",
+    timed: bool = True,
+) -> list[RankLog]:
     """A job that issues two all_reduces a step: the first after ``compute``, the second 2 ms later.
 
     Args:
-        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which nobody records.
+        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which
+            nobody records.
         device: on an accelerator, the host never waits.
         timed: durations on the device are known.
     """
     group = ProcessGroup("0", tuple(range(ranks)), "default_pg", "gloo", incarnation=1)
-    logs = [RankLog(rank=rank, world_size=ranks, host="node", pid=100 + rank) for rank in range(ranks)]
+    logs = [
+        RankLog(rank=rank, world_size=ranks, host="node", pid=100 + rank) for rank in range(ranks)
+    ]
     now = [START] * ranks
     for step in range(steps):
         for line, work in ((10, None), (20, 2.0)):
-            arrived = [now[rank] + int(MS * (compute(rank, step) if work is None else work)) for rank in range(ranks)]
+            arrived = [
+                now[rank] + int(MS * (compute(rank, step) if work is None else work))
+                for rank in range(ranks)
+            ]
             end = max(arrived) + MS // 2
             for rank, log in enumerate(logs):
                 op = Collective(
-                    len(log.collectives) + 1, Channel(group, device), len(log.collectives) + 1,
-                    CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]), State.COMPLETED, arrived[rank], step=step,
-                    stack=(Frame(SCRIPT, line, "train"),), returned_ns=arrived[rank] + 1000,
-                )  # fmt: skip
+                    len(log.collectives) + 1,
+                    Channel(group, device),
+                    len(log.collectives) + 1,
+                    CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]),
+                    State.COMPLETED,
+                    arrived[rank],
+                    step=step,
+                    stack=(Frame(SCRIPT, line, "train"),),
+                    returned_ns=arrived[rank] + 1000,
+                )
                 if device != "cpu":
                     op.duration_ns = end - arrived[rank] if timed else None
                 elif how == "wait":
-                    op.wait_began_ns, op.wait_ended_ns, op.learned_how = arrived[rank] + 2000, end, LearnedHow.WAIT
+                    op.wait_began_ns, op.wait_ended_ns, op.learned_how = (
+                        arrived[rank] + 2000,
+                        end,
+                        LearnedHow.WAIT,
+                    )
                 else:
                     op.learned_how = LearnedHow.POLL
                 log.collectives.append(op)
@@ -73,7 +104,11 @@ def samples(logs: list[RankLog], number: int = 6, least: int = 2) -> list[Pace]:
     """What ``number`` samples of the job's time show."""
     begin, end = START, logs[0].captured_ns
     edges = [begin + (end - begin) * part // number for part in range(number + 1)]
-    return [pace for first, last in pairwise(edges) if (pace := measure(logs, first, last, least=least)) is not None]
+    return [
+        pace
+        for first, last in pairwise(edges)
+        if (pace := measure(logs, first, last, least=least)) is not None
+    ]
 
 
 def late(rank: int, step: int) -> float:
@@ -90,7 +125,9 @@ def test_the_slow_rank_is_found(how: str, device: str) -> None:
 
 
 def test_several_slow_ranks() -> None:
-    slow = find_slow_ranks(samples(job(8, 200, lambda rank, step: 150.0 if rank in (1, 6) else 100.0)))
+    slow = find_slow_ranks(
+        samples(job(8, 200, lambda rank, step: 150.0 if rank in (1, 6) else 100.0))
+    )
     assert slow is not None
     assert slow.ranks == [1, 6]
 
@@ -98,18 +135,30 @@ def test_several_slow_ranks() -> None:
 def test_too_little_is_not_judged() -> None:
     assert find_slow_ranks(samples(job(4, 40, late))) is None, "40 steps"
     assert find_slow_ranks(samples(job(4, 200, late), 4)) is None, "4 samples"
-    assert find_slow_ranks(samples(job(4, 100, lambda rank, step: late(rank, step) / 10))) is None, "2 seconds"
+    assert (
+        find_slow_ranks(samples(job(4, 100, lambda rank, step: late(rank, step) / 10))) is None
+    ), "2 seconds"
     assert measure(job(1, 200, late)) is None, "one rank"
-    assert measure(job(2, 200, late, device="cuda", timed=False)) is None, "the host does not wait, and no duration is known"
+    assert measure(job(2, 200, late, device="cuda", timed=False)) is None, (
+        "the host does not wait, and no duration is known"
+    )
 
 
 def test_a_small_difference_is_not_judged() -> None:
-    assert find_slow_ranks(samples(job(4, 300, lambda rank, step: 108.0 if rank == 2 else 100.0))) is None
+    assert (
+        find_slow_ranks(samples(job(4, 300, lambda rank, step: 108.0 if rank == 2 else 100.0)))
+        is None
+    )
 
 
 def test_one_long_pause_is_not_judged() -> None:
     """A checkpoint that rank 0 writes now and then."""
-    assert find_slow_ranks(samples(job(4, 300, lambda rank, step: 30_000.0 if (rank, step) == (0, 150) else 100.0))) is None
+    assert (
+        find_slow_ranks(
+            samples(job(4, 300, lambda rank, step: 30_000.0 if (rank, step) == (0, 150) else 100.0))
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -118,11 +167,19 @@ def test_random_lateness_names_nobody(ranks: int) -> None:
     for seed in range(32 // ranks):
         draw = random.Random(seed)
         times = [[100 + draw.expovariate(1 / 40) for _ in range(ranks)] for _ in range(200)]
-        assert find_slow_ranks(samples(job(ranks, 200, lambda rank, step, times=times: times[step][rank]))) is None, seed  # type: ignore[misc]
+        assert (
+            find_slow_ranks(
+                samples(job(ranks, 200, lambda rank, step, times=times: times[step][rank]))
+            )
+            is None
+        ), seed  # type: ignore[misc]
 
 
 def test_only_the_newest_samples_count() -> None:
-    before, after = samples(job(4, 400, lambda rank, step: 100.0), 12), samples(job(4, 400, late), 12)
+    before, after = (
+        samples(job(4, 400, lambda rank, step: 100.0), 12),
+        samples(job(4, 400, late), 12),
+    )
     assert find_slow_ranks([*before, *after]) is None
     slow = find_slow_ranks(recent([*before, *after]))
     assert slow is not None
@@ -137,7 +194,10 @@ def test_ranks_that_come_and_go_are_not_mixed() -> None:
 def test_the_stretch_is_found(how: str) -> None:
     stretch = find_stretch(job(4, 50, late, how=how), [2])
     assert stretch is not None
-    assert stretch.words == "between all_reduce in train.py:20 train and all_reduce in train.py:10 train"
+    assert (
+        stretch.words
+        == "between all_reduce in train.py:20 train and all_reduce in train.py:10 train"
+    )
     assert stretch.phase == "after an optimizer step: in data loading or the forward pass"
     assert stretch.extra_s == pytest.approx(0.050, abs=0.002)
 
@@ -146,16 +206,32 @@ def test_records_of_a_dump() -> None:
     verdict = examine_logs(job(4, 200, late), slow=True).verdict
     assert (verdict.kind, verdict.culprits) == ("straggler", [2])
     assert examine_logs(job(4, 200, lambda rank, step: 100.0), slow=True).verdict.kind == "healthy"
-    assert examine_logs(job(4, 200, late)).verdict.kind == "healthy", "the watcher judges a job that runs by itself"
+    assert examine_logs(job(4, 200, late)).verdict.kind == "healthy", (
+        "the watcher judges a job that runs by itself"
+    )
 
 
-def test_diagnose_shows_how_long_each_rank_waits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("commlens.diagnosis.api.examine_paths", lambda *_, **__: examine_logs(job(4, 200, late), slow=True))
+def test_diagnose_shows_how_long_each_rank_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "commlens.diagnosis.api.examine_paths",
+        lambda *_, **__: examine_logs(job(4, 200, late), slow=True),
+    )
     assert main(["diagnose", ".", "--slow"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if "%" in line][-3:-1] == [["rank", "2", "1%"], ["ranks", "0-1,3", "33%"]]
-    assert lines[-1].startswith("Rank 2 waits least, 33% of the time less than all others. From 10% on, over at least 50 steps")
-    monkeypatch.setattr("commlens.diagnosis.api.examine_paths", lambda *_, **__: examine_logs(job(1, 200, late), slow=True))
+    assert [line.split() for line in lines if "%" in line][-3:-1] == [
+        ["rank", "2", "1%"],
+        ["ranks", "0-1,3", "33%"],
+    ]
+    assert lines[-1].startswith(
+        "Rank 2 waits least, 33% of the time less than all others. From 10% on, over at least 50"
+        " steps"
+    )
+    monkeypatch.setattr(
+        "commlens.diagnosis.api.examine_paths",
+        lambda *_, **__: examine_logs(job(1, 200, late), slow=True),
+    )
     assert main(["diagnose", ".", "--slow"]) == 0
     assert "How long each rank waits is unknown" in capsys.readouterr().out
     assert main(["diagnose", ".", "--slow", "--json"]) == 2
@@ -178,15 +254,23 @@ def test_clocks_of_several_hosts_are_not_compared() -> None:
 
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_the_ranks_of_several_nodes_are_compared(per_node: int) -> None:
-    """Each node measures its own ranks' waits on its own clock; the second node's is an hour behind."""
+    """Each node measures its own ranks' waits on its own clock; the second node's is an hour
+    behind.
+    """
     before = None
-    for compute, slow in ((late, [2]), (lambda rank, step: 108.0 if rank == 2 else 100.0, [2]), (lambda rank, step: 100.0, None)):
+    for compute, slow in (
+        (late, [2]),
+        (lambda rank, step: 108.0 if rank == 2 else 100.0, [2]),
+        (lambda rank, step: 100.0, None),
+    ):
         logs = job(4, 400, compute)
         nodes = [logs[first : first + per_node] for first in range(0, 4, per_node)]
         paces = [condensed(samples(node, least=1)) for node in nodes]
         before = judge([packed(each) for each in paces], before)
         assert before is not None and before.ranks == [0, 1, 2, 3]
-        assert (before.slow.ranks if before.slow is not None else None) == slow, "half the cost suffices to remain slow"
+        assert (before.slow.ranks if before.slow is not None else None) == slow, (
+            "half the cost suffices to remain slow"
+        )
 
 
 def test_nodes_that_wait_for_each_other_unseen_are_not_compared() -> None:
@@ -194,7 +278,10 @@ def test_nodes_that_wait_for_each_other_unseen_are_not_compared() -> None:
     logs = job(4, 400, late, how="cpp")
     assert condensed(samples(logs)), "of one node"
     assert condensed(samples(logs[:2])) == []
-    assert judge([packed(condensed(samples(logs[:2]))), packed(condensed(samples(logs[2:])))], None) is None
+    assert (
+        judge([packed(condensed(samples(logs[:2]))), packed(condensed(samples(logs[2:])))], None)
+        is None
+    )
 
 
 def test_a_slow_rank_that_is_alone_on_its_node() -> None:
@@ -204,7 +291,10 @@ def test_a_slow_rank_that_is_alone_on_its_node() -> None:
     log = job(4, 200, late)[2]
     verdict = straggler_verdict(slow, [log], {2: Counter({(load,): 40, (): 60})}, compared=range(4))
     assert verdict.summary == "rank 2 makes the job slow: all others wait for 33% of the time"
-    assert (verdict.source, verdict.victims) == (None, [0, 1, 3]), "no other rank's profile shows what is usual"
+    assert (verdict.source, verdict.victims) == (
+        None,
+        [0, 1, 3],
+    ), "no other rank's profile shows what is usual"
     assert "Rank 2 spends 40% of the time in train.py:7 load_batch." in verdict.explanation
 
 
@@ -217,37 +307,63 @@ def found(logs: list[RankLog]) -> pace.Slow:
 def test_the_verdict_with_records_alone() -> None:
     logs = job(4, 200, late)
     verdict = straggler_verdict(found(logs), logs)
-    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("straggler", [2], [0, 1, 3], "medium")
-    assert verdict.summary == "rank 2 makes the job slow: all others wait for 33% of the time"
-    assert verdict.explanation == (
-        "In each step of 155 ms, ranks 0-1,3 wait 51 ms longer than rank 2 (194 steps seen). Rank 2 takes 50 ms longer in each step "
-        "between all_reduce in train.py:20 train and all_reduce in train.py:10 train (after an optimizer step: in data loading or the "
-        "forward pass)."
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (
+        "straggler",
+        [2],
+        [0, 1, 3],
+        "medium",
     )
-    assert verdict.next_step.startswith("profile rank 2 before train.py:10 train (`py-spy record --duration 10 --pid 102`)")
+    assert verdict.summary == "rank 2 makes the job slow: all others wait for 33% of the time"
+    assert (
+        verdict.explanation
+        == "In each step of 155 ms, ranks 0-1,3 wait 51 ms longer than rank 2 (194 steps seen)."
+        " Rank 2 takes 50 ms longer in each step between all_reduce in train.py:20 train and"
+        " all_reduce in train.py:10 train (after an optimizer step: in data loading or the"
+        " forward pass)."
+    )
+    assert verdict.next_step.startswith(
+        "profile rank 2 before train.py:10 train (`py-spy record --duration 10 --pid 102`)"
+    )
 
 
 def test_the_verdict_on_the_ranks_of_one_node_says_so() -> None:
     logs = job(4, 200, late)
     for log in logs:
         log.host, log.world_size = "n03", 8
-    assert straggler_verdict(found(logs), logs).summary == "rank 2 makes the job slow: all others on n03 wait for 33% of the time"
+    assert (
+        straggler_verdict(found(logs), logs).summary
+        == "rank 2 makes the job slow: all others on n03 wait for 33% of the time"
+    )
 
 
 def test_the_verdict_with_profiles() -> None:
-    main, load, read = Frame(SCRIPT, 30, "main"), Frame(SCRIPT, 7, "load_batch"), Frame("/lib/python3/io.py", 3, "read", FrameKind.LIBRARY)
-    profiles = {2: Counter({(read, load, main): 40, (main,): 60}), 0: Counter({(read, load, main): 2, (main,): 98})}
+    main, load, read = (
+        Frame(SCRIPT, 30, "main"),
+        Frame(SCRIPT, 7, "load_batch"),
+        Frame("/lib/python3/io.py", 3, "read", FrameKind.LIBRARY),
+    )
+    profiles = {
+        2: Counter({(read, load, main): 40, (main,): 60}),
+        0: Counter({(read, load, main): 2, (main,): 98}),
+    }
     logs = job(4, 200, late)
     verdict = straggler_verdict(found(logs), logs, profiles)
     assert verdict.why == "data-loading"
     assert verdict.source == "train.py:7"
-    assert "Rank 2 spends 40% of the time in train.py:7 load_batch, rank 0 2%." in verdict.explanation
+    assert (
+        "Rank 2 spends 40% of the time in train.py:7 load_batch, rank 0 2%." in verdict.explanation
+    )
     assert verdict.next_step == "look at load_batch (train.py:7) on rank 2"
 
 
 def test_a_rank_without_a_cpu() -> None:
     logs = job(4, 200, late)
-    paces = [each._replace(no_cpu_s={rank: (0.3 if rank == 2 else 0.01) * each.window_s for rank in range(4)}) for each in samples(logs)]
+    paces = [
+        each._replace(
+            no_cpu_s={rank: (0.3 if rank == 2 else 0.01) * each.window_s for rank in range(4)}
+        )
+        for each in samples(logs)
+    ]
     slow = find_slow_ranks(paces)
     assert slow is not None
     verdict = straggler_verdict(slow, logs)
@@ -263,6 +379,11 @@ def test_the_profile_of_py_spy() -> None:
         "thread (7): MainThread;main (/home/me/train.py:31) 3\n"
         "broken\n"
     )
-    taken = profile.parse(text, 7, lambda file: FrameKind.USER if file.startswith("/home") else FrameKind.LIBRARY)
+    taken = profile.parse(
+        text, 7, lambda file: FrameKind.USER if file.startswith("/home") else FrameKind.LIBRARY
+    )
     outer = Frame("/home/me/train.py", 30, "main")
-    assert taken == {(Frame("/lib/x.py", 5, "__next__", FrameKind.LIBRARY), outer): 12, (Frame("/home/me/train.py", 31, "main"),): 3}
+    assert taken == {
+        (Frame("/lib/x.py", 5, "__next__", FrameKind.LIBRARY), outer): 12,
+        (Frame("/home/me/train.py", 31, "main"),): 3,
+    }

@@ -1,4 +1,6 @@
-"""What is beside the package: workflows, issue templates, the citation, the recipe. They name the versions that the package has."""
+"""What is beside the package: workflows, issue templates, the citation, the recipe. They name the
+versions that the package has.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from commlens.version import __version__
 from conftest import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
-TEMPLATES = sorted(path for path in (REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+TEMPLATES = sorted(
+    path
+    for path in (REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    if path.name != "config.yml"
+)
 
 
 def project() -> dict[str, Any]:
@@ -26,16 +32,29 @@ def project() -> dict[str, Any]:
 def test_a_workflow_calls_targets_and_files_that_exist(path: Path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
-    runs = [step["run"] for job in workflow["jobs"].values() for step in job.get("steps", []) if "run" in step]
+    targets = set(
+        re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    )
+    runs = [
+        step["run"]
+        for job in workflow["jobs"].values()
+        for step in job.get("steps", [])
+        if "run" in step
+    ]
     assert set(re.findall(r"\bmake ([a-z-]+)", "\n".join(runs))) <= targets
     for job in workflow["jobs"].values():
         assert (REPOSITORY / job.get("uses", ".")).exists()
-        assert set([job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])) <= set(workflow["jobs"])
+        assert set(
+            [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        ) <= set(workflow["jobs"])
 
 
 def test_the_tests_run_with_every_python_that_the_package_names():
-    named = [name.split(" :: ")[-1] for name in project()["project"]["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    named = [
+        name.split(" :: ")[-1]
+        for name in project()["project"]["classifiers"]
+        if re.search(r":: 3\.\d+$", name)
+    ]
     tests = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "tests.yml").read_text())
     assert tests["jobs"]["all"]["strategy"]["matrix"]["python"] == named
 
@@ -48,7 +67,10 @@ def test_an_issue_template_asks_for_doctors_output(path: Path):
 
 def test_the_version_is_the_same_everywhere():
     assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == __version__
-    assert f'set version = "{__version__}"' in (REPOSITORY / "packaging" / "conda" / "meta.yaml").read_text()
+    assert (
+        f'set version = "{__version__}"'
+        in (REPOSITORY / "packaging" / "conda" / "meta.yaml").read_text()
+    )
 
 
 def test_the_recipe_has_the_packages_dependencies():

@@ -23,17 +23,31 @@ def log_of(content: bytes | Path) -> RankLog:
 
 
 def full_box(records: int = 2403) -> Box:
-    """A ring buffer of 2000 records of a training: several ops, call sites and groups, and times that never repeat."""
+    """A ring buffer of 2000 records of a training: several ops, call sites and groups, and times
+    that never repeat.
+    """
     rng = random.Random(7)
     box = Box(capacity=2000)
     groups = [box.group(), box.group("1", "0-1", desc="dp"), box.group("2", "0,2", desc="tp")]
     asked = [box.asked(shape=(size, 64)) for size in range(1, 60)]
-    stacks = [box.stack(*((f"/home/me/model/layer{site}.py", 10 * site + at, "forward") for at in range(9))) for site in range(60)]
+    stacks = [
+        box.stack(
+            *((f"/home/me/model/layer{site}.py", 10 * site + at, "forward") for at in range(9))
+        )
+        for site in range(60)
+    ]
     at = MONO
     for number in range(records):
         at += rng.randrange(80_000, 900_000)
         site = number % 59
-        index = box.record(group=groups[number % 3], asked=asked[site], stack=stacks[site], seq=number // 3 + 1, step=number // 59, at=at)
+        index = box.record(
+            group=groups[number % 3],
+            asked=asked[site],
+            stack=stacks[site],
+            seq=number // 3 + 1,
+            step=number // 59,
+            at=at,
+        )
         box.complete(index, after=rng.randrange(30_000, 400_000))
     return box
 
@@ -78,7 +92,9 @@ def test_a_torn_record_is_left_out(tmp_path: Path, newest: int | None):
     box.data[box.slot(9)] ^= 1
     path = box.write(tmp_path)
     log = log_of(packed(path, newest))
-    assert [each.index for each in log.collectives] == [index for index in range(1 if newest is None else 5, 13) if index != 9]
+    assert [each.index for each in log.collectives] == [
+        index for index in range(1 if newest is None else 5, 13) if index != 9
+    ]
     assert log.problems == log_of(path).problems or newest
 
 
@@ -92,7 +108,9 @@ def test_cut_off_anywhere(full: Path):
             assert "cut off" in str(error)
             continue
         assert "the file is cut off or damaged" in log.problems[0]
-        assert all(each in whole.collectives for each in log.collectives[:: len(log.collectives) // 20 + 1])
+        assert all(
+            each in whole.collectives for each in log.collectives[:: len(log.collectives) // 20 + 1]
+        )
         kept.append(len(log.collectives))
     assert kept == sorted(kept) and 0 < kept[-3] < kept[-1] <= 2000, "whole blocks"
 
@@ -102,7 +120,9 @@ SMALL = busy_box(records=40)
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 255)), min_size=1, max_size=4))
-def test_damage_is_never_taken_for_a_record(tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]):
+def test_damage_is_never_taken_for_a_record(
+    tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]
+):
     content = bytearray(packed(SMALL.write(tmp_path_factory.getbasetemp())))
     for at, mask in flips:
         content[at % len(content)] ^= mask

@@ -12,7 +12,9 @@ from commlens.reports.page import asset, render_page
 from conftest import REPOSITORY
 
 WEB = REPOSITORY / "web"
-PAGES = sorted(folder.name for folder in (WEB / "src").iterdir() if folder.is_dir() and folder.name != "shared")
+PAGES = sorted(
+    folder.name for folder in (WEB / "src").iterdir() if folder.is_dir() and folder.name != "shared"
+)
 
 
 def _hash_of_sources(page: str) -> str:
@@ -29,7 +31,9 @@ def _hash_of_sources(page: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_asset_belongs_to_the_sources(page: str):
     built_from = re.search(r"from sources ([0-9a-f]{64})", asset(f"{page}.js"))
-    assert built_from and built_from.group(1) == _hash_of_sources(page), f"web/src/{page} or web/src/shared changed: run make page"
+    assert built_from and built_from.group(1) == _hash_of_sources(page), (
+        f"web/src/{page} or web/src/shared changed: run make page"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -42,7 +46,9 @@ def test_it_lies_in_html_as_it_is(page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_small_and_refuses_everything_that_it_does_not_hold(page: str):
-    made = render_page(page, title="a </title> & b", data={"text": "</script>"}, text="<b>plain</b>").decode()  # type: ignore[arg-type]
+    made = render_page(
+        page, title="a </title> & b", data={"text": "</script>"}, text="<b>plain</b>"
+    ).decode()  # type: ignore[arg-type]
     assert len(made) < 500_000
     assert "default-src 'none'; script-src 'sha256-" in made
     assert "a &lt;/title&gt; &amp; b" in made and "&lt;b&gt;plain" in made

@@ -1,4 +1,6 @@
-"""What commlens writes for Perfetto is what Perfetto takes: by its rules, and by its own trace processor where there is one."""
+"""What commlens writes for Perfetto is what Perfetto takes: by its rules, and by its own trace
+processor where there is one.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ def of_traces(late_waits: bool = False) -> bytes:
     """Eight ranks' traces."""
     traces = [training(rank) for rank in range(8)]
     for event in (event for data in traces for event in data.events if late_waits):
-        event.wait_ended_ns = event.started_ns + 250_000 + event.sequence  # after the next ones were issued
-    return to_perfetto((data.rank, data.started_unix_ns, commlens.Trace(data).to_rows()) for data in traces)[0]
+        # after the next ones were issued
+        event.wait_ended_ns = event.started_ns + 250_000 + event.sequence
+    return to_perfetto(
+        (data.rank, data.started_unix_ns, commlens.Trace(data).to_rows()) for data in traces
+    )[0]
 
 
 def of_dumps() -> bytes:
@@ -32,7 +37,11 @@ def of_dumps() -> bytes:
     return b"".join(perfetto.to_perfetto(columns_from_log(log) for log in logs))
 
 
-MADE = {"traces": of_traces, "traces whose waits overlap": lambda: of_traces(late_waits=True), "dumps": of_dumps}
+MADE = {
+    "traces": of_traces,
+    "traces whose waits overlap": lambda: of_traces(late_waits=True),
+    "dumps": of_dumps,
+}
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -42,9 +51,21 @@ def test_nothing_breaks_perfetto_s_rules(what: str):
 
 def test_the_rules_are_noticed_when_they_are_broken():
     slice_ = '{"ph": "X", "pid": 0, "tid": 0, "name": "x", "ts": %d, "dur": %d}'
-    assert len(violations(f'{{"traceEvents": [{slice_ % (0, 10)}, {slice_ % (5, 10)}]}}'.encode())) == 1
-    assert len(violations(b'{"traceEvents": [{"ph": "s", "id": 1, "pid": 0, "tid": 0, "ts": 0, "name": "x"}]}')) == 1
-    begin = b'{"ph": "b", "cat": "c", "id2": {"local": "1"}, "pid": 0, "tid": 0, "ts": 0, "name": "x"}'
+    assert (
+        len(violations(f'{{"traceEvents": [{slice_ % (0, 10)}, {slice_ % (5, 10)}]}}'.encode()))
+        == 1
+    )
+    assert (
+        len(
+            violations(
+                b'{"traceEvents": [{"ph": "s", "id": 1, "pid": 0, "tid": 0, "ts": 0, "name": "x"}]}'
+            )
+        )
+        == 1
+    )
+    begin = (
+        b'{"ph": "b", "cat": "c", "id2": {"local": "1"}, "pid": 0, "tid": 0, "ts": 0, "name": "x"}'
+    )
     assert len(violations(b'{"traceEvents": [' + begin + b"]}")) == 1
 
 
@@ -52,16 +73,27 @@ def test_the_rules_are_noticed_when_they_are_broken():
 def test_perfetto_s_own_trace_processor_takes_all_of_it(what: str, tmp_path: Path):
     program = shutil.which("trace_processor_shell")
     if not program:
-        pytest.skip("no trace_processor_shell on PATH (https://get.perfetto.dev/trace_processor); the rules are checked without it")
-    api = pytest.importorskip("perfetto.trace_processor", reason="the perfetto package is not installed")
+        pytest.skip(
+            "no trace_processor_shell on PATH (https://get.perfetto.dev/trace_processor); the rules"
+            " are checked without it"
+        )
+    api = pytest.importorskip(
+        "perfetto.trace_processor", reason="the perfetto package is not installed"
+    )
     path = tmp_path / "trace.json"
     path.write_bytes(MADE[what]())
-    processor = api.TraceProcessor(trace=str(path), config=api.TraceProcessorConfig(bin_path=program))
+    processor = api.TraceProcessor(
+        trace=str(path), config=api.TraceProcessorConfig(bin_path=program)
+    )
     try:
-        errors = processor.query("select name, value from stats where severity = 'error' and value > 0")
+        errors = processor.query(
+            "select name, value from stats where severity = 'error' and value > 0"
+        )
         assert [(row.name, row.value) for row in errors] == []
         assert next(iter(processor.query("select count(*) as number from slice"))).number > 0
         if what != "dumps":
-            assert next(iter(processor.query("select count(*) as number from flow"))).number == 8 * 32
+            assert (
+                next(iter(processor.query("select count(*) as number from flow"))).number == 8 * 32
+            )
     finally:
         processor.close()

@@ -15,19 +15,34 @@ import pytest
 from commlens.processes.blocked import waits_for
 from commlens.processes.process import children
 
-pytestmark = pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="numbers of system calls are known for these")
+pytestmark = pytest.mark.skipif(
+    os.uname().machine not in ("x86_64", "aarch64"),
+    reason="numbers of system calls are known for these",
+)
 
 LOCK = "import fcntl, sys; h = open(sys.argv[1], 'w'); fcntl.{}(h, fcntl.LOCK_EX)"
 HOLD = f"{LOCK}; print(flush=True); sys.stdin.read()"
-SOCKET = "import socket; s = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(s.getsockname()); "
+SOCKET = (
+    "import socket; s = socket.create_server(('127.0.0.1', 0)); c ="
+    " socket.create_connection(s.getsockname()); "
+)
 WAITS = {
     "import os; r, w = os.pipe(); os.read(r, 1)": "it waits to read from a pipe",
-    "import os; r, w = os.pipe(); os.write(w, bytes(1 << 20))": "it waits to write to a pipe that is full",
+    "import os; r, w = os.pipe(); os.write(w, bytes(1 << 20))": (
+        "it waits to write to a pipe that is full"
+    ),
     "import time; time.sleep(100)": "it sleeps",
-    "import select; select.select([], [], [], 100)": "it sleeps",  # what time.sleep is up to Python 3.10
-    "import os, sys; os.mkfifo(sys.argv[1]); open(sys.argv[1])": "it waits for another process to open a named pipe",
-    "import subprocess; subprocess.run(['sleep', '30'])": "it waits for its child process {child} (sleep 30)",
-    SOCKET + "print(s.getsockname()[1], flush=True); c.recv(1)": "it waits for data from 127.0.0.1:{said}",
+    # what time.sleep is up to Python 3.10
+    "import select; select.select([], [], [], 100)": "it sleeps",
+    "import os, sys; os.mkfifo(sys.argv[1]); open(sys.argv[1])": (
+        "it waits for another process to open a named pipe"
+    ),
+    "import subprocess; subprocess.run(['sleep', '30'])": (
+        "it waits for its child process {child} (sleep 30)"
+    ),
+    SOCKET + "print(s.getsockname()[1], flush=True); c.recv(1)": (
+        "it waits for data from 127.0.0.1:{said}"
+    ),
     "import socket; socket.create_server(('127.0.0.1', 0)).accept()": "it waits for a connection",
     "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()": "",
 }
@@ -46,7 +61,12 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(started: list[subprocess.Popen[str]], code: str, path: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     started.append(process)
     return process
 
@@ -63,7 +83,11 @@ def test_what_processes_wait_for(started: list[subprocess.Popen[str]], tmp_path:
         pytest.skip("this kernel does not show system calls")
     running = [start(started, code, tmp_path / "fifo") for code in WAITS]
     for process, words in zip(running, WAITS.values(), strict=True):
-        said = process.stdout.readline().strip() if "{said}" in words and process.stdout is not None else ""
+        said = (
+            process.stdout.readline().strip()
+            if "{said}" in words and process.stdout is not None
+            else ""
+        )
         child = ""
         if "{child}" in words:
             end = time.monotonic() + 15
@@ -74,27 +98,41 @@ def test_what_processes_wait_for(started: list[subprocess.Popen[str]], tmp_path:
 
 
 @pytest.mark.parametrize("how", ["flock", "lockf"])
-def test_a_file_lock_and_its_holder(started: list[subprocess.Popen[str]], tmp_path: Path, how: str) -> None:
+def test_a_file_lock_and_its_holder(
+    started: list[subprocess.Popen[str]], tmp_path: Path, how: str
+) -> None:
     path = tmp_path / "build.lock"
     holder = start(started, HOLD.format(how), path)
     assert holder.stdout is not None
     holder.stdout.readline()
     waiter = start(started, LOCK.format(how), path)
     command = " ".join([sys.executable, "-c", HOLD.format(how), str(path)])[:80]
-    eventually(waiter, f"it waits for the lock of {path}, which process {holder.pid} ({command}...) holds")
+    eventually(
+        waiter, f"it waits for the lock of {path}, which process {holder.pid} ({command}...) holds"
+    )
     assert waits_for(waiter.pid).holder == holder.pid
 
 
-def test_a_lock_that_a_child_inherited(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_lock_that_a_child_inherited(
+    started: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
     path = tmp_path / "build.lock"
-    code = LOCK.format("flock") + "; import os, time; child = os.fork()\nif child: print(child, flush=True)\nelse: time.sleep(60)"
+    code = (
+        LOCK.format("flock")
+        + "; import os, time; child = os.fork()\nif child: print(child, flush=True)\nelse:"
+        " time.sleep(60)"
+    )
     holder = start(started, code, path)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     holder.wait(timeout=15)
     try:
         waiter = start(started, LOCK.format("flock"), path)
-        eventually(waiter, f"it waits for the lock of {path}, which process {holder.pid} took: a former child of it may still hold it")
+        eventually(
+            waiter,
+            f"it waits for the lock of {path}, which process {holder.pid} took: a former child of"
+            " it may still hold it",
+        )
     finally:
         os.kill(child, signal.SIGKILL)
 

@@ -29,9 +29,12 @@ SECOND = 1_000_000_000
 def child() -> Iterator[subprocess.Popen[str]]:
     """A process that sleeps until it is told to spin."""
     code = (
-        "import sys\nprint('up', flush=True)\nfor line in sys.stdin:\n    sum(i for i in range(6_000_000))\n    print('spun', flush=True)"
+        "import sys\nprint('up', flush=True)\nfor line in sys.stdin:\n    sum(i for i in"
+        " range(6_000_000))\n    print('spun', flush=True)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
         assert started.stdout is not None
         started.stdout.readline()
         yield started
@@ -39,7 +42,9 @@ def child() -> Iterator[subprocess.Popen[str]]:
 
 
 def pulse(**changed: int) -> Pulse:
-    return Pulse(**({"heartbeat_ns": time.monotonic_ns(), "main_stack_since_ns": 1, "records": 5} | changed))
+    return Pulse(
+        **({"heartbeat_ns": time.monotonic_ns(), "main_stack_since_ns": 1, "records": 5} | changed)
+    )
 
 
 def observer_of(child: subprocess.Popen[str]) -> Observer:
@@ -72,14 +77,17 @@ def test_sleeping_then_computing(child: subprocess.Popen[str]) -> None:
 def test_work_outside_its_own_threads() -> None:
     """A child process that computes, and a connection to a server that takes its data."""
     code = (
-        "import socket, subprocess, sys\ns = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
-        "p = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
-        "try:\n    while True: s.sendall(bytes(100_000))\nfinally: p.kill()"
+        "import socket, subprocess, sys\ns = socket.create_connection(('127.0.0.1',"
+        " int(sys.argv[1])))\np = subprocess.Popen([sys.executable, '-c', 'while True:"
+        " pass'])\ntry:\n    while True: s.sendall(bytes(100_000))\nfinally: p.kill()"
     )
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         started = stack.enter_context(
-            subprocess.Popen([sys.executable, "-c", code, str(server.getsockname()[1])], stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(server.getsockname()[1])],
+                stderr=subprocess.DEVNULL,
+            )
         )
         taken = stack.enter_context(server.accept()[0])
         stack.callback(started.terminate)
@@ -104,11 +112,20 @@ def test_work_outside_its_own_threads() -> None:
         assert seen.unsent_bytes > 0
 
 
-def test_one_write_of_a_large_file_shows_before_it_returns(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = "rchar: 500\nwchar: 100\nsyscr: 9\nsyscw: 3\nread_bytes: 0\nwrite_bytes: {}\ncancelled_write_bytes: 7\n"
+def test_one_write_of_a_large_file_shows_before_it_returns(
+    child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = (
+        "rchar: 500\nwchar: 100\nsyscr: 9\nsyscw: 3\nread_bytes: 0\nwrite_bytes:"
+        " {}\ncancelled_write_bytes: 7\n"
+    )
     read = process.read_text
     disk = iter([0, 5_000_000])
-    monkeypatch.setattr(process, "read_text", lambda path: counts.format(next(disk)) if path == f"/proc/{child.pid}/io" else read(path))
+    monkeypatch.setattr(
+        process,
+        "read_text",
+        lambda path: counts.format(next(disk)) if path == f"/proc/{child.pid}/io" else read(path),
+    )
     observer = observer_of(child)
     observer.sample(child.pid, pulse())
     time.sleep(0.5)
@@ -136,17 +153,27 @@ def test_a_running_process_without_heartbeats_holds_the_gil(child: subprocess.Po
     observer.sample(child.pid, pulse())
     assert observer.observe(child.pid).holds_gil is False
     observer.sample(child.pid, pulse(heartbeat_ns=silent, closed=True))
-    assert observer.observe(child.pid).holds_gil is None, "after a goodbye there is no watchdog thread"
+    assert observer.observe(child.pid).holds_gil is None, (
+        "after a goodbye there is no watchdog thread"
+    )
 
 
-@pytest.mark.parametrize(("state", "cpu_s", "holds"), [("R", 0.1, False), ("R", 0.9, True), ("S", 0.0, True)])
-def test_a_process_without_a_core_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch, state: str, cpu_s: float, holds: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "cpu_s", "holds"), [("R", 0.1, False), ("R", 0.9, True), ("S", 0.0, True)]
+)
+def test_a_process_without_a_core_does_not_hold_the_gil(
+    monkeypatch: pytest.MonkeyPatch, state: str, cpu_s: float, holds: bool
+) -> None:
     """On a busy machine its watchdog thread gets no core either."""
     observer, now = Observer(use_py_spy=False), time.monotonic_ns()
     observer.add(os.getpid(), 0)
     for tenth in range(30):
         monkeypatch.setattr("time.monotonic_ns", lambda tenth=tenth: now + tenth * SECOND // 10)
-        monkeypatch.setattr(process, "read_stat", lambda pid, tenth=tenth: process.Stat(1, state, cpu_s * tenth / 10))
+        monkeypatch.setattr(
+            process,
+            "read_stat",
+            lambda pid, tenth=tenth: process.Stat(1, state, cpu_s * tenth / 10),
+        )
         observer.sample(os.getpid(), Pulse(heartbeat_ns=now))
     assert observer.observe(os.getpid()).holds_gil is holds
 
@@ -157,11 +184,14 @@ def test_a_process_without_a_core_does_not_hold_the_gil(monkeypatch: pytest.Monk
         ({"records": 5}, {"records": 6}, True),
         ({"main_stack_since_ns": 1}, {"main_stack_since_ns": 2}, True),
         ({"main_stack_since_ns": 1}, {"main_stack_since_ns": 1}, False),
-        ({"main_stack_since_ns": 0}, {"main_stack_since_ns": 1}, False),  # the first look after a collective is no movement
+        # the first look after a collective is no movement
+        ({"main_stack_since_ns": 0}, {"main_stack_since_ns": 1}, False),
         ({"main_stack_since_ns": 0}, {"main_stack_since_ns": 0}, None),
     ],
 )
-def test_stack_moved(child: subprocess.Popen[str], first: dict[str, int], second: dict[str, int], moved: bool | None) -> None:
+def test_stack_moved(
+    child: subprocess.Popen[str], first: dict[str, int], second: dict[str, int], moved: bool | None
+) -> None:
     observer = observer_of(child)
     observer.sample(child.pid, pulse(**first))
     observer.sample(child.pid, pulse(**second))
@@ -197,11 +227,23 @@ def test_exit_status_beats_the_box_which_beats_nothing(
 def test_pyspy_answer() -> None:
     answer = [
         {"os_thread_id": 8, "thread_name": "other", "owns_gil": True, "frames": []},
-        {"os_thread_id": 7, "thread_name": None, "owns_gil": False, "frames": [{"name": "f", "filename": "/x/torch/a.py", "line": 3}]},
+        {
+            "os_thread_id": 7,
+            "thread_name": None,
+            "owns_gil": False,
+            "frames": [{"name": "f", "filename": "/x/torch/a.py", "line": 3}],
+        },
     ]
-    stacks = pyspy.parse(answer, 7, lambda file: FrameKind.TORCH if "torch" in file else FrameKind.USER, 99)
+    stacks = pyspy.parse(
+        answer, 7, lambda file: FrameKind.TORCH if "torch" in file else FrameKind.USER, 99
+    )
     main = stacks.threads[0]
-    assert (main.is_main, main.name, main.taken_ns, main.frames[0].kind) == (True, "MainThread", 99, FrameKind.TORCH)
+    assert (main.is_main, main.name, main.taken_ns, main.frames[0].kind) == (
+        True,
+        "MainThread",
+        99,
+        FrameKind.TORCH,
+    )
 
 
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.launches
 
 
 def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
 
 
 def test_read_stat_of_this_process() -> None:
@@ -32,13 +34,17 @@ def test_read_stat_of_this_process() -> None:
     assert seen.cpu_s > 0
     assert not seen.ended
     assert process.is_running(os.getpid(), seen.start_ticks)
-    assert not process.is_running(os.getpid(), seen.start_ticks + 1), "another start time is another process"
+    assert not process.is_running(os.getpid(), seen.start_ticks + 1), (
+        "another start time is another process"
+    )
 
 
 def test_a_process_name_with_parentheses(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b"
     program.symlink_to(sys.executable)
-    with subprocess.Popen([program, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [program, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as child:
         seen = process.read_stat(child.pid)
         child.kill()
     assert seen is not None
@@ -79,14 +85,21 @@ def test_how_a_child_ended_without_reaping_it(command: str, expected: Ending) ->
     eventually(lambda: handle.ending() is not None)
     assert handle.ending() == expected
     code = child.wait(10)
-    assert code == (expected.exit_code if expected.signal is None else -getattr(signal, expected.signal)), "its parent could still reap it"
+    assert code == (
+        expected.exit_code if expected.signal is None else -getattr(signal, expected.signal)
+    ), "its parent could still reap it"
     handle.close()
 
 
 def test_how_a_grandchild_ended_is_read_from_its_zombie() -> None:
     # The parent prints the pid of its child, and does not reap it before it is told to.
-    code = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(7)']); print(c.pid, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    code = (
+        "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'raise"
+        " SystemExit(7)']); print(c.pid, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         handle = Handle(int(parent.stdout.readline()))
         eventually(lambda: handle.ending() is not None)
@@ -108,7 +121,10 @@ def test_handles_are_opened_as_soon_as_there_is_a_box(tmp_path: Path) -> None:
         killed.wait(10)
         early.stop()
         handles = [early.take(pid, ticks) for pid, ticks in started.items()]
-        assert [handle.ending() for handle in handles if handle is not None] == [Ending(signal="SIGKILL"), None]
+        assert [handle.ending() for handle in handles if handle is not None] == [
+            Ending(signal="SIGKILL"),
+            None,
+        ]
         assert handles[0] is not None
         assert 0 < handles[0].ended_ns - before_ns < 5e9
         assert early.take(running.pid, 1) is None, "another start time is another process"
@@ -126,9 +142,13 @@ def test_stopped_and_children() -> None:
 
 def test_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "cgroup.procs").write_text("")
-    (tmp_path / "cpu.stat").write_text("usage_usec 5\nnr_periods 9\nnr_throttled 4\nthrottled_usec 2500000\n")
+    (tmp_path / "cpu.stat").write_text(
+        "usage_usec 5\nnr_periods 9\nnr_throttled 4\nthrottled_usec 2500000\n"
+    )
     (tmp_path / "memory.events").write_text("low 0\noom 1\noom_kill 2\n")
-    (tmp_path / "memory.pressure").write_text("some avg10=9.00 avg60=0 avg300=0 total=1\nfull avg10=7.25 avg60=0 avg300=0 total=1\n")
+    (tmp_path / "memory.pressure").write_text(
+        "some avg10=9.00 avg60=0 avg300=0 total=1\nfull avg10=7.25 avg60=0 avg300=0 total=1\n"
+    )
     seen = Cgroup([tmp_path], [tmp_path]).read()
     assert (seen.throttled_s, seen.oom_kills, seen.memory_pressure) == (2.5, 2, 7.25)
 

@@ -26,7 +26,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_work(stream: io.StringIO, seconds: float) -> str:
-    """Work until something is shown, for at most some seconds, and return what is on the terminal then."""
+    """Work until something is shown, for at most some seconds, and return what is on the terminal
+    then.
+    """
     with working("Reading traces") as say:
         say("3 files")
         until = time.monotonic() + seconds
@@ -36,11 +38,14 @@ def long_work(stream: io.StringIO, seconds: float) -> str:
         return stream.getvalue()
 
 
-def test_long_work_is_shown_on_a_terminal_and_removed(monkeypatch: pytest.MonkeyPatch, soon: None) -> None:
+def test_long_work_is_shown_on_a_terminal_and_removed(
+    monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     assert "Reading traces: 3 files" in long_work(stream, 10)
-    assert stream.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in stream.getvalue()  # the line is erased, the cursor shown
+    # the line is erased, the cursor shown
+    assert stream.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in stream.getvalue()
 
 
 def test_nothing_is_shown_in_a_pipe(monkeypatch: pytest.MonkeyPatch, soon: None) -> None:
@@ -61,7 +66,9 @@ def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_failure_passes_through_and_leaves_no_line(monkeypatch: pytest.MonkeyPatch, soon: None) -> None:
+def test_a_failure_passes_through_and_leaves_no_line(
+    monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     with pytest.raises(ValueError, match="broken"), working("Reading traces"):

@@ -15,7 +15,11 @@ from conftest import SOURCE
 
 def python(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -33,14 +37,23 @@ def test_what_type_checkers_see_is_what_is_there():
 
     tree = ast.parse((SOURCE / "commlens" / "__init__.py").read_text())
     seen = next(node for node in tree.body if isinstance(node, ast.If))
-    names = {alias.asname or alias.name for node in seen.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = {
+        alias.asname or alias.name
+        for node in seen.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert names | {"__version__"} == set(commlens.__all__)
 
 
 def test_every_error_is_public():
     from commlens import errors
 
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.CommlensError)}
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.CommlensError)
+    }
     assert classes <= set(commlens.__all__)
 
 
@@ -56,7 +69,10 @@ def test_an_unknown_name_is_an_attribute_error():
 @pytest.mark.launches
 def test_importing_commlens_is_cheap_and_changes_nothing():
     heavy = "{'torch', 'rich', 'numpy', 'msgspec', 'yaml', 'argparse', 'asyncio', 'inspect'}"
-    program = f"import sys; sys.modules.pop('torch', None); import commlens; print(sorted({heavy} & set(sys.modules)))"
+    program = (
+        f"import sys; sys.modules.pop('torch', None); import commlens; print(sorted({heavy} &"
+        " set(sys.modules)))"
+    )
     assert python(program) == "[]"
 
 
@@ -86,7 +102,13 @@ print(gather(1), gather.__name__, gather.__doc__)
 
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    "call", ["commlens.enable()", "commlens.enable(stall_timeout=3)", "commlens.enable(verify=True)", "commlens.verify().__enter__()"]
+    "call",
+    [
+        "commlens.enable()",
+        "commlens.enable(stall_timeout=3)",
+        "commlens.enable(verify=True)",
+        "commlens.verify().__enter__()",
+    ],
 )
 def test_enable_without_torch_says_which_line_to_type(call):
     program = f"""
@@ -136,5 +158,8 @@ print(oct(next(commlens.dump({str(tmp_path / "other")!r}, mode=0o600).glob("*.bo
 
 @pytest.mark.launches
 def test_expect_slow_without_torch_does_nothing():
-    program = "import sys; sys.modules['torch'] = None; import commlens\nwith commlens.expect_slow('checkpoint'):\n    print('done')"
+    program = (
+        "import sys; sys.modules['torch'] = None; import commlens\nwith"
+        " commlens.expect_slow('checkpoint'):\n    print('done')"
+    )
     assert python(program) == "done"

@@ -1,4 +1,5 @@
-"""The public surface, pinned: a change to a name, a command, an option, a setting, an exit status or a JSON key shows up here.
+"""The public surface, pinned: a change to a name, a command, an option, a setting, an exit status
+or a JSON key shows up here.
 
 public_surface.json holds it. After a deliberate change, write it anew:
 
@@ -43,7 +44,9 @@ def parameters(function: Any) -> list[str]:
     found: list[str] = []
     star = False
     for parameter in inspect.signature(function).parameters.values():
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
             found.append("*")
         star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
@@ -53,7 +56,9 @@ def parameters(function: Any) -> list[str]:
 
 
 def members(kind: type) -> list[str]:
-    """Public attributes and methods, without those that Python's own or a library's base classes add."""
+    """Public attributes and methods, without those that Python's own or a library's base classes
+    add.
+    """
     ours = [base for base in kind.__mro__ if base.__module__.startswith("commlens")]
     found = {name for base in ours for name in (*vars(base), *getattr(base, "__annotations__", {}))}
     return sorted(name for name in found if not name.startswith("_"))
@@ -69,21 +74,40 @@ def api() -> dict[str, Any]:
                 found[name]["parameters"] = parameters(value)
         elif callable(value):
             found[name] = {"parameters": parameters(value)}
-    return found | {f"testing.{name}": {"parameters": parameters(getattr(testing, name))} for name in testing.__all__}
+    return found | {
+        f"testing.{name}": {"parameters": parameters(getattr(testing, name))}
+        for name in testing.__all__
+    }
 
 
-def options(parser: argparse.ArgumentParser, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
+def options(
+    parser: argparse.ArgumentParser, hidden: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Every option and positional argument with what it accepts; those in ``hidden`` are left out."""
     found: dict[str, Any] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found |= {f"{name} {key}": value for name, sub in action.choices.items() for key, value in options(sub).items()}
-        elif not ({action.dest, *action.option_strings} & hidden or "--help" in action.option_strings):
-            required = bool(action.option_strings) and action.required  # of positional arguments, Python versions disagree
-            about = {"nargs": action.nargs, "required": required, "choices": action.choices and list(action.choices)}
+            found |= {
+                f"{name} {key}": value
+                for name, sub in action.choices.items()
+                for key, value in options(sub).items()
+            }
+        elif not (
+            {action.dest, *action.option_strings} & hidden or "--help" in action.option_strings
+        ):
+            # of positional arguments, Python versions disagree
+            required = bool(action.option_strings) and action.required
+            about = {
+                "nargs": action.nargs,
+                "required": required,
+                "choices": action.choices and list(action.choices),
+            }
             default = None if action.default == argparse.SUPPRESS else plain(action.default)
             key = ", ".join(action.option_strings) or f"{action.dest} (positional)"
-            found[key] = {"default": default, **{name: value for name, value in about.items() if value not in (None, False)}}
+            found[key] = {
+                "default": default,
+                **{name: value for name, value in about.items() if value not in (None, False)},
+            }
     return found
 
 
@@ -94,7 +118,9 @@ def command_options(name: str) -> dict[str, Any]:
         from commlens.launch.torchrun import torchrun_parser
 
         torchruns = get_args_parser()
-        hidden = {name for action in torchruns._actions for name in (action.dest, *action.option_strings)}
+        hidden = {
+            name for action in torchruns._actions for name in (action.dest, *action.option_strings)
+        }
         return options(torchrun_parser(), frozenset(hidden))
     parser = argparse.ArgumentParser()
     next(entry for entry in COMMANDS if entry.name == name).load().add_arguments(parser)
@@ -103,15 +129,24 @@ def command_options(name: str) -> dict[str, Any]:
 
 def settings() -> dict[str, Any]:
     fields = dataclasses.fields(config.Settings)
-    return {field.name: {"default": plain(field.default), "variable": config.variable_of(field.name)} for field in fields}
+    return {
+        field.name: {"default": plain(field.default), "variable": config.variable_of(field.name)}
+        for field in fields
+    }
 
 
 def exit_codes() -> dict[str, int]:
-    """The constants ``EXIT_...`` of the commands, and the exit status of every error that carries one."""
+    """The constants ``EXIT_...`` of the commands, and the exit status of every error that carries
+    one.
+    """
     found = {}
     for entry in COMMANDS:
         module = importlib.import_module(f"commlens.commands.{entry.module}")
-        found |= {f"{entry.name} {name}": value for name, value in vars(module).items() if name.startswith("EXIT_")}
+        found |= {
+            f"{entry.name} {name}": value
+            for name, value in vars(module).items()
+            if name.startswith("EXIT_")
+        }
     for name in names():
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, errors.CommandError):
@@ -120,13 +155,18 @@ def exit_codes() -> dict[str, int]:
 
 
 def slugs() -> dict[str, str]:
-    return {name: kind.slug for name in names() if isinstance(kind := getattr(errors, name, None), type)}
+    return {
+        name: kind.slug for name in names() if isinstance(kind := getattr(errors, name, None), type)
+    }
 
 
 def json_keys() -> dict[str, list[str]]:
     """The top-level keys of every published JSON schema, in order."""
     found = sorted(Path(commlens.__file__).parent.rglob("*.schema.json"))
-    return {path.name.removesuffix(".schema.json"): list(json.loads(path.read_text())["properties"]) for path in found}
+    return {
+        path.name.removesuffix(".schema.json"): list(json.loads(path.read_text())["properties"])
+        for path in found
+    }
 
 
 def surface() -> dict[str, Any]:

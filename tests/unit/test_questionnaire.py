@@ -21,33 +21,52 @@ from conftest import SOURCE, RunCommlens
 pytestmark = pytest.mark.launches
 
 TERMINAL = (
-    "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from commlens.commands import main; sys.exit(main(sys.argv[1:]))"
+    "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    " signal.signal(signal.SIGINT, signal.default_int_handler); from commlens.commands import main;"
+    " sys.exit(main(sys.argv[1:]))"
 )
-"""Takes the terminal as its own first, so that Ctrl-C reaches it, and heeds it even if the tests run in the background of a shell."""
+"""Takes the terminal as its own first, so that Ctrl-C reaches it, and heeds it even if the tests
+run in the background of a shell.
+"""
 
 
-def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
-    """Type the answers to ``commlens config``, and interrupt it at a prompt. Returns its exit status and what stood on the screen."""
+def at_a_terminal(
+    home: Path, answers: str, *arguments: str, interrupt_at: str = "", **environ: str
+) -> tuple[int, str]:
+    """Type the answers to ``commlens config``, and interrupt it at a prompt. Returns its exit
+    status and what stood on the screen.
+    """
     master, slave = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_CONFIG_HOME": str(home), **environ}
     process = subprocess.Popen(
-        [sys.executable, "-c", TERMINAL, "config", *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment,
-        close_fds=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", TERMINAL, "config", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        close_fds=True,
+        start_new_session=True,
+    )
     os.close(slave)
     typed = False
     screen = b""
     pressed = 0.0
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if not typed and b" [" in screen:  # at the first question: what is typed before anybody reads may be lost
+        # at the first question: what is typed before anybody reads may be lost
+        if not typed and b" [" in screen:
             typed = True
             os.write(master, answers.encode())
         heard = b"Nothing was written." in screen
-        if interrupt_at and interrupt_at.encode() in screen and not heard and time.monotonic() > pressed + 3 and process.poll() is None:
-            # Again after a while: Python hears of one only once it reads, which is a moment after the prompt. One that comes when
-            # it has heard would end it in another way.
+        if (
+            interrupt_at
+            and interrupt_at.encode() in screen
+            and not heard
+            and time.monotonic() > pressed + 3
+            and process.poll() is None
+        ):
+            # Again after a while: Python hears of one only once it reads, which is a moment after
+            # the prompt. One that comes when it has heard would end it in another way.
             pressed = time.monotonic()
             process.send_signal(signal.SIGINT)
         if not select.select([master], [], [], 0.05)[0]:
@@ -87,7 +106,13 @@ def test_answers_are_written_with_their_comments_and_read_back(home: Path):
         assert question.question in screen and question.explanation in screen
         assert f"# {question.explanation}" in written(home).read_text()
     resolved = load_settings(environ={"XDG_CONFIG_HOME": str(home)})
-    expected = Settings(debug=True, on_mismatch="abort", stall_timeout=30.0, dump_dir="/scratch/my dumps", keep_dumps=5)
+    expected = Settings(
+        debug=True,
+        on_mismatch="abort",
+        stall_timeout=30.0,
+        dump_dir="/scratch/my dumps",
+        keep_dumps=5,
+    )
     assert resolved.settings == expected
     assert {resolved.origins[question.name] for question in QUESTIONS} == {str(written(home))}
     assert f"Wrote {written(home)}" in screen
@@ -131,9 +156,12 @@ def test_an_override_of_an_answer_is_reported(home: Path):
 
 
 def test_without_a_terminal_it_says_which_command_to_use(run_commlens: RunCommlens, home: Path):
-    done = run_commlens("config", environ={"XDG_CONFIG_HOME": str(home)})  # standard input is no terminal here
+    # standard input is no terminal here
+    done = run_commlens("config", environ={"XDG_CONFIG_HOME": str(home)})
     assert done.returncode == 2 and done.stdout == "" and not written(home).exists()
-    assert "standard input is not a terminal" in done.stderr and "commlens config --yes" in done.stderr
+    assert (
+        "standard input is not a terminal" in done.stderr and "commlens config --yes" in done.stderr
+    )
 
 
 def test_yes_asks_nothing_and_overwrites_nothing(run_commlens: RunCommlens, home: Path):
@@ -148,11 +176,19 @@ def test_yes_asks_nothing_and_overwrites_nothing(run_commlens: RunCommlens, home
 
 
 def test_a_named_file_is_written(run_commlens: RunCommlens, home: Path, tmp_path: Path):
-    done = run_commlens("config", "--yes", "--config-file", "mine.yaml", environ={"XDG_CONFIG_HOME": str(home)})
+    done = run_commlens(
+        "config", "--yes", "--config-file", "mine.yaml", environ={"XDG_CONFIG_HOME": str(home)}
+    )
     assert done.returncode == 0 and "COMMLENS_CONFIG_FILE=mine.yaml" in done.stdout
     assert (tmp_path / "mine.yaml").exists() and not written(home).exists()
-    for arguments in (["--config-file", "mine.yaml", "show"], ["show", "--config-file", "mine.yaml"]):
-        assert "mine.yaml" in run_commlens("config", *arguments, environ={"XDG_CONFIG_HOME": str(home)}).stdout
+    for arguments in (
+        ["--config-file", "mine.yaml", "show"],
+        ["show", "--config-file", "mine.yaml"],
+    ):
+        assert (
+            "mine.yaml"
+            in run_commlens("config", *arguments, environ={"XDG_CONFIG_HOME": str(home)}).stdout
+        )
 
 
 def test_a_broken_file_is_replaced_by_force_only(run_commlens: RunCommlens, home: Path):
@@ -164,11 +200,35 @@ def test_a_broken_file_is_replaced_by_force_only(run_commlens: RunCommlens, home
     assert load_settings(environ=environ).settings == Settings()
 
 
-@pytest.mark.parametrize("value", ["on", "null", "12", "a: b", "#x", "it's", "dä/ö", "~/x", " x", "a\\b", '"q"', "@x", "- x", "1e3"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "on",
+        "null",
+        "12",
+        "a: b",
+        "#x",
+        "it's",
+        "dä/ö",
+        "~/x",
+        " x",
+        "a\\b",
+        '"q"',
+        "@x",
+        "- x",
+        "1e3",
+    ],
+)
 def test_yaml_reads_every_answer_back(value: str):
     answers = {question.name: getattr(Settings(), question.name) for question in QUESTIONS}
-    content = yaml.safe_load(settings_file({**answers, "dump_dir": value}, {"dump_signal": "SIGUSR2", "box_dir": value}))
-    assert (content["dump_dir"], content["box_dir"], content["dump_signal"]) == (value, value, "SIGUSR2")
+    content = yaml.safe_load(
+        settings_file({**answers, "dump_dir": value}, {"dump_signal": "SIGUSR2", "box_dir": value})
+    )
+    assert (content["dump_dir"], content["box_dir"], content["dump_signal"]) == (
+        value,
+        value,
+        "SIGUSR2",
+    )
 
 
 def test_every_question_is_about_a_setting_and_takes_its_default():

@@ -56,7 +56,12 @@ def test_one_name(name: str, rank: int, host: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "node", "local_rank"),
-    [("node-3/gpu2/dump.pkl", 3, 2), ("node2/local_rank_5.json", 2, 5), ("worker-1/cuda:0", 1, 0), ("GPU3.json", -1, 3)],
+    [
+        ("node-3/gpu2/dump.pkl", 3, 2),
+        ("node2/local_rank_5.json", 2, 5),
+        ("worker-1/cuda:0", 1, 0),
+        ("GPU3.json", -1, 3),
+    ],
 )
 def test_a_number_on_its_node_is_no_rank(name: str, node: int, local_rank: int) -> None:
     found = parse_name(name)
@@ -69,7 +74,11 @@ def test_a_prefix_says_where_the_rank_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "words"), [("run2-dump.3.281", 281, "several numbers"), ("rank_3/rank_5.pkl", 5, "rank 3 in a folder's name")]
+    ("name", "rank", "words"),
+    [
+        ("run2-dump.3.281", 281, "several numbers"),
+        ("rank_3/rank_5.pkl", 5, "rank 3 in a folder's name"),
+    ],
 )
 def test_what_can_be_read_in_several_ways_is_said(name: str, rank: int, words: str) -> None:
     found = parse_name(name)
@@ -99,7 +108,12 @@ def test_ranks_counted_up_from_nodes_are_said_to_be_assumed() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.text(max_size=60) | st.from_regex(r"[a-z_/.-]{0,12}[0-9]{0,9}[a-z_/.-]{0,8}[0-9]{0,9}"), max_size=6))
+@given(
+    st.lists(
+        st.text(max_size=60) | st.from_regex(r"[a-z_/.-]{0,12}[0-9]{0,9}[a-z_/.-]{0,8}[0-9]{0,9}"),
+        max_size=6,
+    )
+)
 def test_any_names(names: list[str]) -> None:
     for found in parse_names(names):
         assert -1 <= found.rank <= RANK_MAX * 1000

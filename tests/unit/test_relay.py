@@ -1,4 +1,6 @@
-"""Relays of several nodes, as threads of this process: they meet only with the secret, and lose each other without harm."""
+"""Relays of several nodes, as threads of this process: they meet only with the secret, and lose
+each other without harm.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,19 @@ class Node:
     def offer(self, offer: dict[str, object], **changed: object) -> None:
         made = {"hosts": ["127.0.0.1"], **offer, **changed}
         with self.relay._lock:
-            self.relay._secret, self.relay._offers = str(made["secret"]), [("127.0.0.1", int(str(made["port"])))]
+            self.relay._secret, self.relay._offers = (
+                str(made["secret"]),
+                [("127.0.0.1", int(str(made["port"])))],
+            )
 
     def copy(self, rank: int) -> PeerBoard:
         return PeerBoard(self.folder / f"rank{rank}.{os.getpid()}.board")
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[list[Node], dict[str, object]]]]:
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], tuple[list[Node], dict[str, object]]]]:
     monkeypatch.setattr(node_relay, "LOST_S", 0.4)
     monkeypatch.setattr(node_relay, "BEAT_S", 0.1)
     monkeypatch.setattr(node_relay, "PATIENCE_S", 1.0)
@@ -88,7 +95,9 @@ def linked(node: Node) -> bool:
     return node.log.link == refusal_log.LINKED
 
 
-def test_three_nodes_share_announcements_and_refusals(make: Callable[[int], tuple[list[Node], dict[str, object]]]) -> None:
+def test_three_nodes_share_announcements_and_refusals(
+    make: Callable[[int], tuple[list[Node], dict[str, object]]],
+) -> None:
     nodes, offer = make(3)
     for node in nodes[1:]:
         node.offer(offer)
@@ -101,7 +110,12 @@ def test_three_nodes_share_announcements_and_refusals(make: Callable[[int], tupl
         for other in nodes:
             if other is not node:
                 board = node.copy(other.rank)
-                until(lambda: (slot := board.slot(KEY)) and board.announced(slot, 1) == (100 + other.rank, 0, 0))  # noqa: B023
+                wanted = (100 + other.rank, 0, 0)
+                until(
+                    lambda board=board, wanted=wanted: (
+                        (slot := board.slot(KEY)) and board.announced(slot, 1) == wanted
+                    )
+                )
     # Two nodes refuse the same collective: all nodes take the same one.
     for node in nodes[1:]:
         drafts = RefusalLog(node.folder, refusal_log.DRAFTS)
@@ -111,9 +125,16 @@ def test_three_nodes_share_announcements_and_refusals(make: Callable[[int], tupl
     time.sleep(0.2)
     assert {node.log.count() for node in nodes} == {1}
     assert len({node.log.read(0)["text"] for node in nodes}) == 1
-    # Two ranks refuse different collectives without knowing of each other: all ranks raise the first.
+    # Two ranks refuse different collectives without knowing of each other: all ranks raise the
+    # first.
     for node in nodes[1:]:
-        content = {"text": f"by {node.rank}", "kind": "missing", "ranks": [0, 1, 2], "by": node.rank, "seen": 1}
+        content = {
+            "text": f"by {node.rank}",
+            "kind": "missing",
+            "ranks": [0, 1, 2],
+            "by": node.rank,
+            "seen": 1,
+        }
         RefusalLog(node.folder, refusal_log.DRAFTS).post(KEY + node.rank, 2, content)
         node.bells.ring([0])
     until(lambda: all(node.log.count() == 2 for node in nodes))
@@ -122,7 +143,9 @@ def test_three_nodes_share_announcements_and_refusals(make: Callable[[int], tupl
     assert [node.said for node in nodes] == [[], [], []]
 
 
-def test_a_node_that_closed_in_order_is_not_lost(make: Callable[[int], tuple[list[Node], dict[str, object]]]) -> None:
+def test_a_node_that_closed_in_order_is_not_lost(
+    make: Callable[[int], tuple[list[Node], dict[str, object]]],
+) -> None:
     nodes, offer = make(2)
     nodes[1].offer(offer)
     until(lambda: all(map(linked, nodes)))
@@ -134,12 +157,15 @@ def test_a_node_that_closed_in_order_is_not_lost(make: Callable[[int], tuple[lis
     assert nodes[0].said == []
 
 
-def test_a_silent_node_is_lost_with_one_line_and_not_waited_for(make: Callable[[int], tuple[list[Node], dict[str, object]]]) -> None:
+def test_a_silent_node_is_lost_with_one_line_and_not_waited_for(
+    make: Callable[[int], tuple[list[Node], dict[str, object]]],
+) -> None:
     nodes, offer = make(3)
     for node in nodes[1:]:
         node.offer(offer)
     until(lambda: all(map(linked, nodes)))
-    with nodes[2].relay._lock:  # its relay does nothing any more, as if it were stopped or the network cut
+    # its relay does nothing any more, as if it were stopped or the network cut
+    with nodes[2].relay._lock:
         until(lambda: nodes[0].copy(2).word(B.REMOTE) == B.LOST)
         until(lambda: nodes[1].copy(2).word(B.REMOTE) == B.LOST)
     assert nodes[0].copy(2).word(B.ACTIVE) == 0
@@ -160,7 +186,9 @@ def test_without_the_secret_there_is_no_link(
     assert all(len(node.said) == 1 and "did not join" in node.said[0] for node in nodes)
 
 
-def test_strangers_and_second_copies_of_a_rank_are_refused(make: Callable[[int], tuple[list[Node], dict[str, object]]]) -> None:
+def test_strangers_and_second_copies_of_a_rank_are_refused(
+    make: Callable[[int], tuple[list[Node], dict[str, object]]],
+) -> None:
     nodes, offer = make(2)
     nodes[1].offer(offer)
     until(lambda: all(map(linked, nodes)))
@@ -173,14 +201,20 @@ def test_strangers_and_second_copies_of_a_rank_are_refused(make: Callable[[int],
         stranger.settimeout(3)
         with contextlib.suppress(ConnectionError):
             until(lambda: not stranger.recv(4096))
-    again = Relay(nodes[1].folder, 2, is_hub=False)  # an earlier start of the job, or a copy of the node
+    # an earlier start of the job, or a copy of the node
+    again = Relay(nodes[1].folder, 2, is_hub=False)
     again._secret, again._offers = str(offer["secret"]), [("127.0.0.1", int(str(offer["port"])))]
     try:
         with again._lock:
             again._find_boards()
             again._connect()
         (connection,) = again._connections
-        until(lambda: not again._connections or again._attempt(connection, lambda: again._receive(connection)))
+        until(
+            lambda: (
+                not again._connections
+                or again._attempt(connection, lambda: again._receive(connection))
+            )
+        )
     finally:
         again.close(failed=True)
     assert linked(nodes[0])

@@ -17,19 +17,33 @@ from commlens.watch.reporting import say_to_stderr
 
 def finding(**more: object) -> Finding:
     about: dict[str, object] = dict(  # noqa: C408
-        kind="missing", why="data-loading", root_cause=True, culprits=[2], victims=[0, 1, 3], confidence="high",
+        kind="missing",
+        why="data-loading",
+        root_cause=True,
+        culprits=[2],
+        victims=[0, 1, 3],
+        confidence="high",
         summary="rank 2 never reached all_reduce #41 of group dp [0-3]; ranks 0-1,3 wait for it",
-        explanation="rank 2 (host n03, pid 4121) has been in train.py:57 load_batch for 31 s; its last collective, all_reduce #40 of "
-        "group dp [0-3], completed. Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM.",
-        next_step="look at load_batch (train.py:57) on rank 2", group=GroupRef("1", "dp", [0, 1, 2, 3]),
-        collective=CollectiveRef("all_reduce", 41), source="train.py:57", source_file="/home/me/train.py:57", function="load_batch",
+        explanation=(
+            "rank 2 (host n03, pid 4121) has been in train.py:57 load_batch for 31 s; its last"
+            " collective, all_reduce #40 of group dp [0-3], completed. Ranks 0-1,3 have been"
+            " waiting for 31 s at train.py:81 step, float32[1048576] SUM."
+        ),
+        next_step="look at load_batch (train.py:57) on rank 2",
+        group=GroupRef("1", "dp", [0, 1, 2, 3]),
+        collective=CollectiveRef("all_reduce", 41),
+        source="train.py:57",
+        source_file="/home/me/train.py:57",
+        function="load_batch",
         evidence=["rank 2: its stack does not move and it uses no CPU."],
-    )  # fmt: skip
+    )
     return Finding(**(about | more))  # type: ignore[arg-type]
 
 
 def verdict(*findings: Finding, **more: object) -> Verdict:
-    return Verdict.from_findings(list(findings), **({"looked_at": "4 ranks, 160 records on 1 channel"} | more))
+    return Verdict.from_findings(
+        list(findings), **({"looked_at": "4 ranks, 160 records on 1 channel"} | more)
+    )
 
 
 GOLDEN = """\
@@ -54,25 +68,47 @@ def test_the_answer_comes_first_and_fits_into_80_columns() -> None:
 
 def test_print_shows_the_words() -> None:
     assert f"{verdict(finding())}\n" == GOLDEN
-    others = str(verdict(finding(), finding(summary="rank 7 waits too"), missing_evidence=["Rank 5 left no record"]))
-    assert "\n\nAlso found\n  - rank 7 waits too (train.py:57).\n\nNot known\n  - Rank 5 left no record.\n" in others
+    others = str(
+        verdict(
+            finding(),
+            finding(summary="rank 7 waits too"),
+            missing_evidence=["Rank 5 left no record"],
+        )
+    )
+    assert (
+        "\n\nAlso found\n  - rank 7 waits too (train.py:57).\n\nNot known\n  - Rank 5 left no"
+        " record.\n" in others
+    )
 
 
 def test_a_notice_wraps_like_a_verdict(capsys) -> None:
-    say_to_stderr("ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for as long as 31 s; rank 2 is in train.py:57")
+    say_to_stderr(
+        "ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for as long as 31 s;"
+        " rank 2 is in train.py:57"
+    )
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "commlens: ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for"
+    assert (
+        first == "commlens: ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for"
+    )
     assert second == "          as long as 31 s; rank 2 is in train.py:57"
 
 
 @pytest.mark.parametrize("width", range(30, 60))
 def test_numbers_stay_with_their_units_and_paths_whole(width: int) -> None:
     path = "/data/a-long/path/train.py:57"
-    words = fill(f"rank 2 has been waiting for 31 s in all_reduce #40 of 16.8 MB at {path}", width, indent="  ")
+    words = fill(
+        f"rank 2 has been waiting for 31 s in all_reduce #40 of 16.8 MB at {path}",
+        width,
+        indent="  ",
+    )
     rich = render(verdict(finding(summary="it has waited for as long as 31 s for 16.8 MB")), width)
     assert path in words.split()
     for lines in (words, rich):
-        assert "31 s" in lines and "16.8 MB" in lines and max(map(len, lines.splitlines())) <= max(width, 31)
+        assert (
+            "31 s" in lines
+            and "16.8 MB" in lines
+            and max(map(len, lines.splitlines())) <= max(width, 31)
+        )
 
 
 def test_no_escape_codes_without_colour_and_some_with() -> None:
@@ -98,7 +134,10 @@ def test_other_causes_and_consequences_are_told_apart() -> None:
     other = finding(culprits=[5], victims=[6], summary="rank 5 died of SIGKILL", source="a.py:3")
     follows = finding(root_cause=False, summary="rank 7 waits too")
     text = render(verdict(finding(), other, follows))
-    assert "Also wrong, independently\n  - rank 5 died of SIGKILL (a.py:3). It holds up rank 6." in text
+    assert (
+        "Also wrong, independently\n  - rank 5 died of SIGKILL (a.py:3). It holds up rank 6."
+        in text
+    )
     assert "Also found\n  - rank 7 waits too" in text
 
 
@@ -108,7 +147,13 @@ def test_long_lists_are_cut_and_say_so() -> None:
 
 
 def test_what_would_raise_the_confidence_is_said() -> None:
-    text = render(verdict(finding(confidence="low", would_raise_confidence="A dump of the other node would show it.")))
+    text = render(
+        verdict(
+            finding(
+                confidence="low", would_raise_confidence="A dump of the other node would show it."
+            )
+        )
+    )
     assert "Confidence: low. A dump of the other node would show it." in " ".join(text.split())
 
 

@@ -1,4 +1,6 @@
-"""All that stands after the program is the program's, whatever it is called; before it, options are not abbreviated."""
+"""All that stands after the program is the program's, whatever it is called; before it, options are
+not abbreviated.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ LIKE_OURS = [
     "",
     "a",
 ]
-"""Arguments whose names begin like options of commlens or torchrun, and some that argparse might take for something else."""
+"""Arguments whose names begin like options of commlens or torchrun, and some that argparse might
+take for something else.
+"""
 
 VERBS = {
     "launch": (["--nproc-per-node", "2", "--trace", "2:4", "--debug"], "--stall-timeout"),
@@ -58,10 +62,18 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> Passed:
-    """Return a function that calls a command, and returns the program that it starts and whether that is a module."""
+    """Return a function that calls a command, and returns the program that it starts and whether
+    that is a module.
+    """
     found: list[tuple[list[str], bool]] = []
 
-    def start(program: list[str], arguments: argparse.Namespace | None = None, *_: object, module: bool = False, **__: object) -> None:
+    def start(
+        program: list[str],
+        arguments: argparse.Namespace | None = None,
+        *_: object,
+        module: bool = False,
+        **__: object,
+    ) -> None:
         found.append((list(program), module if arguments is None else arguments.module))
         raise Started
 
@@ -93,16 +105,23 @@ def verb(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("mark", [[], ["--"]], ids=["", "--"])
-def test_a_script_gets_all_that_follows_it(verb: str, mark: list[str], script: str, passed: Passed, capsys: Capture) -> None:
+def test_a_script_gets_all_that_follows_it(
+    verb: str, mark: list[str], script: str, passed: Passed, capsys: Capture
+) -> None:
     options, _ = VERBS[verb]
     assert passed(verb, *options, *mark, script, *LIKE_OURS) == ([script, *LIKE_OURS], False)
-    assert passed(verb, *options, *mark, script, "--", *LIKE_OURS) == ([script, "--", *LIKE_OURS], False)
+    assert passed(verb, *options, *mark, script, "--", *LIKE_OURS) == (
+        [script, "--", *LIKE_OURS],
+        False,
+    )
     assert passed(verb, *options, *mark, script) == ([script], False)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mark", [[], ["--"]], ids=["", "--"])
-def test_a_module_gets_all_that_follows_it(verb: str, mark: list[str], passed: Passed, capsys: Capture) -> None:
+def test_a_module_gets_all_that_follows_it(
+    verb: str, mark: list[str], passed: Passed, capsys: Capture
+) -> None:
     options, _ = VERBS[verb]
     assert passed(verb, *options, "-m", *mark, "pkg.train", *LIKE_OURS, "-m", "-h", "--help") == (
         ["pkg.train", *LIKE_OURS, "-m", "-h", "--help"],
@@ -111,58 +130,106 @@ def test_a_module_gets_all_that_follows_it(verb: str, mark: list[str], passed: P
     assert capsys.readouterr().err == ""
 
 
-def test_own_options_after_the_script_are_the_scripts_and_one_line_says_so(verb: str, script: str, passed: Passed, capsys: Capture) -> None:
+def test_own_options_after_the_script_are_the_scripts_and_one_line_says_so(
+    verb: str, script: str, passed: Passed, capsys: Capture
+) -> None:
     options, own = VERBS[verb]
-    assert passed(verb, *options, script, "--lr", "1", own, "5") == ([script, "--lr", "1", own, "5"], False)
-    assert capsys.readouterr().err == (
-        f"commlens: {own} stands after train.py, so train.py gets it; to give it to commlens, put it before the script.\n"
+    assert passed(verb, *options, script, "--lr", "1", own, "5") == (
+        [script, "--lr", "1", own, "5"],
+        False,
     )
-    assert passed(verb, "-m", *options, "pkg.train", f"{own}=5", own) == (["pkg.train", f"{own}=5", own], True)
-    assert capsys.readouterr().err == (
-        f"commlens: {own} stands after pkg.train, so pkg.train gets it; to give it to commlens, put it before -m.\n"
+    assert (
+        capsys.readouterr().err
+        == f"commlens: {own} stands after train.py, so train.py gets it; to give it to commlens,"
+        " put it before the script.\n"
+    )
+    assert passed(verb, "-m", *options, "pkg.train", f"{own}=5", own) == (
+        ["pkg.train", f"{own}=5", own],
+        True,
+    )
+    assert (
+        capsys.readouterr().err
+        == f"commlens: {own} stands after pkg.train, so pkg.train gets it; to give it to commlens,"
+        " put it before -m.\n"
     )
 
 
 def test_several_own_options_are_one_line(script: str, passed: Passed, capsys: Capture) -> None:
     passed("run", script, "--debug=sample", "--on-stall", "abort", "--debug", "--", "--timing")
-    assert capsys.readouterr().err == (
-        "commlens: --debug and --on-stall stand after train.py, so train.py gets them; "
+    assert (
+        capsys.readouterr().err
+        == "commlens: --debug and --on-stall stand after train.py, so train.py gets them; "
         "to give them to commlens, put them before the script.\n"
     )
 
 
-def test_two_dashes_before_the_script_leave_the_line_out(verb: str, script: str, passed: Passed, capsys: Capture) -> None:
+def test_two_dashes_before_the_script_leave_the_line_out(
+    verb: str, script: str, passed: Passed, capsys: Capture
+) -> None:
     _, own = VERBS[verb]
     options = ["--world-size", "8"] if verb == "preview" else []
     assert passed(verb, *options, "--", script, own) == ([script, own], False)
     assert capsys.readouterr().err == ""
 
 
-def test_one_rank_says_it(script: str, passed: Passed, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_one_rank_says_it(
+    script: str, passed: Passed, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setenv("RANK", "1")
     passed("run", script, "--debug")
     assert capsys.readouterr().err == ""
 
 
-def test_torchruns_options_after_the_script_need_no_line(script: str, passed: Passed, capsys: Capture) -> None:
+def test_torchruns_options_after_the_script_need_no_line(
+    script: str, passed: Passed, capsys: Capture
+) -> None:
     pytest.importorskip("torch")
-    assert passed("launch", script, "--nproc-per-node", "4", "--rank") == ([script, "--nproc-per-node", "4", "--rank"], False)
+    assert passed("launch", script, "--nproc-per-node", "4", "--rank") == (
+        [script, "--nproc-per-node", "4", "--rank"],
+        False,
+    )
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["launch", "--metric", "x"], "commlens launch has no option '--metric'. Did you mean --metrics-file or --metrics-port?"),
-        (["launch", "--nproc", "2"], "commlens launch has no option '--nproc'. Did you mean --nproc-per-node?"),
-        (["run", "--stall", "5"], "commlens run has no option '--stall'. Did you mean --stall-timeout?"),
-        (["run", "--on=abort"], "commlens run has no option '--on'. Did you mean --on-stall, --on-mismatch or --on-verdict?"),
-        (["trace", "--no-sum"], "commlens trace has no option '--no-sum'. Did you mean --no-summary?"),
-        (["preview", "--world-size", "2", "--fake"], "commlens preview has no option '--fake'. Did you mean --fake-tensors?"),
+        (
+            ["launch", "--metric", "x"],
+            (
+                "commlens launch has no option '--metric'. Did you mean --metrics-file or"
+                " --metrics-port?"
+            ),
+        ),
+        (
+            ["launch", "--nproc", "2"],
+            "commlens launch has no option '--nproc'. Did you mean --nproc-per-node?",
+        ),
+        (
+            ["run", "--stall", "5"],
+            "commlens run has no option '--stall'. Did you mean --stall-timeout?",
+        ),
+        (
+            ["run", "--on=abort"],
+            (
+                "commlens run has no option '--on'. Did you mean --on-stall, --on-mismatch or"
+                " --on-verdict?"
+            ),
+        ),
+        (
+            ["trace", "--no-sum"],
+            "commlens trace has no option '--no-sum'. Did you mean --no-summary?",
+        ),
+        (
+            ["preview", "--world-size", "2", "--fake"],
+            "commlens preview has no option '--fake'. Did you mean --fake-tensors?",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_abbreviations_are_refused(arguments: list[str], message: str, script: str, capsys: Capture) -> None:
+def test_abbreviations_are_refused(
+    arguments: list[str], message: str, script: str, capsys: Capture
+) -> None:
     if arguments[0] == "launch":
         pytest.importorskip("torch")
     assert main([*arguments, script]) == 2
@@ -174,9 +241,15 @@ def test_no_parser_accepts_abbreviations() -> None:
     pytest.importorskip("shtab")
 
     def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-        below = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        below = [
+            action.choices.values()
+            for action in parser._actions
+            if isinstance(action, argparse._SubParsersAction)
+        ]
         return [parser, *(each for group in below for one in group for each in parsers(one))]
 
     found = parsers(whole_parser())
     assert len(found) > len(COMMANDS)
-    assert [parser.prog for parser in [*found, torchrun.torchrun_parser()] if parser.allow_abbrev] == []
+    assert [
+        parser.prog for parser in [*found, torchrun.torchrun_parser()] if parser.allow_abbrev
+    ] == []

@@ -55,7 +55,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(DOCS),
         str(folder),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -78,13 +84,22 @@ def test_links_lead_somewhere(pages, site):
             if parts.scheme or link == "#":
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if not target.exists() or (parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors):
+            if not target.exists() or (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].anchors
+            ):
                 lost.append(f"{path.relative_to(site)}: {link}")
     assert lost == []
 
 
 def test_nothing_is_loaded_from_a_network(pages):
-    assert [link for page in pages.values() for link in page.links if link.endswith((".js", ".css")) and "//" in link] == []
+    assert [
+        link
+        for page in pages.values()
+        for link in page.links
+        if link.endswith((".js", ".css")) and "//" in link
+    ] == []
 
 
 def test_the_reference_has_every_command_and_every_public_name(pages, site):

@@ -1,4 +1,6 @@
-"""Files, folders, archives, object stores and lists as sources: streaming, bounded, and a sentence for what cannot be taken."""
+"""Files, folders, archives, object stores and lists as sources: streaming, bounded, and a sentence
+for what cannot be taken.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ from commlens.dumps.sources import Source, archives, compression, open_sources
 from commlens.dumps.sources import source as source_module
 from commlens.errors import CommandError, FormatError, MissingDependency
 
-CONTENT = b"".join(b"entry %d of a dump that says %d\n" % (number, zlib.crc32(b"%d" % number)) for number in range(20_000))
+CONTENT = b"".join(
+    b"entry %d of a dump that says %d\n" % (number, zlib.crc32(b"%d" % number))
+    for number in range(20_000)
+)
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "zst": zstandard.ZstdCompressor().compress,
@@ -61,7 +66,9 @@ class TestFolders:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(name.encode())
         contents, problems = taken(tmp_path / "c", tmp_path)
-        assert list(contents) == [str(tmp_path / name) for name in ("a/x/y/rank_0", "b/rank_1", "c")]
+        assert list(contents) == [
+            str(tmp_path / name) for name in ("a/x/y/rank_0", "b/rank_1", "c")
+        ]
         assert contents[str(tmp_path / "b/rank_1")] == b"b/rank_1"
         assert problems == []
 
@@ -82,15 +89,23 @@ class TestFolders:
         assert len(contents) == 1
         said = "\n".join(problems)
         for words in (
-            "link is a link to a folder", "loop is a link to a folder", "gone is a link to nothing", "empty is empty.",
-            "pipe is a named pipe", "null is a device", "socket is a socket",
-        ):  # fmt: skip
+            "link is a link to a folder",
+            "loop is a link to a folder",
+            "gone is a link to nothing",
+            "empty is empty.",
+            "pipe is a named pipe",
+            "null is a device",
+            "socket is a socket",
+        ):
             assert words in said
         assert len(problems) == 7
 
     def test_a_pipe_that_is_named_does_not_block(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
-        assert taken(tmp_path / "pipe") == ({}, [f"{tmp_path / 'pipe'} is a named pipe and is left out."])
+        assert taken(tmp_path / "pipe") == (
+            {},
+            [f"{tmp_path / 'pipe'} is a named pipe and is left out."],
+        )
 
     def test_a_path_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(CommandError, match="nowhere cannot be read \\(no such file"):
@@ -122,7 +137,10 @@ class TestFolders:
     def test_prefix(self, tmp_path: Path) -> None:
         for name in ("run1_0", "run1_1", "run2_0"):
             (tmp_path / name).write_bytes(b"x")
-        assert [Path(name).name for name in taken(tmp_path, prefix="run1_")[0]] == ["run1_0", "run1_1"]
+        assert [Path(name).name for name in taken(tmp_path, prefix="run1_")[0]] == [
+            "run1_0",
+            "run1_1",
+        ]
 
 
 class TestCompressed:
@@ -159,7 +177,9 @@ class TestCompressed:
         assert "is damaged" in problems[0] or "is cut off" in problems[0]
 
     @pytest.mark.parametrize("kind", PACKERS)
-    def test_a_bomb_is_bounded(self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_bomb_is_bounded(
+        self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(compression, "UNSUSPICIOUS_BYTES", 1 << 20)
         (tmp_path / "dump").write_bytes(PACKERS[kind](bytes(100 << 20)))
         contents, problems = taken(tmp_path)
@@ -186,7 +206,12 @@ class TestCompressed:
         assert "pip install 'commlens[zstd]'" in problems[0]
 
     @settings(max_examples=60, deadline=None)
-    @given(st.binary(max_size=300), st.sampled_from(sorted(PACKERS)), st.integers(0, 200), st.binary(max_size=3))
+    @given(
+        st.binary(max_size=300),
+        st.sampled_from(sorted(PACKERS)),
+        st.integers(0, 200),
+        st.binary(max_size=3),
+    )
     def test_any_bytes(self, content: bytes, kind: str, at: int, noise: bytes) -> None:
         packed = bytearray(PACKERS[kind](content))
         packed[at : at + len(noise)] = noise
@@ -195,7 +220,12 @@ class TestCompressed:
 
 
 class TestArchives:
-    FILES: ClassVar = {"node0/rank_0": CONTENT, "./node1/rank_1": b"one", "node1/empty": b"", ".hidden": b"x"}
+    FILES: ClassVar = {
+        "node0/rank_0": CONTENT,
+        "./node1/rank_1": b"one",
+        "node1/empty": b"",
+        ".hidden": b"x",
+    }
 
     @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
     def test_tar(self, tmp_path: Path, mode: str) -> None:
@@ -205,7 +235,9 @@ class TestArchives:
         assert problems == []
 
     def test_members_that_are_compressed_and_archives_in_archives(self, tmp_path: Path) -> None:
-        inner = tar(tmp_path / "inner", {"rank_0.zst": PACKERS["zst"](CONTENT)}, "w:gz").read_bytes()
+        inner = tar(
+            tmp_path / "inner", {"rank_0.zst": PACKERS["zst"](CONTENT)}, "w:gz"
+        ).read_bytes()
         (tmp_path / "inner").unlink()
         tar(tmp_path / "outer.tar", {"rank_1.gz": gzip.compress(b"one"), "inner.tgz": inner})
         contents, problems = taken(tmp_path)
@@ -255,7 +287,10 @@ class TestArchives:
     def test_a_checkpoint_is_no_dump(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
             archive.writestr("model/data.pkl", b"\x80\x02}q\x00.")
-        assert taken(tmp_path) == ({}, [f"{tmp_path}/model.pt was written by torch.save, is not a dump, and is left out."])
+        assert taken(tmp_path) == (
+            {},
+            [f"{tmp_path}/model.pt was written by torch.save, is not a dump, and is left out."],
+        )
 
     def test_a_zip_that_is_cut_off(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "dumps.zip", "w") as archive:
@@ -274,7 +309,9 @@ class TestArchives:
         assert sum(map(len, contents.values())) < 25 << 20
         assert "unpacks to far more" in problems[-1]
 
-    def test_many_small_bombs_are_bounded_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_many_small_bombs_are_bounded_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(compression, "EXCESS_MAX", 8 << 20)
         bomb, honest = gzip.compress(bytes(4 << 20)), gzip.compress(CONTENT)
         with tarfile.open(tmp_path / "dumps.tar", "w") as archive:
@@ -287,7 +324,10 @@ class TestArchives:
         bombs = [len(content) for name, content in contents.items() if "!bomb" in name]
         assert sum(bombs) < (8 << 20) + 20 * (2 << 20)
         assert sum(content == CONTENT for content in contents.values()) == 20
-        assert "unpacks to far more than a dump holds" in problems[-1] and "8 MiB beyond" in problems[-1]
+        assert (
+            "unpacks to far more than a dump holds" in problems[-1]
+            and "8 MiB beyond" in problems[-1]
+        )
         assert taken(tmp_path)[0] == contents, "each walk has its own allowance"
 
     @settings(max_examples=60, deadline=None)
@@ -315,10 +355,19 @@ class TestArchives:
 class TestStoresAndLists:
     def test_an_object_store(self) -> None:
         store = fsspec.filesystem("memory")
-        store.pipe({"/job/n0/rank_0": b"zero", "/job/n1/rank_1.gz": gzip.compress(b"one"), "/job/n1/.hidden": b"x"})
+        store.pipe(
+            {
+                "/job/n0/rank_0": b"zero",
+                "/job/n1/rank_1.gz": gzip.compress(b"one"),
+                "/job/n1/.hidden": b"x",
+            }
+        )
         try:
             contents, problems = taken("memory://job")
-            assert contents == {"memory:///job/n0/rank_0": b"zero", "memory:///job/n1/rank_1.gz": b"one"}
+            assert contents == {
+                "memory:///job/n0/rank_0": b"zero",
+                "memory:///job/n1/rank_1.gz": b"one",
+            }
             assert problems == []
             assert list(taken("memory://job/n0/rank_0")[0].values()) == [b"zero"]
             with pytest.raises(CommandError, match="There is no file at memory://nothing"):
@@ -351,17 +400,23 @@ class TestStoresAndLists:
         assert len(problems) == 1
 
     @pytest.mark.parametrize("separator", [b"\n", b"\0"])
-    def test_a_list_on_standard_input(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes) -> None:
+    def test_a_list_on_standard_input(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes
+    ) -> None:
         for rank in (0, 1):
             (tmp_path / f"rank {rank}").write_bytes(b"%d" % rank)
-        listed = separator.join(os.fsencode(tmp_path / f"rank {rank}") for rank in (1, 0, 7)) + separator
+        listed = (
+            separator.join(os.fsencode(tmp_path / f"rank {rank}") for rank in (1, 0, 7)) + separator
+        )
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(listed)))
         contents, problems = taken("-")
         assert list(contents.values()) == [b"0", b"1"]
         assert len(problems) == 1
         assert "rank 7 cannot be read" in problems[0]
 
-    @pytest.mark.parametrize("content", [b"", b"\n\n", b"\x80\x02}q\x00X\x07\x00", b'{"entries": []}', b"x" * 100_000])
+    @pytest.mark.parametrize(
+        "content", [b"", b"\n\n", b"\x80\x02}q\x00X\x07\x00", b'{"entries": []}', b"x" * 100_000]
+    )
     def test_what_is_no_list(self, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         with pytest.raises(CommandError, match="tandard input"):

@@ -18,7 +18,9 @@ from conftest import SOURCE
 
 
 class Guard:
-    """A local that has to end with its function, in the function's thread, like those with which torch sets what a thread does."""
+    """A local that has to end with its function, in the function's thread, like those with which
+    torch sets what a thread does.
+    """
 
     ended_elsewhere = 0
 
@@ -82,7 +84,10 @@ def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() ->
         over.wait(30)
 
     names = ("idler", "looker")
-    idler, looker = (threading.Thread(target=target, name=name) for target, name in zip((idle, outer), names, strict=True))
+    idler, looker = (
+        threading.Thread(target=target, name=name)
+        for target, name in zip((idle, outer), names, strict=True)
+    )
     idler.start()
     assert waiting.wait(30)
     looker.start()
@@ -90,17 +95,33 @@ def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() ->
     over.set()
     idler.join(30)
     threads, main_hash = seen[0]
-    assert [thread["name"] for thread in threads if thread["name"] in ("MainThread", *names)] == ["MainThread", "idler"]
-    assert threads[0]["main"] and threads[0]["tid"] == threading.main_thread().native_id and main_hash != 0
+    assert [thread["name"] for thread in threads if thread["name"] in ("MainThread", *names)] == [
+        "MainThread",
+        "idler",
+    ]
+    assert (
+        threads[0]["main"]
+        and threads[0]["tid"] == threading.main_thread().native_id
+        and main_hash != 0
+    )
     functions = [function for _, _, function in threads[0]["f"]]  # type: ignore[attr-defined]
     assert "test_every_other_thread_innermost_frame_first_and_the_main_thread_first" in functions
-    idle_file, idle_line, _ = next(frame for thread in threads if thread["name"] == "idler" for frame in thread["f"] if frame[2] == "idle")  # type: ignore[attr-defined]
+    idle_file, idle_line, _ = next(
+        frame
+        for thread in threads
+        if thread["name"] == "idler"
+        for frame in thread["f"]
+        if frame[2] == "idle"
+    )  # type: ignore[attr-defined]
     assert idle_file == __file__ and idle_line == idle.__code__.co_firstlineno + 2
 
 
 def test_frames_of_commlens_are_left_out_of_tracebacks():
     """An exception that passes through commlens, raised from another that does."""
-    through = "def through(call):\n    try:\n        call()\n    except ValueError as error:\n        raise KeyError from error"
+    through = (
+        "def through(call):\n    try:\n        call()\n    except ValueError as error:\n       "
+        " raise KeyError from error"
+    )
     ours = compile(through, f"{SOURCE}/commlens/tap/x.py", "exec")
     names: dict[str, Any] = {}
     exec(ours, names)
@@ -112,15 +133,27 @@ def test_frames_of_commlens_are_left_out_of_tracebacks():
         names["through"](users)
     except KeyError as error:
         hide_our_frames(error)
-        functions = [[frame.name for frame in traceback.extract_tb(each.__traceback__)] for each in (error, error.__cause__)]
+        functions = [
+            [frame.name for frame in traceback.extract_tb(each.__traceback__)]
+            for each in (error, error.__cause__)
+        ]
     assert functions == [["test_frames_of_commlens_are_left_out_of_tracebacks"], ["users"]]
 
 
 def test_an_exception_whose_frames_are_all_of_commlens():
     """As the cause of an exception is, if a backend raises it inside a call of ours."""
     names: dict[str, Any] = {}
-    exec(compile("try:\n    raise ValueError\nexcept ValueError as e:\n    error = e", f"{SOURCE}/commlens/tap/x.py", "exec"), names)
-    names["error"].__traceback__ = names["error"].__traceback__.tb_next or names["error"].__traceback__
+    exec(
+        compile(
+            "try:\n    raise ValueError\nexcept ValueError as e:\n    error = e",
+            f"{SOURCE}/commlens/tap/x.py",
+            "exec",
+        ),
+        names,
+    )
+    names["error"].__traceback__ = (
+        names["error"].__traceback__.tb_next or names["error"].__traceback__
+    )
     hide_our_frames(names["error"])
 
 

@@ -1,4 +1,6 @@
-"""``commlens status`` and ``commlens top``: the rows of a job, folded and sorted, and one frame of the screen."""
+"""``commlens status`` and ``commlens top``: the rows of a job, folded and sorted, and one frame of
+the screen.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,35 @@ from builders import Job, Stay
 from rich.console import Console
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.views.status import HEADINGS, JobStatus, StatusRow, arrange, cells, fold, status_of
+from commlens.diagnosis.views.status import (
+    HEADINGS,
+    JobStatus,
+    StatusRow,
+    arrange,
+    cells,
+    fold,
+    status_of,
+)
 from commlens.model.ranklog import End
 from commlens.model.verdict import Verdict
 from commlens.reports.top_screen import Screen, View, draw
 
 
 def status(fault=None, *, ranks: int = 4, after_s: float = 30.0) -> JobStatus:
-    logs = Job(ranks).run(training(at(2, 5, fault) if fault is not None else lambda *_: None)).logs(after_s=after_s)
+    logs = (
+        Job(ranks)
+        .run(training(at(2, 5, fault) if fault is not None else lambda *_: None))
+        .logs(after_s=after_s)
+    )
     return status_of("train", logs)
 
 
 def test_a_job_that_nothing_ails_is_one_line():
     job = status()
     assert not job.needs_attention
-    assert job.answer.startswith("nothing is wrong: all collectives agree and no rank waits; step 8, ")
+    assert job.answer.startswith(
+        "nothing is wrong: all collectives agree and no rank waits; step 8, "
+    )
     assert job.answer.endswith(" per step")
 
 
@@ -32,8 +48,13 @@ def test_a_rank_that_others_wait_for():
     job = status(Stay(57, "load_batch"))
     assert job.needs_attention and job.verdict.culprits == [2]
     rows = arrange(fold(job.rows), "rank")
-    assert [(row.ranks, row.waits_for, row.activity) for row in rows] == [([0, 1, 3], [2], "in-collective"), ([2], [], "data-loading")]
-    assert rows[0].collective.startswith("in all_reduce #") and rows[1].collective.startswith("after all_gather #")
+    assert [(row.ranks, row.waits_for, row.activity) for row in rows] == [
+        ([0, 1, 3], [2], "in-collective"),
+        ([2], [], "data-loading"),
+    ]
+    assert rows[0].collective.startswith("in all_reduce #") and rows[1].collective.startswith(
+        "after all_gather #"
+    )
     assert (rows[0].pid, rows[1].pid) == (0, job.rows[2].pid)
     assert rows[0].for_ns == max(row.for_ns for row in job.rows if row.ranks != [2])
 
@@ -58,10 +79,26 @@ def test_many_ranks_are_written_short():
     assert text[5] == "0-896:7"
 
 
-def frame(job: JobStatus, rows: list[StatusRow], view: View, width: int = 80, height: int = 24, stack: tuple[str, ...] = ()) -> list[str]:
+def frame(
+    job: JobStatus,
+    rows: list[StatusRow],
+    view: View,
+    width: int = 80,
+    height: int = 24,
+    stack: tuple[str, ...] = (),
+) -> list[str]:
     """One frame as the terminal shows it."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
-    console.print(draw(Screen(job, rows, [cells(row, narrow=width < 110) for row in rows], HEADINGS, list(stack)), view, width, height))
+    console.print(
+        draw(
+            Screen(
+                job, rows, [cells(row, narrow=width < 110) for row in rows], HEADINGS, list(stack)
+            ),
+            view,
+            width,
+            height,
+        )
+    )
     lines = console.file.getvalue().rstrip("\n").split("\n")
     assert len(lines) <= height and max(map(len, lines)) <= width
     return [line.rstrip() for line in lines]
@@ -74,16 +111,33 @@ def test_a_frame_of_80_columns_holds_the_answer_and_all_columns():
     assert "rank 2 never reached all_reduce" in " ".join(lines[1:3])
     table = next(number for number, line in enumerate(lines) if line.startswith("ranks"))
     assert lines[table].split() == ["ranks", "process", "collective", "for", "waits", "for", "at"]
-    assert lines[table + 1].startswith("0-1,3 ") and "30 s" in lines[table + 1] and "…" not in lines[table + 1]
+    assert (
+        lines[table + 1].startswith("0-1,3 ")
+        and "30 s" in lines[table + 1]
+        and "…" not in lines[table + 1]
+    )
     assert "all_reduce  x.py:1" in lines
     assert lines[-1].startswith("up/down  enter stack") and "1-2 of 2 by rank" in lines[-1]
 
 
 def test_a_frame_of_ten_thousand_rows_is_drawn_at_once():
     rows = [
-        StatusRow([rank], pid=rank, process="sleeping", collective=f"in all_reduce #{rank}", for_ns=rank, step=3) for rank in range(10_000)
+        StatusRow(
+            [rank],
+            pid=rank,
+            process="sleeping",
+            collective=f"in all_reduce #{rank}",
+            for_ns=rank,
+            step=3,
+        )
+        for rank in range(10_000)
     ]
-    job = JobStatus("big", "big: 10,000 ranks on 1,250 hosts", Verdict(kind="missing", summary="rank 7 is missing " * 30), rows)
+    job = JobStatus(
+        "big",
+        "big: 10,000 ranks on 1,250 hosts",
+        Verdict(kind="missing", summary="rank 7 is missing " * 30),
+        rows,
+    )
     view = View(folded=False)
     for _ in range(1005):
         view.press("down", len(rows))

@@ -1,4 +1,6 @@
-"""Where the communication time of a step goes: simulated jobs whose ranks compute and send for known times."""
+"""Where the communication time of a step goes: simulated jobs whose ranks compute and send for
+known times.
+"""
 
 from __future__ import annotations
 
@@ -28,40 +30,70 @@ def ms(ns: float) -> float:
 def test_exposed_waits():
     """A step: 10 or 15 ms, an all_reduce of 0.5 ms that all wait for, 2 ms, another one."""
     times = step_times(job(4, 20, compute))
-    assert (times.steps, times.first_step, times.last_step) == (18, 1, 18), (
-        "neither the first step nor the last one, whose end is not known"
-    )
+    assert (times.steps, times.first_step, times.last_step) == (
+        18,
+        1,
+        18,
+    ), "neither the first step nor the last one, whose end is not known"
     assert ms(times.step_ns) == 18
-    assert {rank: ms(waited) for rank, waited in times.waited_by_rank.items()} == {0: 6, 1: 6, 2: 1, 3: 6}
+    assert {rank: ms(waited) for rank, waited in times.waited_by_rank.items()} == {
+        0: 6,
+        1: 6,
+        2: 1,
+        3: 6,
+    }
     assert (ms(times.waited_ns), times.hidden_ns, times.device_ns) == (4.75, 0, None)
     whole, *places = times.parts
-    assert (whole.group, whole.place, whole.calls, ms(whole.waited_ns)) == ("default group", "", 2, 4.75)
-    assert [(part.place, part.calls, ms(part.waited_ns)) for part in places] == [
-        ("all_reduce at train.py:10 train", 1, 4.25), ("all_reduce at train.py:20 train", 1, 0.5)
-    ]  # fmt: skip
-    table = step_table(times)
-    assert table.answer == (
-        "A step takes 18 ms (steps 1 to 18). A rank waits in collectives for 4.7 ms of it (26%). Rank 2 waits least (998 us), rank 0 most "
-        "(6.0 ms)."
+    assert (whole.group, whole.place, whole.calls, ms(whole.waited_ns)) == (
+        "default group",
+        "",
+        2,
+        4.75,
     )
-    assert table.headings == ["group", "where", "calls", "waited", "of the step"], "no column without content"
+    assert [(part.place, part.calls, ms(part.waited_ns)) for part in places] == [
+        ("all_reduce at train.py:10 train", 1, 4.25),
+        ("all_reduce at train.py:20 train", 1, 0.5),
+    ]
+    table = step_table(times)
+    assert (
+        table.answer
+        == "A step takes 18 ms (steps 1 to 18). A rank waits in collectives for 4.7 ms of it (26%)."
+        " Rank 2 waits least (998 us), rank 0 most (6.0 ms)."
+    )
+    assert table.headings == [
+        "group",
+        "where",
+        "calls",
+        "waited",
+        "of the step",
+    ], "no column without content"
     assert table.rows[1] == ["", "all_reduce at train.py:10 train", "1", "4.2 ms", "24%"]
 
 
 def test_a_collective_that_runs_while_its_rank_computes():
-    """The first all_reduce of a step is waited for 1 ms before the second one is issued, instead of at once."""
+    """The first all_reduce of a step is waited for 1 ms before the second one is issued, instead of
+    at once.
+    """
     logs = job(2, 10, lambda rank, step: 10.0)
     for log in logs:
         for op, following in zip(log.collectives[::2], log.collectives[1::2], strict=True):
             op.wait_began_ns, op.wait_ended_ns = following.announced_ns - MS, following.announced_ns
     times = step_times(logs)
-    assert (ms(times.waited_ns), ms(times.hidden_ns)) == (1.5, 1.5), "in flight for 2.5 ms, waited for during the last one"
+    assert (ms(times.waited_ns), ms(times.hidden_ns)) == (
+        1.5,
+        1.5,
+    ), "in flight for 2.5 ms, waited for during the last one"
     assert "for another 1.5 ms they run while it does something else" in step_table(times).answer
-    assert times.unknown == ["A collective may have ended before the rank waited for it, so less may be hidden than shown."]
+    assert times.unknown == [
+        "A collective may have ended before the rank waited for it, so less may be hidden than"
+        " shown."
+    ]
 
 
 def test_a_wait_for_another_collective_hides_nothing():
-    """While a rank waits for one collective, another one is in flight: that time is exposed, not hidden."""
+    """While a rank waits for one collective, another one is in flight: that time is exposed, not
+    hidden.
+    """
     logs = job(2, 10, lambda rank, step: 10.0)
     for log in logs:
         for op, following in zip(log.collectives[::2], log.collectives[1::2], strict=True):
@@ -73,7 +105,9 @@ def test_a_wait_for_another_collective_hides_nothing():
 def test_what_cpp_waits_for_is_said():
     logs = job(2, 10, lambda rank, step: 10.0 + rank, how="cpp")
     times = step_times(logs)
-    assert times.waited_by_rank[0] > times.waited_by_rank[1] == 2000, "rank 0 issues its first one 1 ms earlier"
+    assert times.waited_by_rank[0] > times.waited_by_rank[1] == 2000, (
+        "rank 0 issues its first one 1 ms earlier"
+    )
     assert "torch waits in C++, as DDP does" in times.unknown[0]
     assert all(op.learned_how is LearnedHow.POLL for op in logs[0].collectives)
 
@@ -124,9 +158,14 @@ def test_it_can_be_written_as_json():
     assert msgspec.json.decode(msgspec.json.encode(times), type=StepTimes) == times
 
 
-@given(*[st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])))] * 2)
+@given(
+    *[st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])))]
+    * 2
+)
 def test_common_spans(first, second):
     one, other = union(first), union(second)
-    moments = {m for b, e in first for m in range(b, e)} & {m for b, e in second for m in range(b, e)}
+    moments = {m for b, e in first for m in range(b, e)} & {
+        m for b, e in second for m in range(b, e)
+    }
     assert {m for b, e in common(one, other) for m in range(b, e)} == moments
     assert length(common(one, other)) == len(moments)

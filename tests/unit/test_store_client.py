@@ -19,7 +19,14 @@ dist = pytest.importorskip("torch.distributed")
 
 @pytest.fixture(params=[True, False], ids=["libuv", "threads"])
 def store(request: pytest.FixtureRequest) -> Iterator:
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param, timeout=timedelta(seconds=10))
+    yield dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=request.param,
+        timeout=timedelta(seconds=10),
+    )
 
 
 @pytest.fixture
@@ -35,7 +42,12 @@ def test_a_folder_offers_the_same_calls(tmp_path: Path):
     one.set("commlens/2/a", b"two")
     assert other.existing(["commlens/2/never", "commlens/2/a"]) == ["commlens/2/a"]
     assert other.get(["commlens/2/a"]) == [b"two"]
-    counts = [one.add("commlens/2/n", 0), one.add("commlens/2/n", 1), other.add("commlens/2/n", 1), one.add("commlens/2/n", 0)]
+    counts = [
+        one.add("commlens/2/n", 0),
+        one.add("commlens/2/n", 1),
+        other.add("commlens/2/n", 1),
+        one.add("commlens/2/n", 0),
+    ]
     assert counts == [0, 1, 2, 2]
     (tmp_path / "shared" / "mine").touch()
     with pytest.raises(OSError, match="not empty"):
@@ -52,7 +64,10 @@ def test_values_pass_between_torch_and_the_client(store, client: StoreClient):
 
 
 def test_a_value_is_stored_at_the_latest_when_the_connection_is_closed(store):
-    with_a_request, at_the_end = StoreClient("127.0.0.1", store.port), StoreClient("127.0.0.1", store.port)
+    with_a_request, at_the_end = (
+        StoreClient("127.0.0.1", store.port),
+        StoreClient("127.0.0.1", store.port),
+    )
     with_a_request.set("commlens/a", b"one")
     assert with_a_request.get([]) == []
     assert store.get("commlens/a") == b"one"

@@ -1,4 +1,6 @@
-"""How strict verification starts on a node: nothing of an earlier start of the job is read, and samples are chosen alike on all ranks."""
+"""How strict verification starts on a node: nothing of an earlier start of the job is read, and
+samples are chosen alike on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +50,24 @@ def test_refusals_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
     second.close()
 
 
-def test_copies_by_a_relay_of_an_earlier_start_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_by_a_relay_of_an_earlier_start_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = Board(tmp_path / "rank0.1.board", 0, job_dirs.start_ticks(os.getpid()))
     copy = Mirror(tmp_path, 1)
     copy.publish()
     assert Peers(tmp_path, 0, own.path, 0).get(1) is not None
     ticks = job_dirs.start_ticks
-    monkeypatch.setattr(job_dirs, "start_ticks", lambda pid: ticks(pid) + 1)  # this process started after the relay
+    # this process started after the relay
+    monkeypatch.setattr(job_dirs, "start_ticks", lambda pid: ticks(pid) + 1)
     peers = Peers(tmp_path, 0, own.path, 0)
     monkeypatch.setattr(job_dirs, "start_ticks", ticks)
     assert peers.get(1) is None
 
 
-def test_a_silent_copy_is_doubtful_and_then_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_copy_is_doubtful_and_then_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     own = Board(tmp_path / "rank0.1.board", 0, job_dirs.start_ticks(os.getpid()))
     copy = Mirror(tmp_path, 1)
     copy.apply(B.ACTIVE, (1).to_bytes(8, "little"))
@@ -78,7 +85,8 @@ def test_a_silent_copy_is_doubtful_and_then_given_up(tmp_path: Path, caplog: pyt
     assert peers.elsewhere([1]) == []
     assert peers[1].word(B.ACTIVE) == 0
     assert [record.getMessage() for record in caplog.records].count(
-        "commlens: the relay of this node has stopped: rank 0 no longer compares with ranks on other nodes"
+        "commlens: the relay of this node has stopped: rank 0 no longer compares with ranks on"
+        " other nodes"
     ) == 1
     copy.apply(B.ENDED, (1).to_bytes(8, "little"))
     assert peers.how_it_ended(1) == "was killed or crashed"
@@ -89,7 +97,9 @@ def test_a_refusal_that_concerns_other_nodes_waits_for_the_relays_word(tmp_path:
     log = RefusalLog(tmp_path)
     bells: Any = SimpleNamespace(ring=lambda _: None, wake=lambda _: None)
     refusals = Refusals(log, 1, bells)
-    refusals.reach_other_nodes(RefusalLog(tmp_path, DRAFTS), lambda ranks: [rank for rank in ranks if rank > 1])
+    refusals.reach_other_nodes(
+        RefusalLog(tmp_path, DRAFTS), lambda ranks: [rank for rank in ranks if rank > 1]
+    )
     pending: Any = SimpleNamespace(channel=SimpleNamespace(key=7, members=(0, 1, 2)), number=3)
     other = {"text": "by rank 2", "kind": "dead", "ranks": [0, 1, 2]}
     threading.Timer(0.05, lambda: log.post(7, 3, other)).start()
@@ -107,7 +117,10 @@ def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
     other: Any = object()
 
     def checked(sampler: Sampler, args: Any, stack: int, numbers: range) -> list[int]:
-        tokens: list[Any] = [SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0) for number in numbers]
+        tokens: list[Any] = [
+            SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0)
+            for number in numbers
+        ]
         return [token.number for token in tokens if not sampler.skips(token)]
 
     sampler = Sampler()
@@ -119,7 +132,12 @@ def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
 
 @pytest.mark.parametrize(
     ("host", "begins"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", ("127.", "::1")), ("", ""), ("no-such-host.invalid", "")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", ("127.", "::1")),
+        ("", ""),
+        ("no-such-host.invalid", ""),
+    ],
 )
 def test_the_address_on_the_way_to_the_store(host: str, begins: Any) -> None:
     assert link._local_address(host).startswith(begins)
@@ -130,7 +148,8 @@ def test_the_address_on_the_way_to_the_store(host: str, begins: Any) -> None:
     [
         ("10.0.0.1", "10.0.0.1", ["10.0.0.1"]),
         ("10.0.0.1", "master", ["10.0.0.1", "master"]),
-        ("127.0.1.1", "master", ["master"]),  # Debian's name for the machine itself, or a master pod whose MASTER_ADDR is localhost
+        # Debian's name for the machine itself, or a master pod whose MASTER_ADDR is localhost
+        ("127.0.1.1", "master", ["master"]),
         ("127.0.0.1", "127.0.0.1", ["127.0.0.1"]),
         ("10.0.0.1", "", ["10.0.0.1"]),
     ],

@@ -33,7 +33,9 @@ def test_a_look_before_the_timeout_saves_a_dump(tmp_path: Path) -> None:
     (verdict,) = job.verdicts(0.0)
     assert verdict.is_fault
     dump = job.dump()
-    assert dump is not None and {"index.html", "verdict.json"} <= {path.name for path in dump.iterdir()}
+    assert dump is not None and {"index.html", "verdict.json"} <= {
+        path.name for path in dump.iterdir()
+    }
 
 
 def test_a_dump_is_kept_only_with_its_page(tmp_path: Path) -> None:

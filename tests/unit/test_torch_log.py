@@ -13,31 +13,50 @@ from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
 from commlens.formats.columns import STARTED
 from commlens.formats.torch_log import read_torch_log
-from commlens.formats.torch_log.lines import parse_group, parse_origin, parse_progress, parse_time, parse_timeout
+from commlens.formats.torch_log.lines import (
+    parse_group,
+    parse_origin,
+    parse_progress,
+    parse_time,
+    parse_timeout,
+)
 from commlens.model.ranklog import End
 
 CAUGHT = "Watchdog caught collective operation timeout: "
-WORK = "WorkNCCL(SeqNum={}, OpType={}, NumelIn={}, NumelOut={}, Timeout(ms)=600000) ran for 600020 milliseconds before timing out."
+WORK = (
+    "WorkNCCL(SeqNum={}, OpType={}, NumelIn={}, NumelOut={}, Timeout(ms)=600000) ran for 600020"
+    " milliseconds before timing out."
+)
 
 
 def read(*lines: str):
-    return {rows.rank: rows for rows in read_torch_log(io.BytesIO("\n".join(lines).encode() + b"\n"), "job.log")}
+    return {
+        rows.rank: rows
+        for rows in read_torch_log(io.BytesIO("\n".join(lines).encode() + b"\n"), "job.log")
+    }
 
 
-def ranks_3(prefix: str = "[rank{}]:[E626 06:24:4{}.903881913 ProcessGroupNCCL.cpp:616] ") -> list[str]:
+def ranks_3(
+    prefix: str = "[rank{}]:[E626 06:24:4{}.903881913 ProcessGroupNCCL.cpp:616] ",
+) -> list[str]:
     """Torch 2.5 and 2.6: ranks 0 and 1 wait for rank 2."""
     lines = []
     for rank in (0, 1):
-        lines.append(prefix.format(rank, rank) + f"[Rank {rank}] {CAUGHT}{WORK.format(808, 'ALLREDUCE', 9801523, 9801523)}")
         lines.append(
             prefix.format(rank, rank)
-            + f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}] Exception (either an error or timeout) detected by watchdog "
-            "at work: 808, last enqueued NCCL work: 811, last completed NCCL work: 807."
+            + f"[Rank {rank}] {CAUGHT}{WORK.format(808, 'ALLREDUCE', 9801523, 9801523)}"
+        )
+        lines.append(
+            prefix.format(rank, rank)
+            + f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}] Exception (either an error or timeout)"
+            " detected by watchdog at work: 808, last enqueued NCCL work: 811, last completed"
+            " NCCL work: 807."
         )
     lines.append(
         prefix.format(2, 2)
-        + "[PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a collective timeout from rank 0 and we "
-        "will try our best to dump the debug info. Last enqueued NCCL work: 807, last completed NCCL work: 807.This is most likely"
+        + "[PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a collective"
+        " timeout from rank 0 and we will try our best to dump the debug info. Last enqueued NCCL"
+        " work: 807, last completed NCCL work: 807.This is most likely"
     )
     return lines
 
@@ -49,36 +68,60 @@ def test_who_timed_out_in_what_and_who_had_not_come():
     assert (stuck.op, stuck.sequence_number, stuck.in_flight) == ("all_reduce", 808, True)
     assert stuck.args.inputs[0].numel == 9801523 and stuck.channel.group.description == "default_pg"
     assert found[1].created_ns[0] - found[0].created_ns[0] == 1_000_000_000
-    assert {rank: rows.status["0"] for rank, rows in found.items()} == {0: (811, -1, 807), 1: (811, -1, 807), 2: (807, -1, 807)}
-    assert len(found[2]) == 0 and all(rows.origin == "torch-log" and not rows.timeouts for rows in found.values())
+    assert {rank: rows.status["0"] for rank, rows in found.items()} == {
+        0: (811, -1, 807),
+        1: (811, -1, 807),
+        2: (807, -1, 807),
+    }
+    assert len(found[2]) == 0 and all(
+        rows.origin == "torch-log" and not rows.timeouts for rows in found.values()
+    )
 
 
 def test_newer_words_a_subgroup_and_the_stack_of_the_failed_collective():
     begin = "[rank5]:[E1002 16:04:30.860963433 ProcessGroupNCCL.cpp:2252] "
     found = read(
         begin + f"[Rank 1] {CAUGHT}{WORK.format(1116, '_ALLGATHER_BASE', 16, 64)}",
-        begin + "[PG ID 1 PG GUID 3(mesh_tp) Rank 1]  failure detected by watchdog at work sequence id: 1116 PG status: "
-        "last enqueued work: 1118, last started work: 1116, last completed work: 1115",
+        begin
+        + "[PG ID 1 PG GUID 3(mesh_tp) Rank 1]  failure detected by watchdog at work sequence id:"
+        " 1116 PG status: last enqueued work: 1118, last started work: 1116, last completed work:"
+        " 1115",
         begin + "Stack trace of the failed collective: ",
-        "#0 all_gather_into_tensor from /x/site-packages/torch/distributed/distributed_c10d.py:3709",
+        "#0 all_gather_into_tensor from"
+        " /x/site-packages/torch/distributed/distributed_c10d.py:3709",
         "#1 forward from /work/model.py:88",
         "",
-        "[rank5]:[E1002 16:04:31.860963433 ProcessGroupNCCL.cpp:2252] [Rank 1] To avoid data inconsistency, it goes down.",
+        "[rank5]:[E1002 16:04:31.860963433 ProcessGroupNCCL.cpp:2252] [Rank 1] To avoid data"
+        " inconsistency, it goes down.",
     )
     (rows,) = found.values()
-    assert rows.rank == 5 and rows.state.tolist() == [STARTED] and rows.status == {"3": (1118, 1116, 1115)}
+    assert (
+        rows.rank == 5
+        and rows.state.tolist() == [STARTED]
+        and rows.status == {"3": (1118, 1116, 1115)}
+    )
     stuck = operation(rows, 0)
-    assert (stuck.op, stuck.channel.group.name, stuck.channel.group.label) == ("all_gather", "3", "mesh_tp")
+    assert (stuck.op, stuck.channel.group.name, stuck.channel.group.label) == (
+        "all_gather",
+        "3",
+        "mesh_tp",
+    )
     assert stuck.source is not None and stuck.source.where == "model.py:88"
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        f"[E ProcessGroupNCCL.cpp:458] [Rank 7] {CAUGHT}WorkNCCL(SeqNum=64, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1 milliseconds",
-        f"[rank4]:[E318 07:39:53.792630246 ProcessGroupNCCL.cpp:616] [Rank 4] {CAUGHT}{WORK.format(64, 'ALLREDUCE', 1, 1)}",
-        f"[rank1]:[E ProcessGroupNCCL.cpp:1414] [PG 1 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] {CAUGHT}"
-        + WORK.format(64, "ALLREDUCE", 1, 1),
+        (
+            f"[E ProcessGroupNCCL.cpp:458] [Rank 7] {CAUGHT}WorkNCCL(SeqNum=64, OpType=ALLREDUCE,"
+            " Timeout(ms)=1800000) ran for 1 milliseconds"
+        ),
+        (
+            "[rank4]:[E318 07:39:53.792630246 ProcessGroupNCCL.cpp:616] [Rank 4]"
+            f" {CAUGHT}{WORK.format(64, 'ALLREDUCE', 1, 1)}"
+        ),
+        "[rank1]:[E ProcessGroupNCCL.cpp:1414] [PG 1 Rank 1] Process group watchdog thread"
+        f" terminated with exception: [Rank 1] {CAUGHT}" + WORK.format(64, "ALLREDUCE", 1, 1),
     ],
 )
 def test_a_group_that_is_not_named_is_told_but_no_row_says_it(line):
@@ -91,9 +134,12 @@ def test_a_group_that_is_not_named_is_told_but_no_row_says_it(line):
 def test_messages_are_told_but_no_row_says_them(op):
     (rows,) = read(
         f"[rank1]: [Rank 1] {CAUGHT}{WORK.format(9, op, 4, 4)}",
-        "[rank1]: [PG ID 2 PG GUID 9(pp) Rank 1] Timeout at NCCL work: 9, last enqueued NCCL work: 9, last completed NCCL work: 8.",
+        "[rank1]: [PG ID 2 PG GUID 9(pp) Rank 1] Timeout at NCCL work: 9, last enqueued NCCL work:"
+        " 9, last completed NCCL work: 8.",
     ).values()
-    assert len(rows) == 0 and rows.timeouts == [f"{op.lower()} #9 timed out after 600 s in group pp"]
+    assert len(rows) == 0 and rows.timeouts == [
+        f"{op.lower()} #9 timed out after 600 s in group pp"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +147,17 @@ def test_messages_are_told_but_no_row_says_them(op):
     [
         ("[default{0}]:[rank{0}]:[E626 06:24:4{1}.903881913 ProcessGroupNCCL.cpp:616] ", [0, 1, 2]),
         ("{0}: [rank{0}]:[E626 06:24:4{1}.903881913 ProcessGroupNCCL.cpp:616] ", [0, 1, 2]),
-        ("\x1b[36m(RayWorkerWrapper pid=4009)\x1b[0m [rank{0}]:[E ProcessGroupNCCL.cpp:1537]{1} ", [0, 1, 2]),
-        ("dinov2.node [stderr] [rank{0}]:[E909 09:55:4{1}.996672294 ProcessGroupNCCL.cpp:1709] ", [0, 1, 2]),
+        (
+            (
+                "\x1b[36m(RayWorkerWrapper pid=4009)\x1b[0m [rank{0}]:[E"
+                " ProcessGroupNCCL.cpp:1537]{1} "
+            ),
+            [0, 1, 2],
+        ),
+        (
+            "dinov2.node [stderr] [rank{0}]:[E909 09:55:4{1}.996672294 ProcessGroupNCCL.cpp:1709] ",
+            [0, 1, 2],
+        ),
         ("{0}: [E ProcessGroupNCCL.cpp:563{1}] ", [0, 1, 2]),
         ("[default{0}]:[E ProcessGroupNCCL.cpp:563{1}] ", [0, 1, 2]),
     ],
@@ -114,7 +169,10 @@ def test_prefixes(prefix, ranks):
 
 
 def test_local_ranks_become_global_ones_where_some_line_has_both():
-    found = read("[default3]:[rank11]: hello PG ID 0", f"[default3]:[Rank 3] {CAUGHT}{WORK.format(1, 'ALLREDUCE', 1, 1)}")
+    found = read(
+        "[default3]:[rank11]: hello PG ID 0",
+        f"[default3]:[Rank 3] {CAUGHT}{WORK.format(1, 'ALLREDUCE', 1, 1)}",
+    )
     assert list(found) == [11] and not found[11].problems
 
 
@@ -157,13 +215,20 @@ def test_torchruns_summary_says_how_each_worker_ended():
         "  exitcode  : 1 (pid: 234)",
     )
     assert sorted(found) == [9, 12]
-    assert (found[9].observation.end, found[9].observation.signal, found[9].host) == (End.KILLED, "SIGKILL", "node-7")
+    assert (found[9].observation.end, found[9].observation.signal, found[9].host) == (
+        End.KILLED,
+        "SIGKILL",
+        "node-7",
+    )
     assert (found[12].observation.end, found[12].observation.exit_code) == (End.FAILED, 1)
     assert found[12].observation.ended_ns - found[9].observation.ended_ns == 1_000_000_000
 
 
 def test_an_error_of_the_device():
-    text = "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: CUDA error: no luck"
+    text = (
+        "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with"
+        " exception: CUDA error: no luck"
+    )
     (rows,) = read(f"[rank3]:[E1002 16:04:30.86 ProcessGroupNCCL.cpp:1895] {text}").values()
     assert rows.exception == "CUDA error: no luck"
 
@@ -180,9 +245,24 @@ def test_single_lines():
     assert parse_group("[PG 0 (default_pg) Rank 3] x") == ("", "0", "default_pg", 3)
     assert parse_group("[PG ID 2 PG GUID 9 Rank 4] x") == ("9", "2", "", 4)
     assert parse_group("[Rank 4] x") is None
-    assert parse_timeout("WorkNCCL(SeqNum=1, OpType=BARRIER, Timeout(ms)=5)") == (1, "BARRIER", None, None, 5, -1, None)
-    assert parse_progress("Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4.") == (5, 7, -1, 4)
-    assert parse_progress("Last enqueued NCCL work: 7, last completed NCCL work: -1.") == (None, 7, -1, -1)
+    assert parse_timeout("WorkNCCL(SeqNum=1, OpType=BARRIER, Timeout(ms)=5)") == (
+        1,
+        "BARRIER",
+        None,
+        None,
+        5,
+        -1,
+        None,
+    )
+    assert parse_progress(
+        "Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4."
+    ) == (5, 7, -1, 4)
+    assert parse_progress("Last enqueued NCCL work: 7, last completed NCCL work: -1.") == (
+        None,
+        7,
+        -1,
+        -1,
+    )
     assert parse_time("E1206 18:44:12.715298746 x") % 1_000_000_000 == 715298746
     assert parse_time("E9999 99:99:99.5") == 0
 

@@ -22,7 +22,9 @@ def asked_anew() -> Iterator[None]:
     torch_offers.offers.cache_clear()
 
 
-def dump_of(content: Callable[[dict[str, Any]], Content], name: str, *parameters: str) -> Callable[..., bytes]:
+def dump_of(
+    content: Callable[[dict[str, Any]], Content], name: str, *parameters: str
+) -> Callable[..., bytes]:
     """A function as pybind11 makes it: it refuses a keyword that it does not know."""
 
     def dump(**given: Any) -> bytes:
@@ -30,7 +32,10 @@ def dump_of(content: Callable[[dict[str, Any]], Content], name: str, *parameters
             raise TypeError(f"incompatible function arguments: {given}")
         return json.dumps(content(given)).encode()
 
-    dump.__doc__ = f"{name}({', '.join(f'{parameter}: bool | None = None' for parameter in parameters)}) -> bytes\n\nbackend: of no use\n"
+    dump.__doc__ = (
+        f"{name}({', '.join(f'{parameter}: bool | None = None' for parameter in parameters)}) ->"
+        " bytes\n\nbackend: of no use\n"
+    )
     return dump
 
 
@@ -51,10 +56,12 @@ def test_the_installed_torch() -> None:
     import torch
 
     offers = torch_offers.offers()
-    assert offers.dumps, "every torch since 2.8 has a dump function, and so has every build with NCCL"
-    assert [dump.keywords & {"includeCollectives", "onlyActive"} for dump in torch_offers.dumps()] == [
-        {"includeCollectives", "onlyActive"} for _ in offers.dumps
-    ]
+    assert offers.dumps, (
+        "every torch since 2.8 has a dump function, and so has every build with NCCL"
+    )
+    assert [
+        dump.keywords & {"includeCollectives", "onlyActive"} for dump in torch_offers.dumps()
+    ] == [{"includeCollectives", "onlyActive"} for _ in offers.dumps]
     assert offers.future_result == hasattr(torch._C._distributed_c10d.Work, "get_future_result")
     assert offers.default_entries in (0, 2000)
     assert any("BUFFER_SIZE" in name for name in offers.variables)
@@ -70,24 +77,41 @@ def test_ncc_and_the_others_have_a_recorder_each(monkeypatch: pytest.MonkeyPatch
     usual = ("includeCollectives", "onlyActive")
     torch_with(
         monkeypatch,
-        _dump_nccl_trace_json=dump_of(lambda given: status("nccl"), "_dump_nccl_trace_json", *usual),
+        _dump_nccl_trace_json=dump_of(
+            lambda given: status("nccl"), "_dump_nccl_trace_json", *usual
+        ),
         _dump_fr_trace_json=dump_of(lambda given: status("gloo"), "_dump_fr_trace_json", *usual),
     )
-    assert list(torch_offers.read_recorders(entries=False, backends=["x"])) == [status("nccl"), status("gloo")]
+    assert list(torch_offers.read_recorders(entries=False, backends=["x"])) == [
+        status("nccl"),
+        status("gloo"),
+    ]
     assert not torch_offers.offers().takes_backend
 
 
 def test_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15: the older function reads the same recorder as the newer one."""
     both = {
-        "_dump_nccl_trace_json": dump_of(lambda given: status("gloo"), "_dump_nccl_trace_json", "includeCollectives", "onlyActive"),
+        "_dump_nccl_trace_json": dump_of(
+            lambda given: status("gloo"),
+            "_dump_nccl_trace_json",
+            "includeCollectives",
+            "onlyActive",
+        ),
         "_dump_fr_trace_json": dump_of(
-            lambda given: status(given.get("backend", "gloo")), "_dump_fr_trace_json", "includeCollectives", "onlyActive", "backend"
+            lambda given: status(given.get("backend", "gloo")),
+            "_dump_fr_trace_json",
+            "includeCollectives",
+            "onlyActive",
+            "backend",
         ),
     }
     torch_with(monkeypatch, **both)
     assert list(torch_offers.read_recorders(entries=False)) == [status("gloo")]
-    assert list(torch_offers.read_recorders(entries=False, backends=["nccl2", "gloo"])) == [status("gloo"), status("nccl2")]
+    assert list(torch_offers.read_recorders(entries=False, backends=["nccl2", "gloo"])) == [
+        status("gloo"),
+        status("nccl2"),
+    ]
     assert torch_offers.offers().takes_backend
 
 
@@ -107,7 +131,12 @@ def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(given)
         return {"entries": []}
 
-    torch_with(monkeypatch, _dump_fr_trace_json=dump_of(note, "_dump_fr_trace_json", "includeCollectives", "onlyActive", "later"))
+    torch_with(
+        monkeypatch,
+        _dump_fr_trace_json=dump_of(
+            note, "_dump_fr_trace_json", "includeCollectives", "onlyActive", "later"
+        ),
+    )
     list(torch_offers.read_recorders(entries=False))
     assert seen == [{"includeCollectives": False, "onlyActive": False}]
 

@@ -13,7 +13,11 @@ from conftest import RunCommlens
 
 @pytest.mark.parametrize(
     ("version", "name"),
-    [("2.6.0", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.8.0+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.11.0+cu130", "TORCH_FR_BUFFER_SIZE")],
+    [
+        ("2.6.0", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("2.8.0+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("2.11.0+cu130", "TORCH_FR_BUFFER_SIZE"),
+    ],
 )
 def test_it_is_switched_on(monkeypatch: pytest.MonkeyPatch, version: str, name: str) -> None:
     monkeypatch.setattr("torch.__version__", version)
@@ -57,8 +61,13 @@ dist.destroy_process_group()
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("given", "sizes"), [({}, ["2000"]), ({"TORCH_FR_BUFFER_SIZE": "0"}, ["0"]), ({"COMMLENS_BOX_ENTRIES": "0"}, [])])
-def test_a_recorded_program(run_commlens: RunCommlens, tmp_path, given: dict[str, str], sizes: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [({}, ["2000"]), ({"TORCH_FR_BUFFER_SIZE": "0"}, ["0"]), ({"COMMLENS_BOX_ENTRIES": "0"}, [])],
+)
+def test_a_recorded_program(
+    run_commlens: RunCommlens, tmp_path, given: dict[str, str], sizes: list[str]
+) -> None:
     import json
 
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -1,4 +1,6 @@
-"""Trace files: what is written is read again, what is not a trace gets a sentence, and the published schema holds."""
+"""Trace files: what is written is read again, what is not a trace gets a sentence, and the
+published schema holds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,18 @@ import commlens
 from commlens.atomic_write import write_whole
 from commlens.formats.trace_json import encode, read_trace, write_trace
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
-from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
+from commlens.model.trace import (
+    Cause,
+    Coverage,
+    Depth,
+    Owner,
+    Phase,
+    TraceData,
+    TracedModule,
+    TracedOp,
+    TracedParameter,
+    TraceEvent,
+)
 from commlens.model.trace_changes import Change, Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.reports.trace_terminal import render
@@ -33,30 +46,80 @@ owners = st.builds(Owner, names, names, st.lists(names, max_size=2).map(tuple))
 causes = st.builds(Cause, st.none() | names, names, names, st.booleans(), names)
 events = st.builds(
     TraceEvent,
-    sequence=small, op=names, api=names, phase=st.none() | st.sampled_from(Phase), group=st.integers(0, 1), site=st.none() | names,
-    call=small, owner=st.none() | owners, cause=st.none() | causes, source=st.none() | frames, through=st.none() | names, dtype=names,
-    input_bytes=small, output_bytes=small, wire_bytes=small, reduce_op=st.none() | names, root=st.none() | small, peer=st.none() | small,
-    tag=st.integers(), asynchronous=st.none() | st.booleans(), members=small, thread=small, step=st.integers(0, 5), started_ns=small,
-    returned_ns=small, wait_began_ns=small, wait_ended_ns=small, count=st.integers(1, 1 << 40), last_step=st.none() | st.integers(5, 9),
-)  # fmt: skip
-parameters = st.builds(TracedParameter, names, names, st.none() | st.just((4, 8)), names, st.none() | small, names)
+    sequence=small,
+    op=names,
+    api=names,
+    phase=st.none() | st.sampled_from(Phase),
+    group=st.integers(0, 1),
+    site=st.none() | names,
+    call=small,
+    owner=st.none() | owners,
+    cause=st.none() | causes,
+    source=st.none() | frames,
+    through=st.none() | names,
+    dtype=names,
+    input_bytes=small,
+    output_bytes=small,
+    wire_bytes=small,
+    reduce_op=st.none() | names,
+    root=st.none() | small,
+    peer=st.none() | small,
+    tag=st.integers(),
+    asynchronous=st.none() | st.booleans(),
+    members=small,
+    thread=small,
+    step=st.integers(0, 5),
+    started_ns=small,
+    returned_ns=small,
+    wait_began_ns=small,
+    wait_ended_ns=small,
+    count=st.integers(1, 1 << 40),
+    last_step=st.none() | st.integers(5, 9),
+)
+parameters = st.builds(
+    TracedParameter, names, names, st.none() | st.just((4, 8)), names, st.none() | small, names
+)
 traces = st.builds(
     TraceData,
-    rank=st.integers(0, 9), world_size=st.integers(1, 10), script=names, depth=st.sampled_from(Depth), steps=small,
-    whole_steps=st.none() | small, setup_until=st.none() | small, preview=st.booleans(),
+    rank=st.integers(0, 9),
+    world_size=st.integers(1, 10),
+    script=names,
+    depth=st.sampled_from(Depth),
+    steps=small,
+    whole_steps=st.none() | small,
+    setup_until=st.none() | small,
+    preview=st.booleans(),
     groups=st.just([ProcessGroup("1", (0, 1), "dp", "gloo", "dp"), ProcessGroup("2", (0,), "x")]),
-    modules=st.lists(st.builds(TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)), max_size=2),
+    modules=st.lists(
+        st.builds(
+            TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)
+        ),
+        max_size=2,
+    ),
     events=st.lists(events, max_size=4),
-    ops=st.lists(st.builds(TracedOp, names, small, st.none() | st.sampled_from(Phase), input_shapes=st.just(((1, 2), ()))), max_size=2),
+    ops=st.lists(
+        st.builds(
+            TracedOp,
+            names,
+            small,
+            st.none() | st.sampled_from(Phase),
+            input_shapes=st.just(((1, 2), ())),
+        ),
+        max_size=2,
+    ),
     coverage=st.builds(Coverage, small, small, small, st.lists(names, max_size=2)),
-)  # fmt: skip
+)
 
 
 def published(name: str) -> dict[str, object]:
     return json.loads(resources.files("commlens.reports").joinpath("schemas", name).read_text())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=traces, compressed=st.booleans())
 def test_what_is_written_is_read_again(tmp_path: Path, data: TraceData, compressed: bool):
     path = tmp_path / ("x.json.gz" if compressed else "x.json")
@@ -73,7 +136,17 @@ def test_the_schema_names_what_the_data_has_and_no_more():
     schema = published("trace-1.schema.json")
     jsonschema.Draft202012Validator.check_schema(schema)
     assert list(schema["properties"]) == list(TraceData.__struct_fields__)
-    for kind in (TraceEvent, TracedModule, TracedParameter, TracedOp, Coverage, Owner, Cause, Frame, ProcessGroup):
+    for kind in (
+        TraceEvent,
+        TracedModule,
+        TracedParameter,
+        TracedOp,
+        Coverage,
+        Owner,
+        Cause,
+        Frame,
+        ProcessGroup,
+    ):
         assert list(schema["$defs"][kind.__name__]["properties"]) == list(kind.__struct_fields__)
     assert schema["$defs"]["Phase"]["enum"] == sorted(phase.value for phase in Phase)
     with pytest.raises(jsonschema.ValidationError):
@@ -82,7 +155,10 @@ def test_the_schema_names_what_the_data_has_and_no_more():
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("trace-summary-1.schema.json", (Summary, ModuleTotal, Total, Why)), ("comparison-1.schema.json", (Comparison, Change))],
+    [
+        ("trace-summary-1.schema.json", (Summary, ModuleTotal, Total, Why)),
+        ("comparison-1.schema.json", (Comparison, Change)),
+    ],
 )
 def test_the_other_schemas_do_so_too(name, kinds):
     schema = published(name)
@@ -116,7 +192,9 @@ def test_save_replaces_whole_files_only(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(commlens.OutputError, match=r"x.json could not be written: No space left on device"):
+    with pytest.raises(
+        commlens.OutputError, match=r"x.json could not be written: No space left on device"
+    ):
         commlens.Trace(training()).save(path)
     monkeypatch.undo()
     assert commlens.Trace.load(path).data.steps == 1
@@ -139,7 +217,9 @@ def test_a_symbolic_link_stays_one(tmp_path):
     (tmp_path / "real.json").write_text("")
     (tmp_path / "link.json").symlink_to("real.json")
     commlens.Trace(training()).save(tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink() and commlens.Trace.load(tmp_path / "real.json").calls == 32
+    assert (tmp_path / "link.json").is_symlink() and commlens.Trace.load(
+        tmp_path / "real.json"
+    ).calls == 32
 
 
 def test_a_file_name_that_is_not_text(tmp_path):
@@ -164,17 +244,26 @@ BAD = {
     "newer": (b'{"schema": "commlens.trace/2"}', "written by a newer commlens"),
     "other": (b'{"schema": "something/1"}', "its schema is 'something/1'"),
     "odd schema": (b'{"schema": [1]}', "its schema is '[1]'"),
-    "wrong type": (b'{"schema": "commlens.trace/1", "rank": "a"}', r"damaged: Expected `int`, got `str` - at `$.rank`"),
+    "wrong type": (
+        b'{"schema": "commlens.trace/1", "rank": "a"}',
+        r"damaged: Expected `int`, got `str` - at `$.rank`",
+    ),
     "no such group": (encode(one_event(group=7)), "event 0 refers to group 7 of 2"),
     "negative group": (encode(one_event(group=-1)), "event 0 refers to group -1 of 2"),
     "count": (encode(one_event(count=0)), "count of 0"),
     "bytes": (encode(one_event(wire_bytes=-4)), "negative number of bytes"),
     "steps": (encode(one_event(step=3, last_step=1)), "ends in step 1, before it begins in step 3"),
-    "parent": (b'{"schema": "commlens.trace/1", "modules": [{"path": "a", "type": "b", "parent": 3}]}', "refers to parent 3 of 1"),
+    "parent": (
+        b'{"schema": "commlens.trace/1", "modules": [{"path": "a", "type": "b", "parent": 3}]}',
+        "refers to parent 3 of 1",
+    ),
     "gzip cut": (gzip.compress(GOOD)[:-200], "cut off or damaged"),
     "gzip garbled": (gzip.compress(GOOD)[:400] + b"x" * 400, ""),
     "deep": (b"[" * 100_000, "not a trace"),
-    "deep children": (b'{"fqn": "Global", "children": [' + b'{"fqn": "a", "children": [' * 100_000, ""),
+    "deep children": (
+        b'{"fqn": "Global", "children": [' + b'{"fqn": "a", "children": [' * 100_000,
+        "",
+    ),
     "not utf-8": (GOOD.replace(b"MLP", b"\xff\xfe\xfd"), ""),
 }
 
@@ -191,12 +280,18 @@ def test_what_is_not_a_trace_gets_a_sentence(tmp_path, name):
 
 
 def test_files_that_are_none(tmp_path):
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "x", "There is no file"), (Path("/dev/zero"), "no regular file")):
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "x", "There is no file"),
+        (Path("/dev/zero"), "no regular file"),
+    ):
         with pytest.raises(commlens.FormatError, match=message):
             commlens.Trace.load(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_damage_is_a_sentence_or_harmless(tmp_path: Path, data: st.DataObject):
     content = bytearray(GOOD)
@@ -221,12 +316,20 @@ def test_damage_is_a_sentence_or_harmless(tmp_path: Path, data: st.DataObject):
 # --- CommDebugMode's own JSON
 
 
-def module(fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()) -> dict[str, object]:
+def module(
+    fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()
+) -> dict[str, object]:
     return {
-        "fqn": fqn, "module_type": "class 'torch.nn.modules.linear.Linear'", "parameters": [["weight", "(Shard(dim=0),)"]],
-        "children": list(children), "collectives_forward": list(forward), "collectives_backward": list(backward),
-        "operations_forward": list(ops), "operations_backward": [], "operations_checkpointing": [],
-    }  # fmt: skip
+        "fqn": fqn,
+        "module_type": "class 'torch.nn.modules.linear.Linear'",
+        "parameters": [["weight", "(Shard(dim=0),)"]],
+        "children": list(children),
+        "collectives_forward": list(forward),
+        "collectives_backward": list(backward),
+        "operations_forward": list(ops),
+        "operations_backward": [],
+        "operations_checkpointing": [],
+    }
 
 
 AR, AG = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor"
@@ -234,9 +337,12 @@ AR, AG = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor"
 
 def test_comm_debug_modes_json_is_read(tmp_path):
     op = {
-        "name": "aten.addmm.default", "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
-        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"], "device_mesh": "DeviceMesh((4,))", "is_bw": False,
-    }  # fmt: skip
+        "name": "aten.addmm.default",
+        "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
+        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"],
+        "device_mesh": "DeviceMesh((4,))",
+        "is_bw": False,
+    }
     leaf = module("MLP.net2", forward=[[AR, 2]], ops=[op])
     tree = module("MLP", module("MLP.net1"), leaf, leaf, forward=[[AR, 3]], backward=[[AG, 1]])
     root = module("Global", tree, forward=[[AR, 3], ["c10d.allreduce_", 4]], backward=[[AG, 1]])
@@ -251,7 +357,10 @@ def test_comm_debug_modes_json_is_read(tmp_path):
     }
     assert {row.path for row in trace.data.modules} == {"MLP", "MLP.net1", "MLP.net2"}
     assert trace.data.ops[0].input_shapes == ((16,), (8, 10)) and trace.data.depth is Depth.OPS
-    assert trace.coverage.dispatched == trace.coverage.recorded == 8 and trace.coverage.unclassified == 4
+    assert (
+        trace.coverage.dispatched == trace.coverage.recorded == 8
+        and trace.coverage.unclassified == 4
+    )
     assert "bytes, groups, order, times" in trace.coverage.blind[0]
     out = trace.to_summary()
     assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
@@ -262,5 +371,7 @@ def test_comm_debug_modes_json_is_read(tmp_path):
 def test_a_damaged_one_gets_a_sentence(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"fqn": "Global", "children": [{"fqn": 7}]}')
-    with pytest.raises(commlens.FormatError, match="looks like CommDebugMode's JSON but is damaged"):
+    with pytest.raises(
+        commlens.FormatError, match="looks like CommDebugMode's JSON but is damaged"
+    ):
         commlens.Trace.load(path)

@@ -1,4 +1,6 @@
-"""The estimate of collectives' time: the model of docs/preview.md, in numbers that can be checked by hand."""
+"""The estimate of collectives' time: the model of docs/preview.md, in numbers that can be checked
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from commlens.traces.network import (
     preset,
 )
 
-NET = Network(intra_bandwidth=100e9, inter_bandwidth=10e9, intra_latency=0.0, inter_latency=0.0, ranks_per_node=4)
+NET = Network(
+    intra_bandwidth=100e9,
+    inter_bandwidth=10e9,
+    intra_latency=0.0,
+    inter_latency=0.0,
+    ranks_per_node=4,
+)
 MB = 1_000_000
 
 
@@ -31,7 +39,8 @@ MB = 1_000_000
     ("op", "ranks", "expected"),
     [
         ("all_reduce", range(4), 100 * MB / 100e9),  # one node
-        ("all_gather", range(0, 32, 4), 100 * MB / 10e9),  # one rank of each of 8 nodes: its own adapter
+        # one rank of each of 8 nodes: its own adapter
+        ("all_gather", range(0, 32, 4), 100 * MB / 10e9),
         ("all_gather", range(8), 100 * MB / 40e9),  # 4 ranks of each of 2 nodes: four adapters
         ("reduce_scatter", range(16), 100 * MB / 40e9),
         ("broadcast", range(2), 100 * MB / 100e9),
@@ -45,13 +54,23 @@ def test_bytes_take_time(op, ranks, expected):
 
 
 def test_no_ring_is_faster_than_a_node_is_inside():
-    fast_outside = Network(intra_bandwidth=20e9, inter_bandwidth=10e9, intra_latency=0.0, inter_latency=0.0, ranks_per_node=4)
-    assert collective_seconds("all_gather", range(8), 100 * MB, fast_outside) == pytest.approx(100 * MB / 20e9)
+    fast_outside = Network(
+        intra_bandwidth=20e9,
+        inter_bandwidth=10e9,
+        intra_latency=0.0,
+        inter_latency=0.0,
+        ranks_per_node=4,
+    )
+    assert collective_seconds("all_gather", range(8), 100 * MB, fast_outside) == pytest.approx(
+        100 * MB / 20e9
+    )
 
 
 @pytest.mark.parametrize(("rank", "peer", "bandwidth"), [(0, 3, 100e9), (3, 4, 10e9), (4, 3, 10e9)])
 def test_point_to_point_goes_by_where_the_two_are(rank, peer, bandwidth):
-    assert collective_seconds("send", range(8), MB, NET, rank=rank, peer=peer) == pytest.approx(MB / bandwidth)
+    assert collective_seconds("send", range(8), MB, NET, rank=rank, peer=peer) == pytest.approx(
+        MB / bandwidth
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +88,16 @@ def test_point_to_point_goes_by_where_the_two_are(rank, peer, bandwidth):
     ],
 )
 def test_hops_take_time(op, ranks, hops):
-    net = Network(intra_bandwidth=1e9, inter_bandwidth=1e9, intra_latency=1.0, inter_latency=10.0, ranks_per_node=4)
-    assert collective_seconds(op, list(ranks), 0, net, rank=0, peer=1 if op == "send" else None) == pytest.approx(hops)
+    net = Network(
+        intra_bandwidth=1e9,
+        inter_bandwidth=1e9,
+        intra_latency=1.0,
+        inter_latency=10.0,
+        ranks_per_node=4,
+    )
+    assert collective_seconds(
+        op, list(ranks), 0, net, rank=0, peer=1 if op == "send" else None
+    ) == pytest.approx(hops)
 
 
 def test_which_groups_cross_nodes_follows_from_their_ranks():
@@ -87,17 +114,33 @@ def test_every_preset_says_where_its_figures_come_from():
 
 
 def _trace(steps: int = 2) -> TraceData:
-    groups = [ProcessGroup("1", tuple(range(0, 32, 4)), mesh_dim="dp"), ProcessGroup("2", tuple(range(4)), mesh_dim="tp")]
+    groups = [
+        ProcessGroup("1", tuple(range(0, 32, 4)), mesh_dim="dp"),
+        ProcessGroup("2", tuple(range(4)), mesh_dim="tp"),
+    ]
     events = [
-        TraceEvent(sequence=1, op="all_gather", api="", phase=Phase.FORWARD, group=0, wire_bytes=1000 * MB),
-        TraceEvent(sequence=2, op="all_reduce", api="", phase=Phase.FORWARD, group=1, wire_bytes=100 * MB, count=20, last_step=1),
+        TraceEvent(
+            sequence=1, op="all_gather", api="", phase=Phase.FORWARD, group=0, wire_bytes=1000 * MB
+        ),
+        TraceEvent(
+            sequence=2,
+            op="all_reduce",
+            api="",
+            phase=Phase.FORWARD,
+            group=1,
+            wire_bytes=100 * MB,
+            count=20,
+            last_step=1,
+        ),
     ]
     return TraceData(world_size=32, groups=groups, events=events, steps=steps)
 
 
 def test_an_estimate_is_by_mesh_dimension_and_counts_summarised_collectives_in_full():
     found = estimate(_trace(), NET, step_time=0.1)
-    assert [(part.name, part.ranks, part.nodes, part.calls, part.wire_bytes) for part in found.parts] == [
+    assert [
+        (part.name, part.ranks, part.nodes, part.calls, part.wire_bytes) for part in found.parts
+    ] == [
         ("dp", 8, 8, 1, 1000 * MB),
         ("tp", 4, 1, 20, 2000 * MB),
     ]
@@ -114,16 +157,27 @@ def test_without_a_steps_time_there_is_no_share_and_without_steps_the_whole_is_o
 
 def test_the_setup_before_the_first_forward_is_no_part_of_a_step():
     data = _trace()
-    data.events.append(TraceEvent(sequence=3, op="all_reduce", api="", phase=Phase.BACKWARD, group=1, wire_bytes=100 * MB))
+    data.events.append(
+        TraceEvent(
+            sequence=3, op="all_reduce", api="", phase=Phase.BACKWARD, group=1, wire_bytes=100 * MB
+        )
+    )
     data.setup_until = 1
     found = estimate(data, NET, step_time=0.1)
     assert [(part.name, part.calls) for part in found.parts] == [("tp", 21)]
     assert found.seconds_per_step == pytest.approx(21 * 0.001 / 2)
-    assert (found.setup.calls, found.setup.wire_bytes, found.setup.seconds) == (1, 1000 * MB, pytest.approx(0.1))
+    assert (found.setup.calls, found.setup.wire_bytes, found.setup.seconds) == (
+        1,
+        1000 * MB,
+        pytest.approx(0.1),
+    )
     out = io.StringIO()
     print_estimate(found, out, width=100)
     text = " ".join(out.getvalue().split())
-    assert "All collectives of an average step (of 2), one after another: 10 ms, 10% of a 100 ms step." in text
+    assert (
+        "All collectives of an average step (of 2), one after another: 10 ms, 10% of a 100 ms step."
+        in text
+    )
     assert "Setup before the first forward, once: 1 collective, 1.0 GB, 100 ms." in text
 
 
@@ -138,19 +192,30 @@ def test_what_is_printed_calls_itself_an_estimate():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("450GB/s", 450e9), ("400Gb/s", 50e9), ("400 Gbps", 50e9), ("12.5 gB/s", 12.5e9), ("100MB/s", 1e8)]
+    ("text", "value"),
+    [
+        ("450GB/s", 450e9),
+        ("400Gb/s", 50e9),
+        ("400 Gbps", 50e9),
+        ("12.5 gB/s", 12.5e9),
+        ("100MB/s", 1e8),
+    ],
 )
 def test_bandwidths(text, value):
     assert parse_bandwidth(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["450", "450GB", "fast", "-3GB/s", "0GB/s", "1..2GB/s", "nanGB/s", ""])
+@pytest.mark.parametrize(
+    "text", ["450", "450GB", "fast", "-3GB/s", "0GB/s", "1..2GB/s", "nanGB/s", ""]
+)
 def test_what_is_no_bandwidth(text):
     with pytest.raises(ValueError, match=r".*"):
         parse_bandwidth(text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1.2s", 1.2), ("350ms", 0.35), ("5us", 5e-6), ("2 min", 120.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1.2s", 1.2), ("350ms", 0.35), ("5us", 5e-6), ("2 min", 120.0)]
+)
 def test_times(text, value):
     assert parse_duration(text) == pytest.approx(value)
 
@@ -162,7 +227,15 @@ def test_what_is_no_time(text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 us"), (4e-6, "4.0 us"), (1.9e-6, "1.9 us"), (0.178, "178 ms"), (1.2, "1.2 s"), (130, "130 s")]
+    ("value", "text"),
+    [
+        (0, "0 us"),
+        (4e-6, "4.0 us"),
+        (1.9e-6, "1.9 us"),
+        (0.178, "178 ms"),
+        (1.2, "1.2 s"),
+        (130, "130 s"),
+    ],
 )
 def test_seconds_as_people_write_them(value, text):
     assert short_duration(value * 1e9) == text
@@ -171,7 +244,11 @@ def test_seconds_as_people_write_them(value, text):
 def test_figures_replace_a_presets():
     changed = network_from("h100-ib", {"inter_bandwidth": 25e9, "intra_bandwidth": None})
     assert changed is not None
-    assert (changed.name, changed.inter_bandwidth, changed.intra_bandwidth) == ("h100-ib, changed", 25e9, 450e9)
+    assert (changed.name, changed.inter_bandwidth, changed.intra_bandwidth) == (
+        "h100-ib, changed",
+        25e9,
+        450e9,
+    )
     assert network_from(None, {"ranks_per_node": 4, "intra_bandwidth": None}) is None
     with pytest.raises(CommandError, match="--inter-bandwidth"):
         network_from(None, {"intra_bandwidth": 1e9})

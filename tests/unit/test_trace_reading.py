@@ -131,7 +131,10 @@ def test_summarised_events_count_in_full():
     assert summarised.filter(step="3:13").calls == 10
     part = summarised.filter(step="5:8")
     assert part.calls == 0
-    assert any("10 summarised collectives cannot be assigned to a step" in text for text in part.coverage.blind)
+    assert any(
+        "10 summarised collectives cannot be assigned to a step" in text
+        for text in part.coverage.blind
+    )
 
 
 def test_a_part_says_what_it_is_part_of():
@@ -144,8 +147,16 @@ def test_a_part_says_what_it_is_part_of():
 def test_rows_are_flat_and_alike():
     rows = trace().to_rows()
     assert {tuple(row) for row in rows} == {COLUMNS}
-    assert all(value is None or isinstance(value, (str, int, bool)) for row in rows for value in row.values())
-    assert rows[1]["cause_before"] == "(Partial(sum),)" and rows[1]["source"] == "/home/me/train.py:14" and rows[1]["group_ranks"] == "0-3"
+    assert all(
+        value is None or isinstance(value, (str, int, bool))
+        for row in rows
+        for value in row.values()
+    )
+    assert (
+        rows[1]["cause_before"] == "(Partial(sum),)"
+        and rows[1]["source"] == "/home/me/train.py:14"
+        and rows[1]["group_ranks"] == "0-3"
+    )
 
 
 def test_data_may_be_made_anew_each_time_it_is_asked_for():
@@ -169,12 +180,18 @@ def test_the_summary_by_eye():
     assert "net2 8 48.0 kB 8 48.0 kB 720 us 480 us" in lines
     assert "net1 (of layers.1-3) 6 36.0 kB 6 36.0 kB 540 us 360 us" in lines
     one_line = " ".join(lines)
-    assert "128 kB 38% 8 all_gather on dp (2 ranks): forward of MLP.layers.0-3, for their own FSDP2 parameters, at train.py:19" in one_line
     assert (
-        "36.0 kB 11% 6 all_reduce on tp (4 ranks): backward of MLP.layers.1-3.net1, DTensor Partial(sum) -> Replicate(), to run mm "
-        "(implicit), at train.py:28" in one_line
+        "128 kB 38% 8 all_gather on dp (2 ranks): forward of MLP.layers.0-3, for their own FSDP2"
+        " parameters, at train.py:19" in one_line
     )
-    assert "2 all_reduce on tp (4 ranks): outside all modules, at train.py:29 (clip_grad_norm_)" in one_line
+    assert (
+        "36.0 kB 11% 6 all_reduce on tp (4 ranks): backward of MLP.layers.1-3.net1, DTensor"
+        " Partial(sum) -> Replicate(), to run mm (implicit), at train.py:28" in one_line
+    )
+    assert (
+        "2 all_reduce on tp (4 ranks): outside all modules, at train.py:29 (clip_grad_norm_)"
+        in one_line
+    )
     assert "All 32 dispatched collectives are recorded; none is unclassified." in one_line
     assert "Bytes are bytes on the wire: through one rank's link" in one_line
 
@@ -207,18 +224,26 @@ def test_what_is_missing_or_unclassified_is_said():
     rec.issue("broadcast", "dp", Phase.FORWARD, None, 64, 13)
     data = rec.finish()
     summary = commlens.Trace(data).to_summary()
-    assert summary.coverage == (
-        "All 2 dispatched collectives are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at train.py:13 (1)."
+    assert (
+        summary.coverage
+        == "All 2 dispatched collectives are recorded; 2 unclassified: all_reduce at train.py:12"
+        " (1) and broadcast at train.py:13 (1)."
     )
     assert not summary.complete
     data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])
     text = render(commlens.Trace(data).to_summary())
-    assert "2 of 5 dispatched collectives are recorded" in text and "Symmetric memory is not seen." in text
+    assert (
+        "2 of 5 dispatched collectives are recorded" in text
+        and "Symmetric memory is not seen." in text
+    )
 
 
 def test_an_empty_trace():
     empty = commlens.Trace(TraceData(rank=1, world_size=2))
-    assert render(empty.to_summary()) == ("No collectives, rank 1 of 2.\n\nNo collective was dispatched, so none is missing.\n")
+    assert (
+        render(empty.to_summary())
+        == "No collectives, rank 1 of 2.\n\nNo collective was dispatched, so none is missing.\n"
+    )
     assert empty.to_rows() == [] and empty.counts() == {}
 
 
@@ -237,8 +262,8 @@ def test_ddp_buckets_and_point_to_point():
     rec.issue("send", "default_pg", Phase.OUTSIDE, None, 64, 13, peer=1)
     whys = [why.sentence for why in commlens.Trace(rec.finish()).to_summary().why]
     assert (
-        "1 all_reduce on default (8 ranks): backward of DDP, for DDP's bucket 0 (net.0.weight, net.0.bias and 1 more), at train.py:12"
-        in whys
+        "1 all_reduce on default (8 ranks): backward of DDP, for DDP's bucket 0 (net.0.weight,"
+        " net.0.bias and 1 more), at train.py:12" in whys
     )
     assert "1 send on default (8 ranks): outside all modules, to rank 1, at train.py:13" in whys
 
@@ -250,7 +275,9 @@ def test_a_group_without_a_mesh_is_found_by_the_name_that_the_table_shows():
     rec.issue("all_reduce", "tp", Phase.OUTSIDE, None, 64, 13)
     trace = commlens.Trace(rec.finish())
     assert [row.name for row in trace.to_summary().by_mesh_dim] == ["default", "tp"]
-    assert [event.source.line for event in trace.filter(mesh_dim="default").events if event.source] == [12]
+    assert [
+        event.source.line for event in trace.filter(mesh_dim="default").events if event.source
+    ] == [12]
     assert_collectives(trace, {"all_reduce": 1}, mesh_dim="default")
 
 
@@ -262,7 +289,10 @@ def test_a_pipelines_message_has_its_microbatch():
     print_events(trace.to_rows(), trace.whys(), file=printed, width=120)
     assert "backward of Stage (microbatch 3), at train.py:12" in printed.getvalue()
     times = trace.to_summary().times
-    assert times is not None and "backward of Stage (microbatch 3), at train.py:12" in times.slowest[0].sentence
+    assert (
+        times is not None
+        and "backward of Stage (microbatch 3), at train.py:12" in times.slowest[0].sentence
+    )
     with pytest.raises(AssertionError, match=r"backward of Stage \(microbatch 3\)"):
         commlens.assert_comms(trace, {}, max_bytes=0)
 
@@ -270,14 +300,25 @@ def test_a_pipelines_message_has_its_microbatch():
 def test_a_masked_partial_placement_is_told_by_its_kind():
     mask = "(_MaskPartial(reduce_op=sum, offset_shape=torch.Size([64, 16]), offset_dim=0),)"
     rec = Recorder()
-    rec.issue("all_reduce", "tp", Phase.FORWARD, "MLP.embedding", 64, 12, cause=Cause(None, mask, "(Replicate(),)", False))
+    rec.issue(
+        "all_reduce",
+        "tp",
+        Phase.FORWARD,
+        "MLP.embedding",
+        64,
+        12,
+        cause=Cause(None, mask, "(Replicate(),)", False),
+    )
     assert commlens.Trace(rec.finish()).whys() == ["DTensor MaskPartial -> Replicate() (explicit)"]
 
 
 def test_owner_elsewhere_is_named():
     data = training(layers=1, steps=1)
     data.events[0] = msgspec.structs.replace(data.events[0], site="MLP.head")
-    assert any("forward of MLP.head, for FSDP2's parameters of layers.0" in why.sentence for why in commlens.Trace(data).to_summary().why)
+    assert any(
+        "forward of MLP.head, for FSDP2's parameters of layers.0" in why.sentence
+        for why in commlens.Trace(data).to_summary().why
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,14 +337,26 @@ def test_folding(paths, folded):
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("(Shard(dim=0),)", "Shard(0)"), ("(Shard(dim=0), Replicate())", "(Shard(0), Replicate())"), ("(Partial(sum),)", "Partial(sum)")],
+    [
+        ("(Shard(dim=0),)", "Shard(0)"),
+        ("(Shard(dim=0), Replicate())", "(Shard(0), Replicate())"),
+        ("(Partial(sum),)", "Partial(sum)"),
+    ],
 )
 def test_placements(text, shown):
     assert wording.placements(text) == shown
 
 
 @pytest.mark.parametrize(
-    ("amount", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_949, "99.9 kB"), (999_500, "1.0 MB"), (16_777_216, "16.8 MB")]
+    ("amount", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_949, "99.9 kB"),
+        (999_500, "1.0 MB"),
+        (16_777_216, "16.8 MB"),
+    ],
 )
 def test_sizes(amount, text):
     assert wording.size(amount) == text

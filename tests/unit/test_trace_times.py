@@ -23,7 +23,9 @@ MS = 1000 * US
 
 
 def on(data: TraceData, backend: str) -> TraceData:
-    return msgspec.structs.replace(data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups])
+    return msgspec.structs.replace(
+        data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups]
+    )
 
 
 def one(op: str = "all_reduce", size: int = 1000, **more: object) -> TraceData:
@@ -60,7 +62,11 @@ def test_the_time_of_a_collective_on_a_cpu(more, time):
 def test_the_hosts_times_say_nothing_elsewhere(backend):
     data = on(training(), backend)
     found = times(data)
-    assert found is not None and found.timed == 0 and found.answer.startswith("The time of the collectives is unknown:")
+    assert (
+        found is not None
+        and found.timed == 0
+        and found.answer.startswith("The time of the collectives is unknown:")
+    )
     assert "unknown" in commlens.Trace(data).to_summary().times.answer
 
 
@@ -89,7 +95,12 @@ def test_the_setup_before_the_first_forward_is_no_part_of_the_first_step():
 
 @pytest.mark.parametrize(
     ("op", "size", "factor"),
-    [("all_reduce", 4000, 6 / 4), ("all_gather", 4000, 3 / 4), ("reduce_scatter", 4000, 3 / 4), ("broadcast", 4000, 1)],
+    [
+        ("all_reduce", 4000, 6 / 4),
+        ("all_gather", 4000, 3 / 4),
+        ("reduce_scatter", 4000, 3 / 4),
+        ("broadcast", 4000, 1),
+    ],
 )
 def test_bandwidths_are_those_of_nccl_tests(op, size, factor):
     (row,) = times(one(op, size, wait_began_ns=1020 * US, wait_ended_ns=1090 * US)).bandwidth
@@ -120,7 +131,9 @@ def test_the_terminal_shows_them():
 
 
 def concurrent() -> TraceData:
-    """Two collectives in flight at once: waited for one after the other, as a program does, or both in one wait, as DDP does."""
+    """Two collectives in flight at once: waited for one after the other, as a program does, or both
+    in one wait, as DDP does.
+    """
     recorder = Recorder()
     for _ in range(2):
         recorder.issue("all_reduce", "tp", Phase.BACKWARD, "MLP", 1000, 3)
@@ -131,11 +144,21 @@ def concurrent() -> TraceData:
 
 def test_the_parts_of_the_time_add_up():
     found = times(concurrent())
-    # The first: 190 us, of which 20 us in its call and 20 + 40 us in the other one's; the other: 90 us.
+    # The first: 190 us, of which 20 us in its call and 20 + 40 us in the other one's; the other: 90
+    # us.
     assert (found.time_ns, found.waited_ns) == (280 * US, 80 * US)
     assert (found.overlapped_ns, found.elsewhere_ns, found.unsplit_ns) == (140 * US, 60 * US, 0)
-    assert "waited for 80 us of it (29%), and other work ran during 140 us. During 60 us, it waited for other" in found.answer
-    for data in (training(), on(training(), "nccl"), on(one(duration_ns=70 * US), "nccl"), one(), one(duration_ns=70 * US)):
+    assert (
+        "waited for 80 us of it (29%), and other work ran during 140 us. During 60 us, it waited"
+        " for other" in found.answer
+    )
+    for data in (
+        training(),
+        on(training(), "nccl"),
+        on(one(duration_ns=70 * US), "nccl"),
+        one(),
+        one(duration_ns=70 * US),
+    ):
         found = times(data)
         parts = (found.waited_ns, found.overlapped_ns, found.elsewhere_ns, found.unsplit_ns)
         assert sum(parts) == found.time_ns and min(parts) >= 0
@@ -143,8 +166,11 @@ def test_the_parts_of_the_time_add_up():
 
 def test_threads_that_wait_at_the_same_time_make_a_step_wait_once():
     data = training(steps=4)
-    beside = [msgspec.structs.replace(event, thread=1) for event in data.events]  # as those of a checkpoint saved meanwhile
-    both = msgspec.structs.replace(data, events=sorted([*data.events, *beside], key=lambda event: event.started_ns))
+    # as those of a checkpoint saved meanwhile
+    beside = [msgspec.structs.replace(event, thread=1) for event in data.events]
+    both = msgspec.structs.replace(
+        data, events=sorted([*data.events, *beside], key=lambda event: event.started_ns)
+    )
     assert step_times(both) == step_times(data)
 
 
@@ -166,7 +192,9 @@ def test_sums_in_which_some_calls_are_unknown_are_lower_bounds():
     row = next(row for row in summary.by_phase if 0 < row.timed < row.calls)
     assert row.timed == row.wait_known
     text = render(summary)
-    assert f">={short_duration(row.time_ns)}" in text and "for some of the calls it is unknown" in text
+    assert (
+        f">={short_duration(row.time_ns)}" in text and "for some of the calls it is unknown" in text
+    )
 
 
 # --- a profiler's trace
@@ -174,23 +202,66 @@ def test_sums_in_which_some_calls_are_unknown_are_lower_bounds():
 
 def profile(events: list[dict[str, Any]], data: TraceData, **more: Any) -> bytes:
     """Events whose times are microseconds since the trace began."""
-    return json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": data.started_unix_ns, "traceEvents": events, **more}).encode()
+    return json.dumps(
+        {
+            "schemaVersion": 1,
+            "baseTimeNanoseconds": data.started_unix_ns,
+            "traceEvents": events,
+            **more,
+        }
+    ).encode()
 
 
 def on_a_gpu(data: TraceData) -> list[dict[str, Any]]:
-    """What the profiler writes for each collective: the call, the launch in it, and a kernel of 40 us with a GEMM beside half of it."""
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "ts": 0.0, "args": {"name": "python"}}]
-    calls = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
+    """What the profiler writes for each collective: the call, the launch in it, and a kernel of 40
+    us with a GEMM beside half of it.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "ts": 0.0, "args": {"name": "python"}}
+    ]
+    calls = {
+        "all_reduce": "allreduce_",
+        "all_gather": "_allgather_base_",
+        "reduce_scatter": "_reduce_scatter_base_",
+    }
     for number, event in enumerate(data.events):
         at = event.started_ns / US
         events += [
-            {"ph": "X", "cat": "cpu_op", "name": f"c10d::{calls[event.op]}", "pid": 1, "tid": 1, "ts": at - 3, "dur": 26.0, "args": {}},
-            {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernelExC", "ts": at + 5, "dur": 4.0, "args": {"correlation": number}},
-            {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-             "ts": at + 10, "dur": 40.0, "args": {"correlation": number, "device": 0, "stream": 20}},
-            {"ph": "X", "cat": "kernel", "name": "ampere_sgemm_128x64_nn", "ts": at + 30, "dur": 60.0,
-             "args": {"correlation": 1000 + number, "device": 0, "stream": 7}},
-        ]  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": f"c10d::{calls[event.op]}",
+                "pid": 1,
+                "tid": 1,
+                "ts": at - 3,
+                "dur": 26.0,
+                "args": {},
+            },
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernelExC",
+                "ts": at + 5,
+                "dur": 4.0,
+                "args": {"correlation": number},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                "ts": at + 10,
+                "dur": 40.0,
+                "args": {"correlation": number, "device": 0, "stream": 20},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "ampere_sgemm_128x64_nn",
+                "ts": at + 30,
+                "dur": 60.0,
+                "args": {"correlation": 1000 + number, "device": 0, "stream": 7},
+            },
+        ]
     return events
 
 
@@ -198,16 +269,30 @@ def on_a_gpu(data: TraceData) -> list[dict[str, Any]]:
 def on_gpus(tmp_path: Path) -> tuple[TraceData, Path]:
     data = on(training(), "nccl")
     path = tmp_path / "profile.json.gz"
-    path.write_bytes(gzip.compress(profile(on_a_gpu(data), data, distributedInfo={"backend": "nccl", "rank": 0, "world_size": 8})))
+    path.write_bytes(
+        gzip.compress(
+            profile(
+                on_a_gpu(data),
+                data,
+                distributedInfo={"backend": "nccl", "rank": 0, "world_size": 8},
+            )
+        )
+    )
     return data, path
 
 
 def test_kernels_are_joined_by_the_call_that_launched_them(on_gpus):
     data, note = join(*on_gpus)
     assert note == "32 of 32 collectives have their time from profile.json.gz."
-    assert {(event.duration_ns, event.overlapped_ns) for event in data.events} == {(40 * US, 20 * US)}
+    assert {(event.duration_ns, event.overlapped_ns) for event in data.events} == {
+        (40 * US, 20 * US)
+    }
     found = times(data)
-    assert found.source == "profile" and found.time_ns == 32 * 40 * US and found.waited_ns == found.overlapped_ns == 32 * 20 * US
+    assert (
+        found.source == "profile"
+        and found.time_ns == 32 * 40 * US
+        and found.waited_ns == found.overlapped_ns == 32 * 20 * US
+    )
     assert not any(row.at_least for row in found.bandwidth)
 
 
@@ -239,10 +324,16 @@ def test_gloos_runs_are_joined_in_their_order(tmp_path):
     path.write_bytes(profile(calls + runs, data))
     joined, _ = join(data, path)
     # It ran from 15 to 65 us; the thread was blocked until 20 and from 50 on.
-    assert {(event.duration_ns, event.overlapped_ns) for event in joined.events} == {(50 * US, 30 * US)}
+    assert {(event.duration_ns, event.overlapped_ns) for event in joined.events} == {
+        (50 * US, 30 * US)
+    }
     path.write_bytes(profile(calls + runs[1:], data))
     _, note = join(data, path)
-    assert note == "0 of 32 collectives have their time from p.json; 32 more are in it without a time of their own."
+    assert (
+        note
+        == "0 of 32 collectives have their time from p.json; 32 more are in it without a time of"
+        " their own."
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +353,9 @@ def test_profiles_that_do_not_belong_to_the_trace(on_gpus, change, why):
         join(data, path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\x1f\x8b\x00", b'{"traceEvents": 3}', b"\xff\xfe", b'{"a": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\x1f\x8b\x00", b'{"traceEvents": 3}', b"\xff\xfe", b'{"a": 1}']
+)
 def test_what_is_no_profile(tmp_path, content):
     path = tmp_path / "p.json"
     path.write_bytes(content)
@@ -276,9 +369,19 @@ def test_view_takes_a_profile(on_gpus, tmp_path, capsys):
     data, path = on_gpus
     commlens.Trace(data).save(tmp_path / "x.json")
     assert commands.main(["view", str(tmp_path / "x.json")]) == 0
-    assert "is unknown: on nccl the host's times say nothing" in " ".join(capsys.readouterr().out.split())
-    assert commands.main(["view", str(tmp_path / "x.json"), "--profile", str(path), "--network", "h100-ib"]) == 0
+    assert "is unknown: on nccl the host's times say nothing" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert (
+        commands.main(
+            ["view", str(tmp_path / "x.json"), "--profile", str(path), "--network", "h100-ib"]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "The 32 collectives took 1.3 ms" in out and "estimate" in out
     assert "32 of 32 collectives have their time" in err
-    assert commands.main(["view", str(tmp_path / "x.json"), "--profile", str(tmp_path / "none.json")]) == 2
+    assert (
+        commands.main(["view", str(tmp_path / "x.json"), "--profile", str(tmp_path / "none.json")])
+        == 2
+    )

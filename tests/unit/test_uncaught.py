@@ -17,7 +17,9 @@ from commlens.capture.uncaught import record_exception
 
 def recorded(error: BaseException) -> dict[str, Any]:
     blobs: list[dict[str, Any]] = []
-    writer = SimpleNamespace(word=lambda at, value: None, add_blob=lambda blob: blobs.append(blob) or 1)
+    writer = SimpleNamespace(
+        word=lambda at, value: None, add_blob=lambda blob: blobs.append(blob) or 1
+    )
     record_exception(writer, type(error), error, error.__traceback__)
     return blobs[0]
 
@@ -35,10 +37,14 @@ def test_the_exception_of_a_data_loaders_worker_is_named_with_its_own_line() -> 
         wrapper.reraise()
     blob = recorded(caught.value)
     assert (
-        blob["text"] == "json.decoder.JSONDecodeError: Expecting ',' delimiter: line 1 column 11 (char 10) (in DataLoader worker process 3)"
+        blob["text"]
+        == "json.decoder.JSONDecodeError: Expecting ',' delimiter: line 1 column 11 (char 10) (in"
+        " DataLoader worker process 3)"
     )
     functions = [function for _, _, function in blob["f"]]
-    assert functions.index("load_row") < functions.index("reraise"), "innermost first; then where torch raised it again"
+    assert functions.index("load_row") < functions.index("reraise"), (
+        "innermost first; then where torch raised it again"
+    )
     assert blob["f"][functions.index("load_row")][0] == __file__
 
 
@@ -55,4 +61,8 @@ def test_the_error_of_the_rank_on_which_a_distributed_checkpoint_failed_is_kept(
     )
     with pytest.raises(ValueError, match="ranks") as caught:
         raise ValueError(text)
-    assert recorded(caught.value)["text"] == "ValueError: CheckpointException ranks:dict_keys([1]) (RANK 1) EOFError: Ran out of input"
+    assert (
+        recorded(caught.value)["text"]
+        == "ValueError: CheckpointException ranks:dict_keys([1]) (RANK 1) EOFError: Ran out of"
+        " input"
+    )

@@ -1,4 +1,6 @@
-"""What the verdict's page is given to show: roles, classes, the folded graph, the tables; bounded, whatever it is made of."""
+"""What the verdict's page is given to show: roles, classes, the folded graph, the tables; bounded,
+whatever it is made of.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def stays(job: Job, rank: int) -> Iterator[object]:
 
 def test_a_rank_that_does_not_come() -> None:
     page = page_of(Job(4).run(stays).logs())
-    assert classes(page) == [("culprit", "2", "is in load_batch"), ("victim", "0-1,3", "wait in all_reduce #4 of the default group")]
+    assert classes(page) == [
+        ("culprit", "2", "is in load_batch"),
+        ("victim", "0-1,3", "wait in all_reduce #4 of the default group"),
+    ]
     assert edges(page) == {("0-1,3", "2", "all_reduce #4 of the default group")}
     assert [node.root for node in page.graph.nodes if node.cls == 0] == [True]
     table = page.tables[0]
@@ -80,10 +85,15 @@ def test_who_disagrees_is_marked_and_waited_for() -> None:
 
     page = page_of(Job(4).run(program).logs())
     assert edges(page) == {("0,2-3", "1", "all_reduce #4 of the default group")} | {
-        edge for edge in edges(page) if edge[0] == "1" and edge[1].startswith("These ranks disagree")
+        edge
+        for edge in edges(page)
+        if edge[0] == "1" and edge[1].startswith("These ranks disagree")
     }
     row = next(row for row in page.tables[0].rows if row.fault)
-    marked = {column.ranks: cell.differs for column, cell in zip(page.tables[0].columns, row.cells, strict=True)}
+    marked = {
+        column.ranks: cell.differs
+        for column, cell in zip(page.tables[0].columns, row.cells, strict=True)
+    }
     assert marked == {"1": True, "0,2-3": False}
     assert row.note == "shape differs"
 
@@ -98,19 +108,32 @@ def test_a_cycle_has_an_edge_each_way() -> None:
             yield Step()
 
     page = page_of(Job(4).run(program).logs())
-    assert edges(page) == {("2", "0-1,3", "all_reduce #4 of statistics"), ("0-1,3", "2", "all_reduce #4 of gradients")}
-    assert {table.name for table in page.tables} == {"statistics [0-3]", "gradients [0-3]", "In the order of issue"}
-    # Who does not come because it waits elsewhere for the one that left its routine is not marked as the odd one.
+    assert edges(page) == {
+        ("2", "0-1,3", "all_reduce #4 of statistics"),
+        ("0-1,3", "2", "all_reduce #4 of gradients"),
+    }
+    assert {table.name for table in page.tables} == {
+        "statistics [0-3]",
+        "gradients [0-3]",
+        "In the order of issue",
+    }
+    # Who does not come because it waits elsewhere for the one that left its routine is not marked
+    # as the odd one.
     statistics = next(table for table in page.tables if table.name.startswith("statistics"))
     assert [cell.differs for cell in statistics.rows[-1].cells] == [False, False]
 
 
 def test_an_arrow_is_not_left_out_for_a_path_that_only_other_ranks_of_the_class_take() -> None:
-    """Of two ranks that wait at one line, one waits for the culprit itself, and the other behind a third."""
+    """Of two ranks that wait at one line, one waits for the culprit itself, and the other behind a
+    third.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         first, side = rank - rank % 2, rank % 2
-        row, column = job.group(f"1{first}", (first, first + 1), "row"), job.group(f"2{side}", (side, side + 2), "column")
+        row, column = (
+            job.group(f"1{first}", (first, first + 1), "row"),
+            job.group(f"2{side}", (side, side + 2), "column"),
+        )
         for step in range(4):
             if (rank, step) == (2, 3):
                 yield Stay(57, "load_batch")
@@ -121,7 +144,9 @@ def test_an_arrow_is_not_left_out_for_a_path_that_only_other_ranks_of_the_class_
     page = page_of(Job(4).run(program).logs())
     by_ends = {(source, target): label for source, target, label in edges(page)}
     assert set(by_ends) == {("0", "2"), ("1,3", "0"), ("1,3", "2")}
-    assert by_ends["1,3", "0"].startswith("Rank 1: all_reduce") and by_ends["1,3", "2"].startswith("Rank 3: all_reduce")
+    assert by_ends["1,3", "0"].startswith("Rank 1: all_reduce") and by_ends["1,3", "2"].startswith(
+        "Rank 3: all_reduce"
+    )
 
 
 def test_messages_have_the_order_of_issue() -> None:
@@ -169,7 +194,12 @@ def test_records_without_times_have_tables_but_no_timeline() -> None:
 @pytest.mark.parametrize("ranks", [512, 4096])
 def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
     few = Job(4).run(stays).logs()
-    logs = [msgspec.structs.replace(few[2 if rank == 2 else 0], rank=rank, world_size=ranks, pid=1000 + rank) for rank in range(ranks)]
+    logs = [
+        msgspec.structs.replace(
+            few[2 if rank == 2 else 0], rank=rank, world_size=ranks, pid=1000 + rank
+        )
+        for rank in range(ranks)
+    ]
     page = page_of(logs)
     assert len(page.classes) < 10 and len(page.timeline.lanes) <= 48 and len(page.tables) <= 7
     assert page.timeline.left_out == ranks - len(page.timeline.lanes)
@@ -177,17 +207,26 @@ def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
     assert len(page.ranks.rank) == ranks
 
 
-def test_a_flight_recorders_dump_shows_where_a_collective_completed_and_no_time_in_flight(tmp_path: Path) -> None:
+def test_a_flight_recorders_dump_shows_where_a_collective_completed_and_no_time_in_flight(
+    tmp_path: Path,
+) -> None:
     open_ = {"state": "started", "retired": False, "time_discovered_completed_ns": None}
     behind, ahead = [entry(0), entry(1, **open_)], [entry(0), entry(1), entry(2, **open_)]
     for rank in range(4):
-        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(behind if rank == 2 else ahead, pg_status={}), 2))
+        (tmp_path / f"rank_{rank}").write_bytes(
+            pickle.dumps(dump(behind if rank == 2 else ahead, pg_status={}), 2)
+        )
     examined = examine_paths(tmp_path)
     assert examined.verdict.summary.endswith("which completed on ranks 0-1,3")
     page = verdict_page(examined)
-    assert [node.title for node in page.graph.nodes if node.cls < 0] == ["Completed on ranks 0-1,3, but not on rank 2"]
+    assert [node.title for node in page.graph.nodes if node.cls < 0] == [
+        "Completed on ranks 0-1,3, but not on rank 2"
+    ]
     assert {one.detail for one in page.classes} == {"float32[4,2]"}
-    assert not page.timeline.captured_known and "how long an operation has been in flight is unknown" in page.timeline.notes[0]
+    assert (
+        not page.timeline.captured_known
+        and "how long an operation has been in flight is unknown" in page.timeline.notes[0]
+    )
 
 
 def test_nothing_to_show() -> None:
@@ -198,17 +237,31 @@ def test_nothing_to_show() -> None:
 class TestSourceLines:
     def verdict(self, file: str, line: int, function: str = "load") -> Verdict:
         finding = Finding(
-            kind="missing", why="user-code", root_cause=True, culprits=[1], victims=[0], confidence="high", summary="x",
-            source_file=f"{file}:{line}", function=function,
-        )  # fmt: skip
+            kind="missing",
+            why="user-code",
+            root_cause=True,
+            culprits=[1],
+            victims=[0],
+            confidence="high",
+            summary="x",
+            source_file=f"{file}:{line}",
+            function=function,
+        )
         return Verdict.from_findings([finding])
 
-    def script(self, folder: Path, text: str = "import time\n\n\ndef load():\n\ttime.sleep(9)  # </script>\n") -> Path:
+    def script(
+        self,
+        folder: Path,
+        text: str = "import time\n\n\ndef load():\n\ttime.sleep(9)  # </script>\n",
+    ) -> Path:
         (folder / "train.py").write_text(text)
         return folder / "train.py"
 
     def test_the_lines_around_the_culprits(self, tmp_path: Path) -> None:
-        file = self.script(tmp_path, "".join(f"line {i}\n" for i in range(1, 60)) + "def load():\n" + "x = 1\n" * 20)
+        file = self.script(
+            tmp_path,
+            "".join(f"line {i}\n" for i in range(1, 60)) + "def load():\n" + "x = 1\n" * 20,
+        )
         found = source_lines(self.verdict(str(file), 62), time.time_ns())
         assert found == SourceLines(58, 62, ["line 58", "line 59", "def load():", *["x = 1"] * 6])
 
@@ -222,7 +275,9 @@ class TestSourceLines:
         file = self.script(tmp_path)
         now = time.time_ns()
         assert source_lines(self.verdict(str(file), 5), now) is not None
-        assert source_lines(self.verdict(str(file), 5), now - 3_600_000_000_000) is None, "changed since"
+        assert source_lines(self.verdict(str(file), 5), now - 3_600_000_000_000) is None, (
+            "changed since"
+        )
         assert source_lines(self.verdict(str(file), 5, "save"), now) is None, "has no such function"
         assert source_lines(self.verdict(str(file), 50), now) is None, "is shorter"
         assert source_lines(self.verdict("train.py", 5), now) is None, "a folder that is not known"
@@ -233,7 +288,9 @@ class TestSourceLines:
         assert source_lines(Verdict(), now) is None
 
 
-def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> None:
+def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> (
+    None
+):
     def program(job: Job, rank: int) -> Iterator[object]:
         yield Stay(20, "load") if rank else all_reduce(job.world, line=10)
 

@@ -23,8 +23,17 @@ LONG_AGO_NS = 1_000_000_000
 
 @pytest.fixture
 def boards(tmp_path: Path) -> list[Board]:
-    """The boards of two ranks; each has announced one collective, in another group than the other, and waits for the other."""
-    made = [Board(tmp_path / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, job_dirs.start_ticks(os.getpid())) for rank in (0, 1)]
+    """The boards of two ranks; each has announced one collective, in another group than the other,
+    and waits for the other.
+    """
+    made = [
+        Board(
+            tmp_path / f"rank{rank}.{os.getpid()}{B.SUFFIX}",
+            rank,
+            job_dirs.start_ticks(os.getpid()),
+        )
+        for rank in (0, 1)
+    ]
     for rank, board in enumerate(made):
         slots = [board.add_channel(key, {"group": f"group {key}", "ranks": [0, 1]}) for key in KEYS]
         board.set_word(B.THREADS, 1)
@@ -33,14 +42,17 @@ def boards(tmp_path: Path) -> list[Board]:
     return made
 
 
-def test_a_rank_that_has_yet_to_raise_a_refusal_does_not_wait(tmp_path: Path, boards: list[Board]) -> None:
+def test_a_rank_that_has_yet_to_raise_a_refusal_does_not_wait(
+    tmp_path: Path, boards: list[Board]
+) -> None:
     refusals = Refusals(RefusalLog(tmp_path), 0, SimpleNamespace())
     peers = Peers(tmp_path, 0, boards[0].path, 0)
     peers.among([0, 1])
     cycles = Cycles(peers, refusals)
     assert cycles.find() == [(0, KEYS[0], 1), (1, KEYS[1], 1)]
     RefusalLog(tmp_path).post(KEYS[0], 1, {"kind": "cycle", "text": "", "ranks": [0, 1]})
-    # Rank 0 raises it and, in its next collective, has waited for long; rank 1 has not run since the refusal.
+    # Rank 0 raises it and, in its next collective, has waited for long; rank 1 has not run since
+    # the refusal.
     boards[0].set_waiting(KEYS[0], 1, time.monotonic_ns())
     time.sleep(0.4)
     assert cycles.waits_in(0) == (KEYS[0], 1)

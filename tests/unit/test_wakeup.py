@@ -44,7 +44,9 @@ def page(path: Path) -> mmap.mmap:
 @contextmanager
 def another_process(path: Path, program: str) -> Iterator[subprocess.Popen[bytes]]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", OPENED + program, str(path)], env=environ) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENED + program, str(path)], env=environ
+    ) as process:
         try:
             yield process
             assert process.wait(60) == 0
@@ -69,7 +71,9 @@ def test_a_wait_returns_at_once_if_the_word_has_changed(page: mmap.mmap, futexes
     assert time.monotonic() - began < 10
 
 
-def test_a_sleeper_is_woken_by_another_process(path: Path, page: mmap.mmap, futexes: Futexes) -> None:
+def test_a_sleeper_is_woken_by_another_process(
+    path: Path, page: mmap.mmap, futexes: Futexes
+) -> None:
     words = memoryview(page).cast("Q")
     with another_process(path, "import time; time.sleep(0.1); words[7] = 5; Futexes(page).wake(7)"):
         began = time.monotonic()
@@ -82,7 +86,9 @@ def test_a_sleep_ends_after_its_timeout(futexes: Futexes) -> None:
     futexes.wait(7, 0, 1_000_000)
 
 
-def test_a_rank_is_woken_by_the_bell_of_the_peer_that_it_waits_for(path: Path, page: mmap.mmap) -> None:
+def test_a_rank_is_woken_by_the_bell_of_the_peer_that_it_waits_for(
+    path: Path, page: mmap.mmap
+) -> None:
     ours, words = Bells(page, 0), memoryview(page).cast("Q")
     heard = ours.listen(1, thread=1)
     assert words[_bell(0) + 1] == _bell(1)

@@ -19,7 +19,12 @@ def member(pid: int, ending: Ending | None = None) -> Any:
     return made
 
 
-KILLED, FAILED, FINISHED, TERMINATED = Ending(signal="SIGKILL"), Ending(exit_code=3), Ending(exit_code=0), Ending(signal="SIGTERM")
+KILLED, FAILED, FINISHED, TERMINATED = (
+    Ending(signal="SIGKILL"),
+    Ending(exit_code=3),
+    Ending(exit_code=0),
+    Ending(signal="SIGTERM"),
+)
 INTERRUPTED = Ending(signal="SIGINT")
 
 
@@ -96,7 +101,13 @@ def test_ranks_that_are_stopped_together_did_not_die() -> None:
 
 
 def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
-    assert job_was_stopped([member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, Ending(signal="SIGINT"))])
+    assert job_was_stopped(
+        [
+            member(1, TERMINATED),
+            member(2, Ending(exit_code=143)),
+            member(3, Ending(signal="SIGINT")),
+        ]
+    )
     assert not job_was_stopped([member(1, TERMINATED), member(2)])
     assert not job_was_stopped([member(1, TERMINATED), member(2, KILLED)])
     assert not job_was_stopped([member(1, TERMINATED)]), "of a single rank, it may be a death"
@@ -114,7 +125,8 @@ def ended(pid: int, ending: Ending, at_s: float) -> Any:
         ([ended(1, KILLED, 50.0), ended(2, KILLED, 50.1)], True),  # as torchrun does at last
         ([ended(1, INTERRUPTED, 20.0), ended(2, KILLED, 50.0)], True),
         ([ended(1, INTERRUPTED, 20.0), member(2)], True),  # the other one is in C++
-        ([ended(1, KILLED, 20.0), ended(2, TERMINATED, 20.1)], False),  # a death, and the launcher's signal
+        # a death, and the launcher's signal
+        ([ended(1, KILLED, 20.0), ended(2, TERMINATED, 20.1)], False),
         ([ended(1, KILLED, 20.0), member(2)], False),
         ([ended(1, FAILED, 20.0), member(2)], False),
     ],
@@ -132,7 +144,9 @@ def test_ctrl_c_ends_ranks_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [INTERRUPTED, Ending(exit_code=130)])
-def test_a_rank_that_was_interrupted_alone_died_though_its_launcher_ends_the_others_then(interrupted: Ending) -> None:
+def test_a_rank_that_was_interrupted_alone_died_though_its_launcher_ends_the_others_then(
+    interrupted: Ending,
+) -> None:
     detector = DeathDetector()
     members = [member(1, interrupted), member(2), member(3)]
     detector.add([members[0]], members, 10.0, alone=lambda: True)
@@ -161,9 +175,15 @@ def test_the_launcher_tells_how_a_rank_ended_that_was_never_seen() -> None:
 
 def test_ranks_without_a_record_are_named_if_a_job_ends_before_its_ranks_have_met() -> None:
     seen = member(1, TERMINATED)
-    seen.box, seen.status = object(), SimpleNamespace(initialised=False, left=False, closed=False, exception=0)
+    seen.box, seen.status = (
+        object(),
+        SimpleNamespace(initialised=False, left=False, closed=False, exception=0),
+    )
     (line,) = lines_at_end([seen])
-    assert "rank 1 ended before init_process_group had returned" in line and "no record of ranks 0,2" in line
+    assert (
+        "rank 1 ended before init_process_group had returned" in line
+        and "no record of ranks 0,2" in line
+    )
     seen.status.initialised = True
     assert not lines_at_end([seen])
     seen.status.initialised, seen.ending = False, FINISHED

@@ -49,13 +49,20 @@ def test_a_mismatch_is_reported_even_if_another_rank_never_issues() -> None:
         node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
     assert node.look() == []
     (verdict,) = node.look(after=1.1)
-    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "rank 2 might have sided with rank 3"
+    assert (verdict.kind, verdict.culprits) == (
+        "mismatch/shape",
+        [],
+    ), "rank 2 might have sided with rank 3"
 
 
 @pytest.mark.parametrize("last", range(4))
 @pytest.mark.parametrize("reads_first", [True, False])
-def test_a_report_waits_until_the_collective_has_ended_and_its_reduce_op_is_read(last: int, reads_first: bool) -> None:
-    """Whether a look falls between the last rank's arrival and these moments is chance: it changes no word."""
+def test_a_report_waits_until_the_collective_has_ended_and_its_reduce_op_is_read(
+    last: int, reads_first: bool
+) -> None:
+    """Whether a look falls between the last rank's arrival and these moments is chance: it changes
+    no word.
+    """
     node = Node(4)
     indices = {rank.rank: rank.issue(all_reduce(9 if rank.rank == 2 else 8)) for rank in node.ranks}
     for first in (reads_first, not reads_first):
@@ -95,7 +102,9 @@ def fail(node: Node, rank: int, index: int, *, number: int) -> None:
     box.outcome(index, 2, 1)
     if not number:
         box.data[slot + 48 : slot + 56] = bytes(8)
-        box.data[slot + 96 : slot + 100] = zlib.crc32(bytes(box.data[slot : slot + 96])).to_bytes(4, "little")
+        box.data[slot + 96 : slot + 100] = zlib.crc32(bytes(box.data[slot : slot + 96])).to_bytes(
+            4, "little"
+        )
 
 
 def test_an_op_that_the_backend_refused_is_compared_with_no_other() -> None:
@@ -177,12 +186,19 @@ def test_of_two_ranks_the_odd_one_is_found_by_its_history_and_reported_once() ->
         for rank in node.ranks:
             odd = rank.rank == 1 and step >= 10
             for shape in (8, 16):
-                rank.issue(all_reduce(shape, op="MAX" if odd else "SUM"), ranks=(0, 1), line=80 + shape, step=step)
+                rank.issue(
+                    all_reduce(shape, op="MAX" if odd else "SUM"),
+                    ranks=(0, 1),
+                    line=80 + shape,
+                    step=step,
+                )
                 rank.box.complete(rank.box.index)
             rank.beat()
         node.look(after=0.6)
     node.settle()
-    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1])]
+    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [
+        ("mismatch/reduce-op", [1])
+    ]
     assert not node.reporter.has_reported(Verdict())
     node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
     node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
@@ -197,7 +213,10 @@ def test_another_aspect_is_another_disagreement() -> None:
     for rank in node.ranks:
         rank.issue(all_reduce(8, dtype="float64" if rank.rank == 2 else "float32"))
     node.settle()
-    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1]), ("mismatch/dtype", [2])]
+    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [
+        ("mismatch/reduce-op", [1]),
+        ("mismatch/dtype", [2]),
+    ]
 
 
 def test_the_number_of_reports_is_limited() -> None:
@@ -293,7 +312,10 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
     node.ranks[0].issue(all_reduce(8), ranks=range(8))
     node.ranks[1].issue(all_reduce(9), ranks=range(8))
     (verdict,) = [*node.look(), *node.look(after=1.1)]
-    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "of two, nobody is the odd one"
+    assert (verdict.kind, verdict.culprits) == (
+        "mismatch/shape",
+        [],
+    ), "of two, nobody is the odd one"
     node.ranks[0].issue(all_reduce(8), ranks=(0, 4), group="dp")
     node.ranks[1].issue(all_reduce(5), ranks=(1, 5), group="dp")
     assert node.settle() == []
@@ -301,8 +323,15 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
 
 def test_groups_incarnations_and_devices_are_distinguished() -> None:
     node = Node(2)
-    for options in ({"group": "a"}, {"group": "a", "inc": 1}, {"group": "a", "device": "cuda"}, {"group": "b"}):
-        first, second = (all_reduce(8), all_reduce(9)) if options.get("inc") else (all_reduce(8), all_reduce(8))
+    for options in (
+        {"group": "a"},
+        {"group": "a", "inc": 1},
+        {"group": "a", "device": "cuda"},
+        {"group": "b"},
+    ):
+        first, second = (
+            (all_reduce(8), all_reduce(9)) if options.get("inc") else (all_reduce(8), all_reduce(8))
+        )
         node.ranks[0].issue(first, ranks=(0, 1), **options)  # type: ignore[arg-type]
         node.ranks[1].issue(second, ranks=(0, 1), **options)  # type: ignore[arg-type]
     (verdict,) = [*node.look(), *node.look(after=1.1)]
@@ -342,7 +371,12 @@ def test_coalesced_groups_are_compared_member_by_member() -> None:
 def test_reduce_ops_inside_coalesced_groups() -> None:
     node = Node(4)
     for rank in node.ranks:
-        rank.coalesce(all_reduce(4), all_reduce(5, op="MIN" if rank.rank == 1 else "SUM"), number=1, coalescing=1)
+        rank.coalesce(
+            all_reduce(4),
+            all_reduce(5, op="MIN" if rank.rank == 1 else "SUM"),
+            number=1,
+            coalescing=1,
+        )
     (verdict,) = node.settle()
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
 
@@ -350,10 +384,23 @@ def test_reduce_ops_inside_coalesced_groups() -> None:
 def test_the_splits_of_every_two_ranks_must_match() -> None:
     def exchange(sends: tuple[int, ...], receives: tuple[int, ...]) -> CollectiveArgs:
         total = (sum(sends),), (sum(receives),)
-        return CollectiveArgs("all_to_all", "alltoall_base_", (tensor(*total[0]),), (tensor(*total[1]),), None, None, sends, receives)
+        return CollectiveArgs(
+            "all_to_all",
+            "alltoall_base_",
+            (tensor(*total[0]),),
+            (tensor(*total[1]),),
+            None,
+            None,
+            sends,
+            receives,
+        )
 
     node = Node(3)
-    right = [exchange((1, 2, 3), (1, 4, 7)), exchange((4, 5, 6), (2, 5, 8)), exchange((7, 8, 9), (3, 6, 9))]
+    right = [
+        exchange((1, 2, 3), (1, 4, 7)),
+        exchange((4, 5, 6), (2, 5, 8)),
+        exchange((7, 8, 9), (3, 6, 9)),
+    ]
     for rank, asked in zip(node.ranks, right, strict=True):
         rank.issue(asked, ranks=(0, 1, 2))
     assert node.settle() == []
@@ -447,7 +494,9 @@ def test_two_collectives_of_the_same_shape_that_were_swapped_once_are_warned_of(
         for rank in node.ranks:
             lines = (82, 81) if (rank.rank, step) == (1, 20) else (81, 82)
             for line in (80, *lines, 83):
-                rank.issue(all_reduce(8), ranks=range(size), line=line + 100 * (rank.rank == 0), step=step)
+                rank.issue(
+                    all_reduce(8), ranks=range(size), line=line + 100 * (rank.rank == 0), step=step
+                )
         node.look(after=0.5)
     ((verdict, may_abort),) = node.said
     assert (verdict.kind, verdict.culprits, may_abort) == ("mismatch/op", [1], False)
@@ -460,7 +509,12 @@ def test_lines_that_a_rank_chooses_by_its_data_are_no_swap() -> None:
     for step in range(80):
         for rank in node.ranks:
             for _ in range(2):
-                rank.issue(all_reduce(8), ranks=(0, 1), line=81 + (hash((step, rank.rank, _)) % 3 == 0), step=step)
+                rank.issue(
+                    all_reduce(8),
+                    ranks=(0, 1),
+                    line=81 + (hash((step, rank.rank, _)) % 3 == 0),
+                    step=step,
+                )
         node.look(after=0.5)
     assert node.said == []
 

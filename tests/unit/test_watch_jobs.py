@@ -38,16 +38,22 @@ def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[s
     assert find_jobs(str(job_dirs.user_folder(tmp_path) / "other"), root)[0].name == "other"
     with pytest.raises(CommandError, match=r"matches several jobs: \S+-train-1, \S+-train-2"):
         find_jobs("train", root)
-    assert [job.name for job in find_jobs(dump_name([job_dirs.user_folder(tmp_path) / "other"]), root)] == ["other"]
+    assert [
+        job.name for job in find_jobs(dump_name([job_dirs.user_folder(tmp_path) / "other"]), root)
+    ] == ["other"]
     with pytest.raises(CommandError, match=r"The jobs are .*other"):
         find_jobs("nothing-like-it", root)
 
 
 def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    """Also if its pid is another process's now, or if its process ran in another container some minutes ago."""
+    """Also if its pid is another process's now, or if its process ran in another container some
+    minutes ago.
+    """
     root, folder = str(tmp_path), job_dirs.user_folder(tmp_path)
     ranks["train-1"].end()
-    reused = Box(0, 1, pid=ranks["other"].pid, job="reused", about=job_dirs.this_machine()._asdict())
+    reused = Box(
+        0, 1, pid=ranks["other"].pid, job="reused", about=job_dirs.this_machine()._asdict()
+    )
     reused.write(folder / "reused")
     Box(0, 1, pid=ranks["other"].pid, job="container").write(folder / "container")
     assert {job.name for job in find_jobs(None, root)} == {"train-2", "other"}
@@ -55,12 +61,21 @@ def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[
     assert [job.name for job in find_jobs("reused", root)] == ["reused"]
     for rank in ranks.values():
         rank.end()
-    with pytest.raises(EvidenceError, match=r"No recorded job runs on this machine\. These have ended and left black boxes: .*train-1"):
+    with pytest.raises(
+        EvidenceError,
+        match=(
+            r"No recorded job runs on this machine\. These have ended and left black boxes:"
+            r" .*train-1"
+        ),
+    ):
         find_jobs(None, root)
 
 
 def test_a_process_that_is_not_recorded_gets_advice(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    with pytest.raises(EvidenceError, match=rf"The process {os.getpid()} \(.*\) is not recorded.*COMMLENS=1.*py-spy dump"):
+    with pytest.raises(
+        EvidenceError,
+        match=rf"The process {os.getpid()} \(.*\) is not recorded.*COMMLENS=1.*py-spy dump",
+    ):
         find_jobs(str(os.getpid()), str(tmp_path))
 
 
@@ -71,22 +86,40 @@ def test_no_job_at_all(tmp_path: Path) -> None:
         find_jobs("train", str(tmp_path))
 
 
-def test_the_memory_of_jobs_that_ended_long_ago_is_freed(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+def test_the_memory_of_jobs_that_ended_long_ago_is_freed(
+    tmp_path: Path, ranks: dict[str, Rank]
+) -> None:
     folder = job_dirs.user_folder(tmp_path)
     for name in ("train-1", "train-2"):
         ranks[name].end()
     discard_forgotten([folder / "train-2"])
-    assert {job.name for job in folder.iterdir()} == {"train-1", "train-2", "other"}, "a day has not passed"
+    assert {job.name for job in folder.iterdir()} == {
+        "train-1",
+        "train-2",
+        "other",
+    }, "a day has not passed"
     discard_forgotten([folder / "train-2"], after_s=0.0)
-    assert {job.name for job in folder.iterdir()} == {"train-2", "other"}, "its own stays, and the one that lives"
+    assert {job.name for job in folder.iterdir()} == {
+        "train-2",
+        "other",
+    }, "its own stays, and the one that lives"
 
 
 def test_a_jobs_name_does_not_depend_on_the_parent() -> None:
     """Rank 0 may start the others, or a shell each of them: the place where they meet is the same."""
-    program = "import sys; from commlens.blackbox import job_dirs; print(job_dirs.job_identity({}, sys.argv[1]))"
+    program = (
+        "import sys; from commlens.blackbox import job_dirs; print(job_dirs.job_identity({},"
+        " sys.argv[1]))"
+    )
 
     def name(place: str) -> str:
-        return subprocess.run([sys.executable, "-c", program, place], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", program, place], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
-    assert job_dirs.job_identity({}, "tcp://127.0.0.1:29500") == name("tcp://127.0.0.1:29500") != name("tcp://127.0.0.1:29501")
+    assert (
+        job_dirs.job_identity({}, "tcp://127.0.0.1:29500")
+        == name("tcp://127.0.0.1:29500")
+        != name("tcp://127.0.0.1:29501")
+    )
     assert job_dirs.job_identity({}) == name(""), "what one command of a shell starts"

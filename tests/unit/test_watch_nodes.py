@@ -46,7 +46,9 @@ def meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Meet]:
     members: list[Nodes] = []
 
     def start(rank: int, places: Sequence[Place] = ()) -> Nodes:
-        monkeypatch.setattr(nodes, "places", lambda *_: list(places) or [Store("127.0.0.1", store.port)])
+        monkeypatch.setattr(
+            nodes, "places", lambda *_: list(places) or [Store("127.0.0.1", store.port)]
+        )
         members.append(Nodes(f"host{rank}", lambda: None))
         tell(members[-1], rank)
         return members[-1]
@@ -57,7 +59,14 @@ def meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Meet]:
 
 
 def tell(node: Nodes, rank: int, *, alive: bool = True) -> None:
-    node.meet([SimpleNamespace(rank=rank, world_size=4, alive=alive, status=SimpleNamespace(initialised=True))], dict)  # type: ignore[list-item]
+    node.meet(
+        [
+            SimpleNamespace(
+                rank=rank, world_size=4, alive=alive, status=SimpleNamespace(initialised=True)
+            )
+        ],
+        dict,
+    )  # type: ignore[list-item]
 
 
 def kill(node: Nodes) -> None:
@@ -98,15 +107,26 @@ def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
     assert eventually(late.take_news)
 
 
-def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_many_nodes_all_find_the_reporter_and_read_little(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(known_nodes, "READ_ALL_NODES", 3)
     members = [meet(rank) for rank in (7, 3, 9, 5, 0, 8, 6, 2)]
     first = members[4]
     assert eventually(
-        lambda: len(first.others) == 7 and all(node.reporter and node.reporter.ranks == [0] for node in members if node is not first)
+        lambda: (
+            len(first.others) == 7
+            and all(
+                node.reporter and node.reporter.ranks == [0]
+                for node in members
+                if node is not first
+            )
+        )
     )
     assert first.reporter is None
-    evidence = {node._mine.slot: str(node._mine.ranks).encode() for node in members if node is not first}
+    evidence = {
+        node._mine.slot: str(node._mine.ranks).encode() for node in members if node is not first
+    }
 
     def answer() -> None:
         for node in members:
@@ -123,7 +143,9 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Meet, monke
 def test_a_slow_store_makes_no_node_read_all_values() -> None:
     node = Nodes("host50", lambda: None)
     node.update(slot=50, ranks=[50])
-    first, *others = (Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40))
+    first, *others = (
+        Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40)
+    )
     client: Any = SimpleNamespace(existing=list)
 
     def read(values: Sequence[Beat], age_s: float) -> list[str]:
@@ -133,7 +155,9 @@ def test_a_slow_store_makes_no_node_read_all_values() -> None:
 
     first_and_next = [key("node", slot) for slot in (0, 1)]
     assert read([first, *others], 60) == first_and_next, "the store took a minute"
-    assert read([msgspec.structs.replace(each, count=1) for each in others], 30) == [key("node", slot) for slot in range(9)]
+    assert read([msgspec.structs.replace(each, count=1) for each in others], 30) == [
+        key("node", slot) for slot in range(9)
+    ]
     assert len(read([], 0)) == 99, "all that might report have been silent for half a minute"
 
 
@@ -141,7 +165,11 @@ def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:
     first, quick, slow = meet(0), meet(1), meet(2)
     assert eventually(lambda: len(first.others) == 2 and quick.others and slow.others)
     read: list[bytes] = []
-    ask = threading.Thread(target=lambda: found.append(first.gather(lambda slot, content: read.append(content) or content.decode())))
+    ask = threading.Thread(
+        target=lambda: found.append(
+            first.gather(lambda slot, content: read.append(content) or content.decode())
+        )
+    )
     found: list[Any] = []
     ask.start()
     quick.answer(eventually(quick.take_request), b"quick")
@@ -152,13 +180,17 @@ def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:
 
 
 @pytest.mark.parametrize("at", ["values", "evidence"])
-def test_an_answer_to_an_earlier_request_is_none_to_the_next(meet: Meet, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_an_answer_to_an_earlier_request_is_none_to_the_next(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     first, other = meet(0), meet(1)
     assert eventually(lambda: first.others and other.reporter)
     found: list[dict[int, bytes]] = []
 
     def gather() -> threading.Thread:
-        thread = threading.Thread(target=lambda: found.append(first.gather(as_it_is, timeout_s=20)[0]))
+        thread = threading.Thread(
+            target=lambda: found.append(first.gather(as_it_is, timeout_s=20)[0])
+        )
         thread.start()
         return thread
 
@@ -168,7 +200,11 @@ def test_an_answer_to_an_earlier_request_is_none_to_the_next(meet: Meet, monkeyp
 
     def ask_again_meanwhile(client: StoreClient, keys: Sequence[str]) -> list[bytes]:
         values = get(client, keys)
-        answers = any("evidence" in key for key in keys) if at == "evidence" else any(b"old" in value for value in get(client, own))
+        answers = (
+            any("evidence" in key for key in keys)
+            if at == "evidence"
+            else any(b"old" in value for value in get(client, own))
+        )
         if threading.current_thread() is first._thread and answers and len(threads) == 1:
             threads.append(gather())
             assert eventually(lambda: first._mine.asks == 2)
@@ -188,35 +224,50 @@ def test_an_answer_to_an_earlier_request_is_none_to_the_next(meet: Meet, monkeyp
     assert found[-1] == {other._mine.slot: b"new"}
 
 
-def test_status_reads_the_other_nodes_without_taking_part(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reads_the_other_nodes_without_taking_part(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = meet(0), meet(1)
     assert eventually(lambda: here.others and there.others)
     there.update(dead=[1])
     monkeypatch.setattr(other_nodes, "places", nodes.places)
     members: Any = [SimpleNamespace(rank=0, restart=0)]
     lines = eventually(
-        lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members).beats, [0]) if "died" in line]
+        lambda: [
+            line
+            for line in other_nodes.other_node_lines(other_nodes.read_beats(members).beats, [0])
+            if "died" in line
+        ]
     )
     assert lines == ["rank 1 on host1: rank 1 has died."]
-    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [0, 1], "no slot was drawn"
+    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [
+        0,
+        1,
+    ], "no slot was drawn"
     # Asked, it looks at its ranks; a node that is gone does not answer.
     there._looks._take = lambda: b"evidence"
     for _ in range(2):
         said = other_nodes.read_beats(members, looks=True)
-        assert {slot: look.evidence for slot, look in said.looks.items()} == {there._mine.slot: b"evidence"} and len(said.beats) == 2
+        assert {slot: look.evidence for slot, look in said.looks.items()} == {
+            there._mine.slot: b"evidence"
+        } and len(said.beats) == 2
     monkeypatch.setattr(other_nodes, "_ANSWERS_S", 0.5)
     kill(there)
     assert other_nodes.read_beats(members, looks=True).looks == {}
     late = meet(2)
     assert eventually(lambda: late.others) and late._count == 3, "looks are not nodes"
     monkeypatch.setattr(other_nodes, "places", lambda *_: [Store("127.0.0.1", 1)])
-    assert other_nodes.read_beats(members).problem == (
-        "Not all is known of the other nodes: the job's store at 127.0.0.1:1 refuses connections."
+    assert (
+        other_nodes.read_beats(members).problem
+        == "Not all is known of the other nodes: the job's store at 127.0.0.1:1 refuses"
+        " connections."
     )
 
 
 def test_two_incarnations_do_not_meet(meet: Meet) -> None:
-    """torchelastic counts a restart only on the node whose workers failed, so the count does not tell them apart."""
+    """torchelastic counts a restart only on the node whose workers failed, so the count does not
+    tell them apart.
+    """
     first, second = meet(0), meet(1)
     assert eventually(lambda: first.others and second.others)
     for node, rank in ((first, 0), (second, 1)):
@@ -235,7 +286,9 @@ def test_two_incarnations_do_not_meet(meet: Meet) -> None:
 
 def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     first, second = meet(0), meet(1)
-    assert eventually(lambda: second.reporter is not None and second.lost(0)), "it has been heard twice"
+    assert eventually(lambda: second.reporter is not None and second.lost(0)), (
+        "it has been heard twice"
+    )
     kill(first)
     silent_since = time.monotonic()
     assert eventually(lambda: second.reporter is None)
@@ -244,13 +297,17 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
 
 
-def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_without_a_store_meet_in_a_shared_folder(
+    meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "MOVE_ON_S", 1.0)
     folder = tmp_path / "dumps" / "nodes"
     first, second = (meet(rank, [Store("127.0.0.1", 1), Folder(folder)]) for rank in (0, 1))
     assert eventually(lambda: first.others and second.reporter is not None)
     second.answer(nodes.LAST, b"evidence")
-    assert eventually(lambda: list(first.gather(as_it_is, timeout_s=0.1)[0].values()) == [b"evidence"])
+    assert eventually(
+        lambda: list(first.gather(as_it_is, timeout_s=0.1)[0].values()) == [b"evidence"]
+    )
     first.announce("a stall")
     assert eventually(second.take_news)
     second.leave()
@@ -260,27 +317,39 @@ def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Pat
 
 
 def connections(port: int) -> int:
-    """Return how many connections to a port of this machine are open, whether the server has accepted them or not."""
+    """Return how many connections to a port of this machine are open, whether the server has
+    accepted them or not.
+    """
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(remote == f"0100007F:{port:04X}" for _, _, remote, *_ in lines)
 
 
-def test_a_busy_store_gets_no_second_connection(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each connection, torch's server looks up the client's name in DNS, in its only thread: seconds, where DNS is slow."""
+def test_a_busy_store_gets_no_second_connection(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each connection, torch's server looks up the client's name in DNS, in its only thread:
+    seconds, where DNS is slow.
+    """
     monkeypatch.setattr(meeting_places, "ANSWER_S", 0.2)
-    with subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         place = Store("127.0.0.1", int(server.stdout.readline()))
         try:
             first, second = meet(0, [place]), meet(1, [place])
-            assert eventually(lambda: first.lost(0) and second.lost(0)), "both have heard each other twice"
+            assert eventually(lambda: first.lost(0) and second.lost(0)), (
+                "both have heard each other twice"
+            )
             server.send_signal(signal.SIGSTOP)
             late = meet(2, [place])
             assert eventually(lambda: first.lost_store and connections(place.port) == 3)
             time.sleep(10 * meeting_places.ANSWER_S)
             assert connections(place.port) == 3
             server.send_signal(signal.SIGCONT)
-            assert eventually(lambda: len(late.others) == 2 and not first.lost_store), "all meet again"
+            assert eventually(lambda: len(late.others) == 2 and not first.lost_store), (
+                "all meet again"
+            )
             assert connections(place.port) == 3
             for node in (first, second, late):
                 node.leave()
@@ -289,8 +358,12 @@ def test_a_busy_store_gets_no_second_connection(meet: Meet, monkeypatch: pytest.
 
 
 def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_path: Path) -> None:
-    """The store ends with the process that serves it, here rank 0's: the kernel then refuses connections."""
-    with subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    """The store ends with the process that serves it, here rank 0's: the kernel then refuses
+    connections.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         place = Store("127.0.0.1", int(server.stdout.readline()))
         first, second = meet(0, [place]), meet(1, [place])
@@ -313,11 +386,15 @@ def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_p
     assert second.unknown == [f"Of rank 0 on other nodes nothing is known: {place} has ended."]
     line = eventually(lambda: report.take_line(second, [rank]))
     assert time.monotonic() - ended < 5
-    assert line == (
-        f"{place}, which node host0 (rank 0) served, has ended: it refuses connections. Nothing is known any more of rank 0 on host0. "
-        "Here, rank 1 is in all_reduce #10 of the default group [0-3]."
+    assert (
+        line
+        == f"{place}, which node host0 (rank 0) served, has ended: it refuses connections. Nothing"
+        " is known any more of rank 0 on host0. Here, rank 1 is in all_reduce #10 of the"
+        " default group [0-3]."
     )
     assert report.take_line(second, [rank]) == "", "once"
     rank.status = msgspec.structs.replace(rank.status, phase=layout.PHASE_LEFT)
     assert eventually(lambda: second.lost_store.silent_s > 1)
-    assert LostStoreReport().take_line(second, [rank]) == "", "it has destroyed its groups: the job is over"
+    assert LostStoreReport().take_line(second, [rank]) == "", (
+        "it has destroyed its groups: the job is over"
+    )

@@ -1,4 +1,6 @@
-"""Random programs whose records are compared as they appear: legal ones give no report, and an injected disagreement its culprit."""
+"""Random programs whose records are compared as they appear: legal ones give no report, and an
+injected disagreement its culprit.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,31 @@ from builders import Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_boxes import Node, all_reduce
-from test_diagnose_random import FAULT_STEP, SLOW, STEPS, Item, applies, broken, one_step, sizes, steps
+from test_diagnose_random import (
+    FAULT_STEP,
+    SLOW,
+    STEPS,
+    Item,
+    applies,
+    broken,
+    one_step,
+    sizes,
+    steps,
+)
 
 from commlens.model.verdict import Verdict
 
 CAPACITIES = st.sampled_from([32, 64, 1024])
 
 
-def watched(job: Job, seed: int, *, capacity: int = 1024, everywhere: bool = True) -> tuple[Node, list[Verdict]]:
+def watched(
+    job: Job, seed: int, *, capacity: int = 1024, everywhere: bool = True
+) -> tuple[Node, list[Verdict]]:
     """Let the job's ranks write their boxes at random paces, and look at them in between."""
     choose = random.Random(seed)
-    node = Node(job.size if everywhere else max(2, job.size // 2), world_size=job.size, capacity=capacity)
+    node = Node(
+        job.size if everywhere else max(2, job.size // 2), world_size=job.size, capacity=capacity
+    )
     left = [list(job.ranks[rank.rank].log.collectives) for rank in node.ranks]
     said: list[Verdict] = []
     while any(left):
@@ -36,7 +52,10 @@ def watched(job: Job, seed: int, *, capacity: int = 1024, everywhere: bool = Tru
 
 def lines_by_rank(items: tuple[Item, ...], rank: int, which: int) -> tuple[Item, ...]:
     """The same program where some lines stand in an ``if rank == 0`` or depend on the stage."""
-    return tuple(replace(item, line=item.line + 100 * (rank % (2 + i % 3))) if which >> i & 1 else item for i, item in enumerate(items))
+    return tuple(
+        replace(item, line=item.line + 100 * (rank % (2 + i % 3))) if which >> i & 1 else item
+        for i, item in enumerate(items)
+    )
 
 
 @SLOW
@@ -54,7 +73,13 @@ def test_legal_programs_are_not_reported(
 
 
 @settings(SLOW, max_examples=120)
-@given(st.sampled_from(["size", "dtype", "op", "root", "reduce_op"]), sizes, steps(plain=True), st.data(), st.integers(0, 1 << 30))
+@given(
+    st.sampled_from(["size", "dtype", "op", "root", "reduce_op"]),
+    sizes,
+    steps(plain=True),
+    st.data(),
+    st.integers(0, 1 << 30),
+)
 def test_one_disagreement_is_reported_with_its_culprit(
     fault: str, size: int, items: tuple[Item, ...], data: st.DataObject, seed: int
 ) -> None:
@@ -73,11 +98,15 @@ def test_one_disagreement_is_reported_with_its_culprit(
 
     _, said = watched(Job(size).run(program), seed)
     kind = {"size": "shape", "reduce_op": "reduce-op"}.get(fault, fault)
-    assert [(verdict.kind, verdict.culprits) for verdict in said] == [(f"mismatch/{kind}", [culprit])], [v.summary for v in said]
+    assert [(verdict.kind, verdict.culprits) for verdict in said] == [
+        (f"mismatch/{kind}", [culprit])
+    ], [v.summary for v in said]
 
 
 @SLOW
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), max_size=60), st.integers(0, 1 << 30))
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), max_size=60), st.integers(0, 1 << 30)
+)
 def test_damage_ends_nothing(damage: list[tuple[float, int]], seed: int) -> None:
     """Bytes of the records and blobs are wrong: what is read is less, and nothing is raised."""
     node = Node(2, capacity=32)

@@ -1,4 +1,6 @@
-"""What the node that reports asks the others for, of many nodes only the newest records of most ranks; and what each node saves."""
+"""What the node that reports asks the others for, of many nodes only the newest records of most
+ranks; and what each node saves.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,16 @@ from commlens.watch.reporting import Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100
 KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
-NODES = [Beat(slot, f"n{slot}", list(range(slot * PER_NODE, (slot + 1) * PER_NODE))) for slot in range(RANKS // PER_NODE)]
+NODES = [
+    Beat(slot, f"n{slot}", list(range(slot * PER_NODE, (slot + 1) * PER_NODE)))
+    for slot in range(RANKS // PER_NODE)
+]
 
 
 def simulate(fault: Callable[[Job, int], list[object]]) -> list[RankLog]:
-    """Run data parallel groups of four, with a collective of all ranks every fifth step; rank 13 leaves the routine near the end."""
+    """Run data parallel groups of four, with a collective of all ranks every fifth step; rank 13
+    leaves the routine near the end.
+    """
 
     def program(job: Job, rank: int) -> Iterator[object]:
         mine = next(group for group in groups if rank in group.ranks)
@@ -63,7 +70,9 @@ def told(verdict: Verdict) -> Verdict:
     ],
     ids=["data-loader", "killed", "extra", "another-group"],
 )
-def test_the_verdict_is_that_of_all_records(fault: Callable[[Job, int], list[object]], world_size: int) -> None:
+def test_the_verdict_is_that_of_all_records(
+    fault: Callable[[Job, int], list[object]], world_size: int
+) -> None:
     logs = simulate(fault)
     first = first_records_of_each(world_size)
     heads = [msgspec.structs.replace(log, collectives=log.collectives[-first:]) for log in logs]
@@ -71,16 +80,30 @@ def test_the_verdict_is_that_of_all_records(fault: Callable[[Job, int], list[obj
     assert everything.culprits == [13]
     asked = nodes_to_ask(diagnose_logs(heads), NODES[1:])
     assert not asked or 3 in asked, "the culprit's node"
-    read = [logs[rank] if rank // PER_NODE == 0 or not asked or rank // PER_NODE in asked else heads[rank] for rank in range(RANKS)]
+    read = [
+        (
+            logs[rank]
+            if rank // PER_NODE == 0 or not asked or rank // PER_NODE in asked
+            else heads[rank]
+        )
+        for rank in range(RANKS)
+    ]
     assert told(diagnose_logs(read)) == told(everything)
 
 
 def test_few_nodes_are_asked_for_all_records() -> None:
     verdict = diagnose_logs(simulate(lambda job, rank: [Stay(57, "load_batch")]))
     many = [Beat(slot, f"n{slot}", [100 + slot]) for slot in range(4, 100)]
-    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], "the culprit's node, and those of some that wait"
+    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [
+        1,
+        2,
+        3,
+    ], "the culprit's node, and those of some that wait"
     assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
-    assert nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES) == [], "all"
+    assert (
+        nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES)
+        == []
+    ), "all"
 
 
 def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Path) -> None:
@@ -94,12 +117,21 @@ def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Pat
     evidence = SimpleNamespace(nodes=nodes, observations=dict, remote={})
 
     def save_own(newest: int | None) -> str:
-        add_node(dump, [SavedRank(1, 101, Observation(), box.packed(newest=newest), 1)], host=os.uname().nodename, job="job-1")
-        reporter = Reporter([theirs], Settings(dump_dir=str(tmp_path / "dumps")), evidence, say=said.append)  # type: ignore[arg-type]
+        add_node(
+            dump,
+            [SavedRank(1, 101, Observation(), box.packed(newest=newest), 1)],
+            host=os.uname().nodename,
+            job="job-1",
+        )
+        reporter = Reporter(
+            [theirs], Settings(dump_dir=str(tmp_path / "dumps")), evidence, say=said.append
+        )  # type: ignore[arg-type]
         reporter.save_own_dump()
         return said.pop()
 
-    assert save_own(4) == f"dump saved in {dump}; read it with `commlens diagnose {dump}`", "all records, in the folder that both share"
+    assert save_own(4) == f"dump saved in {dump}; read it with `commlens diagnose {dump}`", (
+        "all records, in the folder that both share"
+    )
     assert [len(log.collectives) for log in read_evidence(dump).logs] == [10, 10]
     assert save_own(None) == f"the dump of all nodes is in {dump}"
     assert said == []
@@ -112,7 +144,13 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
     reports = Beat(0, "n00", [0, 1])
     evidence = SimpleNamespace(nodes=SimpleNamespace(reporter=reports, announce=announced.append))
     reporter = Reporter([tmp_path], Settings(), evidence, say=said.append)  # type: ignore[arg-type]
-    verdict = Verdict(kind="straggler", why="user-code", confidence="medium", summary="rank 3 makes the job slow", explanation="It sleeps.")
+    verdict = Verdict(
+        kind="straggler",
+        why="user-code",
+        confidence="medium",
+        summary="rank 3 makes the job slow",
+        explanation="It sleeps.",
+    )
     reporter.report_slow(verdict)
     reporter.tell_all_nodes("rank 3 no longer makes the job slow.")
     assert said[0] == "Rank 3 makes the job slow. It sleeps."

@@ -10,17 +10,36 @@ import pytest
 
 from commlens.config import Settings
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
-from commlens.watch.stall import Check, StallDetector, explains, leaves_standing, patience_s, timeout_lead_s, waited_for, waits
+from commlens.watch.stall import (
+    Check,
+    StallDetector,
+    explains,
+    leaves_standing,
+    patience_s,
+    timeout_lead_s,
+    waited_for,
+    waits,
+)
 
 S = 1_000_000_000
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
 
 
-def member(pid: int, *, since_s: float = 0.0, steps: int = 1, timeout_s: float = 0.0, alive: bool = True) -> Any:
+def member(
+    pid: int, *, since_s: float = 0.0, steps: int = 1, timeout_s: float = 0.0, alive: bool = True
+) -> Any:
     status = SimpleNamespace(
-        closed=False, oldest_index=7 if since_s else 0, oldest_mono_ns=int(since_s * S), phase=1, main_stack_since_mono_ns=0,
-        steps=steps, timeout_s=timeout_s, in_setup=False, left=False, expires_mono_ns=0,
-    )  # fmt: skip
+        closed=False,
+        oldest_index=7 if since_s else 0,
+        oldest_mono_ns=int(since_s * S),
+        phase=1,
+        main_stack_since_mono_ns=0,
+        steps=steps,
+        timeout_s=timeout_s,
+        in_setup=False,
+        left=False,
+        expires_mono_ns=0,
+    )
     return SimpleNamespace(pid=pid, alive=alive, status=status)
 
 
@@ -39,8 +58,12 @@ def test_patience() -> None:
 def test_a_stall_is_confirmed_and_reported_once() -> None:
     detector = StallDetector(Settings(stall_timeout=10.0))
     members = [member(1, since_s=100.0), member(2)]
-    assert update(detector, members, 101) is None and detector.stall is None, "nothing is suspicious yet"
-    assert update(detector, members, 103) is None and detector.stall is not None, "samples are taken from now on"
+    assert update(detector, members, 101) is None and detector.stall is None, (
+        "nothing is suspicious yet"
+    )
+    assert update(detector, members, 103) is None and detector.stall is not None, (
+        "samples are taken from now on"
+    )
     check = update(detector, members, 109.9)
     assert check is not None and check.is_early
     assert not detector.add_verdict(check, MISSING), "the stall timeout is not over"
@@ -56,7 +79,9 @@ def test_the_processes_are_observed_before_a_wait_that_is_long_already_when_it_i
     detector = StallDetector(Settings(stall_timeout=10.0))
     members = [member(1, since_s=100.0), member(2)]
     assert update(detector, members, 101) is None
-    assert update(detector, members, 120) is None and detector.stall is not None, "samples are taken from now on"
+    assert update(detector, members, 120) is None and detector.stall is not None, (
+        "samples are taken from now on"
+    )
     assert update(detector, members, 120.4) is None
     assert update(detector, members, 120.6) is not None
 
@@ -75,11 +100,27 @@ def test_a_pause_of_the_whole_job_is_no_wait() -> None:
 
 def test_a_death_replaces_a_verdict_on_others_who_waited_for_it() -> None:
     group, collective = GroupRef("0", "default_pg", [0, 1, 2, 3]), CollectiveRef("all_reduce", 1)
-    earlier = Verdict(kind="missing", root_cause=True, culprits=[0, 3], victims=[1], group=group, collective=collective)
-    death = Verdict(kind="dead", root_cause=True, culprits=[2], victims=[0, 1, 3], group=group, collective=collective)
+    earlier = Verdict(
+        kind="missing",
+        root_cause=True,
+        culprits=[0, 3],
+        victims=[1],
+        group=group,
+        collective=collective,
+    )
+    death = Verdict(
+        kind="dead",
+        root_cause=True,
+        culprits=[2],
+        victims=[0, 1, 3],
+        group=group,
+        collective=collective,
+    )
     assert explains(death, earlier)
     assert not explains(msgspec.structs.replace(death, culprits=[3]), earlier), "it was named"
-    assert not explains(msgspec.structs.replace(death, collective=CollectiveRef("all_reduce", 2)), earlier)
+    assert not explains(
+        msgspec.structs.replace(death, collective=CollectiveRef("all_reduce", 2)), earlier
+    )
 
 
 def test_another_verdict_is_another_report() -> None:
@@ -100,7 +141,9 @@ def test_a_verdict_that_becomes_surer_is_another_report() -> None:
     reported = []
     for tenth in range(100, 200):
         check = update(detector, members, 100 + tenth / 10)
-        verdict = Verdict(kind="missing", culprits=[1], victims=[0], confidence="low" if tenth < 150 else "high")
+        verdict = Verdict(
+            kind="missing", culprits=[1], victims=[0], confidence="low" if tenth < 150 else "high"
+        )
         if check is not None and detector.add_verdict(check, verdict):
             reported.append(verdict.confidence)
     assert reported == ["low", "high"]
@@ -110,11 +153,14 @@ def test_a_notice_is_not_repeated_until_the_wait_is_twice_as_long() -> None:
     detector = StallDetector(Settings(stall_timeout=10.0))
     group = GroupRef("0", "default_pg", [0, 1])
     told = []
-    for began, length in ((100.0, 15.0), (200.0, 15.0), (300.0, 40.0)):  # a checkpoint in every hundred seconds
+    # a checkpoint in every hundred seconds
+    for began, length in ((100.0, 15.0), (200.0, 15.0), (300.0, 40.0)):
         members = [member(1, since_s=began), member(2)]
         for tenth in range(int(length * 10)):
             check = update(detector, members, began + tenth / 10)
-            if check is not None and detector.add_verdict(check, Verdict(kind="waiting", victims=[0], group=group)):
+            if check is not None and detector.add_verdict(
+                check, Verdict(kind="waiting", victims=[0], group=group)
+            ):
                 told.append(int(check.age_s))
         detector.take_ended([], int((began + length) * S))
         update(detector, [member(1), member(2)], began + length)
@@ -143,8 +189,13 @@ def test_a_process_groups_timeout_is_checked_at_once_and_once() -> None:
     check = update(detector, members, 118.1)
     assert check is not None and check.timeout_s == 20.0
     assert detector.add_verdict(check, MISSING), "without confirmation: the timeout ends the job"
-    assert update(detector, members, 118.6) is None, "one check does for the ranks that expire together"
-    assert update(StallDetector(Settings(stall_timeout=60.0, dump_on_timeout=False)), members, 118.1) is None
+    assert update(detector, members, 118.6) is None, (
+        "one check does for the ranks that expire together"
+    )
+    assert (
+        update(StallDetector(Settings(stall_timeout=60.0, dump_on_timeout=False)), members, 118.1)
+        is None
+    )
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -163,7 +214,9 @@ def test_when_a_rank_has_finished_the_others_are_checked_soon(alive: bool) -> No
 
 def test_waited_for() -> None:
     assert waited_for(MISSING) == [1]
-    assert waited_for(Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))) == [1]
+    assert waited_for(
+        Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))
+    ) == [1]
     assert waited_for(Verdict(kind="cycle", culprits=[1])) == []
 
 
@@ -178,7 +231,17 @@ def test_waited_for() -> None:
         ("missing", "killed", 0, False),
     ],
 )
-def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(kind: Any, why: Any, culprit: int, stands: bool) -> None:
-    finding = Finding(kind=kind, why=why, root_cause=True, culprits=[culprit], victims=[], confidence="high", summary="")
+def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(
+    kind: Any, why: Any, culprit: int, stands: bool
+) -> None:
+    finding = Finding(
+        kind=kind,
+        why=why,
+        root_cause=True,
+        culprits=[culprit],
+        victims=[],
+        confidence="high",
+        summary="",
+    )
     death = Verdict(kind=kind, root_cause=True, culprits=[culprit], findings=[finding])
     assert leaves_standing(death, MISSING) is stands

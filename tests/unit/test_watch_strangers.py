@@ -13,9 +13,22 @@ import pytest
 from watch_ranks import eventually
 
 from commlens.blackbox import job_dirs
-from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, ProcessGroup, State
+from commlens.model.collective import (
+    SETUP,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    ProcessGroup,
+    State,
+)
 from commlens.watch import strangers
-from commlens.watch.strangers import Meeting, find_strangers, meeting_of, unrecorded_lines, why_unrecorded
+from commlens.watch.strangers import (
+    Meeting,
+    find_strangers,
+    meeting_of,
+    unrecorded_lines,
+    why_unrecorded,
+)
 
 PORT = str(20001 + os.getpid() % 8000)
 OTHER_PORT = str(int(PORT) + 10000)
@@ -27,7 +40,11 @@ def run() -> Iterator[Any]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(program: str = SLEEPS, **environ: str) -> int:
-        started.append(subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "WORLD_SIZE": "3", **environ}))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program], env={**os.environ, "WORLD_SIZE": "3", **environ}
+            )
+        )
         return started[-1].pid
 
     yield start
@@ -46,21 +63,41 @@ def test_found_by_its_environment(run: Any) -> None:
     run(RANK="1", MASTER_PORT="1")
     run(MASTER_PORT=PORT)
     meeting = Meeting("127.0.0.1", PORT, 3, 0)
-    eventually(lambda: len(strangers.process.children(rank)) == 1 and strangers.process.environment(strangers.process.children(rank)[0]))
+    eventually(
+        lambda: (
+            len(strangers.process.children(rank)) == 1
+            and strangers.process.environment(strangers.process.children(rank)[0])
+        )
+    )
     found = find_strangers(meeting, {0}, restart=2)
-    assert [(worker.rank, worker.pid, worker.restart) for worker in found] == [(1, rank, 2), (2, lightning, 2)]
+    assert [(worker.rank, worker.pid, worker.restart) for worker in found] == [
+        (1, rank, 2),
+        (2, lightning, 2),
+    ]
     assert find_strangers(meeting, {0, 1, 2}, restart=0) == []
     other_node = run(RANK="1", MASTER_PORT=OTHER_PORT, GROUP_RANK="1")
     eventually(lambda: "GROUP_RANK" in strangers.process.environment(other_node))
-    assert find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "", "")), {0}, restart=0) == []
-    assert len(find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "", "")), {0}, restart=0)) == 1
+    assert (
+        find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "", "")), {0}, restart=0)
+        == []
+    )
+    assert (
+        len(
+            find_strangers(
+                Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "", "")), {0}, restart=0
+            )
+        )
+        == 1
+    )
 
 
 def test_a_job_that_meets_on_another_host(run: Any) -> None:
     """Two jobs may share a node, each with its rank 0 on another one, and both with the usual port."""
     pid = run(RANK="1", MASTER_ADDR="node1", MASTER_PORT=OTHER_PORT)
     eventually(lambda: "MASTER_ADDR" in strangers.process.environment(pid))
-    assert [worker.pid for worker in find_strangers(Meeting("node1", OTHER_PORT, 3, 0), {0}, restart=0)] == [pid]
+    assert [
+        worker.pid for worker in find_strangers(Meeting("node1", OTHER_PORT, 3, 0), {0}, restart=0)
+    ] == [pid]
     assert find_strangers(Meeting("node2", OTHER_PORT, 3, 0), {0}, restart=0) == []
 
 
@@ -72,18 +109,32 @@ def test_a_job_that_meets_on_another_host(run: Any) -> None:
         ({"COMMLENS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "may lack commlens"),
     ],
 )
-def test_why(run: Any, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], reason: str) -> None:
+def test_why(
+    run: Any, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], reason: str
+) -> None:
     pid = run(**environ)
     eventually(lambda: "COMMLENS" in strangers.process.environment(pid))
-    assert why_unrecorded(pid, joined=True) == "", "it has not loaded torch: it may still be recorded"
+    assert why_unrecorded(pid, joined=True) == "", (
+        "it has not loaded torch: it may still be recorded"
+    )
     monkeypatch.setattr(strangers, "has_torch", lambda pid: True)
     assert reason in why_unrecorded(pid, joined=True)
-    assert (why_unrecorded(pid, joined=False) == "") is (reason == "may lack commlens"), "it may still import torch"
+    assert (why_unrecorded(pid, joined=False) == "") is (reason == "may lack commlens"), (
+        "it may still import torch"
+    )
 
 
 def member(rank: int, pid: int, *, place: str = "", size: int = 3) -> Any:
     group = ProcessGroup("default_pg", tuple(range(size)))
-    call = Collective(0, Channel(group, SETUP), 1, CollectiveArgs("init_process_group", ""), State.COMPLETED, 1, module=place)
+    call = Collective(
+        0,
+        Channel(group, SETUP),
+        1,
+        CollectiveArgs("init_process_group", ""),
+        State.COMPLETED,
+        1,
+        module=place,
+    )
     box = SimpleNamespace(log=lambda newest: SimpleNamespace(setups=[call])) if place else None
     return SimpleNamespace(rank=rank, pid=pid, box=box, alive=True, here=True, world_size=size)
 
@@ -99,12 +150,25 @@ def test_the_line_at_the_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     eventually(lambda: len(strangers.process.children(parent)) == 1)
     child = strangers.process.children(parent)[0]
     assert job_dirs.parent_of(child) == parent
-    recorded = [member(0, parent, place="tcp://127.0.0.1:29500"), member(1, os.getpid(), place="tcp://127.0.0.1:29500")]
-    assert unrecorded_lines(recorded) == ["2 of 3 ranks are recorded: no process of rank 2 was found on this node."]
+    recorded = [
+        member(0, parent, place="tcp://127.0.0.1:29500"),
+        member(1, os.getpid(), place="tcp://127.0.0.1:29500"),
+    ]
+    assert unrecorded_lines(recorded) == [
+        "2 of 3 ranks are recorded: no process of rank 2 was found on this node."
+    ]
     monkeypatch.setattr(strangers, "has_torch", lambda pid: pid == child)
     (line,) = unrecorded_lines([*recorded, member(2, child)])
-    assert line.startswith(f"2 of 3 ranks are recorded: rank 2 (pid {child}) is a child of rank 0 and is not recorded: COMMLENS=1 is not")
+    assert line.startswith(
+        f"2 of 3 ranks are recorded: rank 2 (pid {child}) is a child of rank 0 and is not recorded:"
+        " COMMLENS=1 is not"
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    elsewhere = [member(0, os.getpid(), place="tcp://node1:29500"), member(1, os.getpid(), place="tcp://node1:29500")]
+    elsewhere = [
+        member(0, os.getpid(), place="tcp://node1:29500"),
+        member(1, os.getpid(), place="tcp://node1:29500"),
+    ]
     assert unrecorded_lines(elsewhere) == [], "the third rank may be on another node"
-    assert unrecorded_lines([*recorded, member(2, os.getpid(), place="tcp://127.0.0.1:29500")]) == []
+    assert (
+        unrecorded_lines([*recorded, member(2, os.getpid(), place="tcp://127.0.0.1:29500")]) == []
+    )

@@ -1,4 +1,6 @@
-"""The watcher on small real processes with real black boxes; a diagnosis of a few lines decides what is wrong."""
+"""The watcher on small real processes with real black boxes; a diagnosis of a few lines decides
+what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +72,20 @@ class Job:
         self.times.append(time.monotonic())
 
     def watch(
-        self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[str], None] | None = None, **changed: object
+        self,
+        workers: Callable[[], list[Worker]] | None = None,
+        end_job: Callable[[str], None] | None = None,
+        **changed: object,
     ) -> None:
         settings = Settings(**({"stall_timeout": 0.6, "dump_dir": str(self.dumps)} | changed))  # type: ignore[arg-type]
-        self.watcher = Watcher([self.folder], settings, say=self.say, diagnose=diagnose, workers=workers, end_job=end_job)
+        self.watcher = Watcher(
+            [self.folder],
+            settings,
+            say=self.say,
+            diagnose=diagnose,
+            workers=workers,
+            end_job=end_job,
+        )
         self.thread = threading.Thread(target=self.watcher.run, daemon=True)
         self.thread.start()
 
@@ -216,7 +228,9 @@ def test_a_single_rank_that_gets_a_sigterm_died(job: Job) -> None:
 
 
 def test_a_rank_that_gets_a_sigterm_under_a_launcher_died(job: Job) -> None:
-    """The launcher then ends the others in the same way. If it got a signal itself, it stops the job."""
+    """The launcher then ends the others in the same way. If it got a signal itself, it stops the
+    job.
+    """
     job.start(3)
     workers = [Worker(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
     job.watch(workers=lambda: workers, stall_timeout=60.0)
@@ -253,9 +267,13 @@ def test_nobody_is_blamed_while_all_ranks_are_stopped(job: Job) -> None:
     eventually(lambda: job.heard("missing [1]"))
 
 
-def test_a_wait_is_not_reported_while_a_rank_is_ending(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_not_reported_while_a_rank_is_ending(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a busy machine a killed process may take seconds to end."""
-    monkeypatch.setattr("commlens.watch.watcher.process.is_ending", lambda pid: pid == job.ranks[1].pid)
+    monkeypatch.setattr(
+        "commlens.watch.watcher.process.is_ending", lambda pid: pid == job.ranks[1].pid
+    )
     job.start()
     job.watch()
     job.ranks[0].tell("announce")
@@ -266,7 +284,9 @@ def test_a_wait_is_not_reported_while_a_rank_is_ending(job: Job, monkeypatch: py
     assert job.said[0] == "dead [1]"
 
 
-def test_a_death_replaces_the_verdict_that_it_explains(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_replaces_the_verdict_that_it_explains(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("commlens.watch.death_report.explains", lambda death, earlier: True)
     job.start()
     job.watch()
@@ -286,7 +306,12 @@ def test_damaged_words_are_not_believed_and_damaged_boxes_not_left(job: Job) -> 
     end = time.monotonic() + 4
     while time.monotonic() < end:
         with boxes[0].open("r+b") as file:
-            for at, word in ((L.OLDEST_INDEX, 1), (L.OLDEST_SINCE, 1), (L.TIMEOUT_MS, 1), (L.MAIN_STACK_SINCE, 1)):
+            for at, word in (
+                (L.OLDEST_INDEX, 1),
+                (L.OLDEST_SINCE, 1),
+                (L.TIMEOUT_MS, 1),
+                (L.MAIN_STACK_SINCE, 1),
+            ):
                 file.seek(at)
                 file.write(L.LIVE_WORD.pack(word))
         time.sleep(0.05)
@@ -314,14 +339,21 @@ def test_a_disagreement_ends_the_job_even_if_it_is_not_known_which_rank_is_wrong
     job.start()
     job.watch(on_stall="abort")
     assert job.watcher is not None
-    verdict = Verdict(kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low", certain=True)
+    verdict = Verdict(
+        kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low", certain=True
+    )
     job.watcher.reporter._diagnose = lambda logs, **_: verdict
     job.ranks[0].tell("announce")
     eventually(job.ended)
 
 
-@pytest.mark.parametrize(("seen", "confidence", "doubt"), [(2, "low", "confidence is low"), (1, "high", "no record of rank 1 here")])
-def test_abort_needs_complete_evidence(job: Job, seen: int, confidence: Confidence, doubt: str) -> None:
+@pytest.mark.parametrize(
+    ("seen", "confidence", "doubt"),
+    [(2, "low", "confidence is low"), (1, "high", "no record of rank 1 here")],
+)
+def test_abort_needs_complete_evidence(
+    job: Job, seen: int, confidence: Confidence, doubt: str
+) -> None:
     job.ranks = [Rank(job.folder, rank, 2) for rank in range(seen)]
     job.watch(on_stall="abort")
     assert job.watcher is not None
@@ -351,7 +383,9 @@ def test_a_dump_is_saved_before_the_groups_timeout_expires(job: Job) -> None:
     eventually(lambda: job.heard("timeout of 2 s is about to expire"))
     assert 1.5 < time.monotonic() - began < 2.5
     assert job.saved == ["rank0", "rank1"]
-    assert job.heard("missing [1]"), "the timeout will end the job: this is the last chance to say why"
+    assert job.heard("missing [1]"), (
+        "the timeout will end the job: this is the last chance to say why"
+    )
 
 
 def test_no_heartbeat_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
@@ -366,7 +400,9 @@ def test_no_heartbeat_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_launcher(job: Job) -> None:
-    """A worker without a box is watched, and ranks that the launcher ends after the first death are not reported."""
+    """A worker without a box is watched, and ranks that the launcher ends after the first death are
+    not reported.
+    """
     job.start(2)
     quiet = Rank(job.folder.with_name("elsewhere"), 2, 3)
     job.ranks.append(quiet)
@@ -412,7 +448,9 @@ def test_a_restart_starts_a_new_generation(job: Job) -> None:
     eventually(job.ended)
 
 
-def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     job.start()
     job.watch()
     assert job.watcher is not None
@@ -427,7 +465,9 @@ def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog:
     assert job.ranks[0].process.poll() is None
 
 
-def test_an_error_of_the_comparison_leaves_the_rest_of_the_watcher(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_comparison_leaves_the_rest_of_the_watcher(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     job.start()
     job.watch()
     assert job.watcher is not None
@@ -455,7 +495,12 @@ def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> Non
 
 
 def test_it_starts_without_the_diagnosis() -> None:
-    """The ranks may end at any moment, and what a diagnosis needs takes as long to import as all the rest."""
-    for module, late in (("commlens.watch.watcher", "commlens.diagnosis.examine"), ("commlens.watch.__main__", "commlens.watch.watcher")):
+    """The ranks may end at any moment, and what a diagnosis needs takes as long to import as all
+    the rest.
+    """
+    for module, late in (
+        ("commlens.watch.watcher", "commlens.diagnosis.examine"),
+        ("commlens.watch.__main__", "commlens.watch.watcher"),
+    ):
         program = f"import sys, {module}; sys.exit({late!r} in sys.modules)"
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

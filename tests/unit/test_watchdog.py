@@ -1,4 +1,6 @@
-"""The watchdog thread wakes the threads that wait for a refused collective: it aborts their group once, and does not wait for that."""
+"""The watchdog thread wakes the threads that wait for a refused collective: it aborts their group
+once, and does not wait for that.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,31 @@ class Verifier:
 
 
 def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> None:
-    writer = BoxWriter(tmp_path / "box", capacity=16, rank=0, world_size=2, local_rank=0, start_ticks=1, about={"job": "job"})
+    writer = BoxWriter(
+        tmp_path / "box",
+        capacity=16,
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        start_ticks=1,
+        about={"job": "job"},
+    )
     oldest = SimpleNamespace(since=0, index=1, args=None)
     verifier = Verifier()
-    queues = DeviceQueues(writer.mark_outcome, lambda *_: None, lambda *_: None, lambda: writer.last_index, writer.capacity)
+    queues = DeviceQueues(
+        writer.mark_outcome,
+        lambda *_: None,
+        lambda *_: None,
+        lambda: writer.last_index,
+        writer.capacity,
+    )
     recorder: Any = SimpleNamespace(
-        writer=writer, verifier=verifier, sweep=lambda: oldest, decode_reduce_ops=lambda: None, device_queues=queues
-    )  # fmt: skip
+        writer=writer,
+        verifier=verifier,
+        sweep=lambda: oldest,
+        decode_reduce_ops=lambda: None,
+        device_queues=queues,
+    )
     watchdog = Watchdog(recorder)
     first, second = Group(), Group()
     try:

@@ -1,4 +1,6 @@
-"""Small real processes that keep a black box as a rank does, without torch: they do what they are told on their stdin."""
+"""Small real processes that keep a black box as a rank does, without torch: they do what they are
+told on their stdin.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +70,26 @@ class Rank:
 
     def __init__(self, folder: Path, rank: int, world_size: int, **options: object) -> None:
         source = str(Path(__file__).parents[2] / "src")
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
+        }
         self.rank = rank
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder), str(rank), str(world_size), json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                CHILD,
+                str(folder),
+                str(rank),
+                str(world_size),
+                json.dumps(options),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            text=True,
+        )
         self.pid = self.process.pid
         self._read("ready")
 

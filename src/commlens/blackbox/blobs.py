@@ -9,7 +9,14 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
-from commlens.model.collective import SETUP, STORE, Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.collective import (
+    SETUP,
+    STORE,
+    Channel,
+    CollectiveArgs,
+    ProcessGroup,
+    TensorSpec,
+)
 from commlens.text import clean_json, parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -140,7 +147,9 @@ def decode_evidence(payload: bytes) -> EvidenceJson:
 
 
 def decode_args(blob: ArgsJson, reduce_code: int) -> CollectiveArgs:
-    """Return the arguments, with the reduce op that the watchdog thread recorded later (code + 1; 0: none)."""
+    """Return the arguments, with the reduce op that the watchdog thread recorded later (code + 1;
+    0: none).
+    """
     return CollectiveArgs(
         op=blob.op,
         dispatcher_op=blob.dop or blob.op,
@@ -158,8 +167,12 @@ def _tensor(spec: TensorJson) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
 
 
-_channels: weakref.WeakValueDictionary[tuple[str, str, str, str, str | None, int, str, bool], Channel] = weakref.WeakValueDictionary()
-"""One object for all ranks that have a channel: with 10,000 ranks in it, it takes 80 kB, and comparing two takes 50 us."""
+_channels: weakref.WeakValueDictionary[
+    tuple[str, str, str, str, str | None, int, str, bool], Channel
+] = weakref.WeakValueDictionary()
+"""One object for all ranks that have a channel: with 10,000 ranks in it, it takes 80 kB, and
+comparing two takes 50 us.
+"""
 
 
 def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
@@ -170,7 +183,17 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
     """
     device = blob.device or ""
     ahead = blob.ahead if blob.ahead is not None else device not in ("", "cpu")
-    channel = _channel(blob.name, blob.ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc, device, limit, ahead=ahead)
+    channel = _channel(
+        blob.name,
+        blob.ranks,
+        blob.desc or "",
+        blob.backend or "",
+        blob.mesh_dim,
+        blob.inc,
+        device,
+        limit,
+        ahead=ahead,
+    )
     return channel if channel.group.ranks else None
 
 
@@ -181,27 +204,42 @@ def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
 
 
 def _channel(
-    name: str, ranks: str, desc: str, backend: str, mesh_dim: str | None, inc: int, device: str, limit: int, *, ahead: bool = False
+    name: str,
+    ranks: str,
+    desc: str,
+    backend: str,
+    mesh_dim: str | None,
+    inc: int,
+    device: str,
+    limit: int,
+    *,
+    ahead: bool = False,
 ) -> Channel:
     key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead)
     found = _channels.get(key)
     if found is None:
-        found = _channels[key] = Channel(ProcessGroup(name, parse_ranks(ranks, limit=limit), desc, backend, mesh_dim, inc), device, ahead)
+        found = _channels[key] = Channel(
+            ProcessGroup(name, parse_ranks(ranks, limit=limit), desc, backend, mesh_dim, inc),
+            device,
+            ahead,
+        )
     elif len(found.group.ranks) > limit:
         raise ValueError(f"not a set of ranks: {ranks[:80]!r}")
     return found
 
 
 class SideTable:
-    """A copy of a side table of ``size`` bytes; fewer if the file is cut off. ``head`` is read no later than the copy."""
+    """A copy of a side table of ``size`` bytes; fewer if the file is cut off. ``head`` is read no
+    later than the copy.
+    """
 
     def __init__(self, copy: bytes, size: int, head: int) -> None:
         self._copy = memoryview(copy)
         self._size = size
         self._head = head
         self._blobs: dict[int, BlobJson | None] = {}
-        # Blobs do not overlap, so an intact table needs no more checking than its size. A hostile one could demand
-        # 64 KiB for each of 65,000 records.
+        # Blobs do not overlap, so an intact table needs no more checking than its size. A hostile
+        # one could demand 64 KiB for each of 65,000 records.
         self._budget = 2 * size
 
     def blob(self, position: int, kind: type[_Kind]) -> _Kind | None:
@@ -219,7 +257,12 @@ class SideTable:
             return None
         length, crc, own_position = L.BLOB.unpack_from(self._copy, at)
         start = at + L.BLOB.size
-        if own_position != position or length > L.BLOB_MAX or start + length > len(self._copy) or length > self._budget:
+        if (
+            own_position != position
+            or length > L.BLOB_MAX
+            or start + length > len(self._copy)
+            or length > self._budget
+        ):
             return None  # damaged, or overwritten after the head was copied
         self._budget -= length
         payload = bytes(self._copy[start : start + length])

@@ -13,9 +13,12 @@ import msgspec
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX, Identity, read_identity
 
-_PAUSES_S: Final = (0.0, 0.0002, 0.001, 0.004)  # before rereading a torn record: its writer may have been preempted in mid-write
+# before rereading a torn record: its writer may have been preempted in mid-write
+_PAUSES_S: Final = (0.0, 0.0002, 0.001, 0.004)
 # A slot of the ring buffer: the announced part, its CRC-32, a gap, the life words.
-_SLOT: Final = struct.Struct(f"{L.RECORD.format}I{L.ENTERED - L.RECORD_CRC_AT - 4}x{(L.RECORD_SIZE - L.ENTERED) // 8}Q")
+_SLOT: Final = struct.Struct(
+    f"{L.RECORD.format}I{L.ENTERED - L.RECORD_CRC_AT - 4}x{(L.RECORD_SIZE - L.ENTERED) // 8}Q"
+)
 
 
 class Parts(msgspec.Struct):
@@ -31,16 +34,26 @@ class Parts(msgspec.Struct):
     size: int  # of the file
 
 
-def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live: bool, newest: int | None = None) -> Parts:
+def read_parts(
+    read: Callable[[int, int], bytes],
+    size: int,
+    name: str,
+    *,
+    live: bool,
+    newest: int | None = None,
+) -> Parts:
     """Copy a box: all records, or only the ``newest``.
 
-    ``read`` returns the bytes at (offset, length), fewer at the end of the file. Rereading helps only if the file is ``live``.
+    ``read`` returns the bytes at (offset, length), fewer at the end of the file. Rereading helps
+    only if the file is ``live``.
     """
     header = read(0, L.HEADER_SIZE)
     identity = read_identity(header, name)
     ring_size = identity.capacity * L.RECORD_SIZE
     ring = read(L.HEADER_SIZE, ring_size)
-    slots, torn = whole_records(ring, _numbers(header, identity.capacity, newest), identity.capacity)
+    slots, torn = whole_records(
+        ring, _numbers(header, identity.capacity, newest), identity.capacity
+    )
     for pause in _PAUSES_S if live else ():
         if not torn:
             break
@@ -62,8 +75,15 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
         again = read(0, L.HEADER_SIZE)
         if len(again) < L.HEADER_SIZE:
             break
-        agreed = again[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8] == header[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
-        header = header[: L.HEARTBEAT_MONO] + again[L.HEARTBEAT_MONO : L.NEXT_INDEX] + header[L.NEXT_INDEX :]
+        agreed = (
+            again[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
+            == header[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
+        )
+        header = (
+            header[: L.HEARTBEAT_MONO]
+            + again[L.HEARTBEAT_MONO : L.NEXT_INDEX]
+            + header[L.NEXT_INDEX :]
+        )
         if agreed:
             break
     (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
@@ -83,7 +103,9 @@ def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[i
     return sorted((index - 1) % capacity for index in range(issued - newest + 1, issued + 1))
 
 
-def whole_records(ring: bytes, numbers: range | list[int], capacity: int, *, first: int = 0) -> tuple[list[tuple[int, ...]], list[int]]:
+def whole_records(
+    ring: bytes, numbers: range | list[int], capacity: int, *, first: int = 0
+) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return the intact records among these slots, and the numbers of the slots with a torn record.
 
     Numbers are positions in ``ring``, which begins with slot ``first`` of the ring buffer.
@@ -99,7 +121,11 @@ def whole_records(ring: bytes, numbers: range | list[int], capacity: int, *, fir
         at = number * L.RECORD_SIZE
         record = _SLOT.unpack_from(view, at)
         index = record[0]
-        if 0 < index <= INT_MAX and (index - 1 - first - number) % capacity == 0 and record[14] == crc32(view[at : at + L.RECORD_CRC_AT]):
+        if (
+            0 < index <= INT_MAX
+            and (index - 1 - first - number) % capacity == 0
+            and record[14] == crc32(view[at : at + L.RECORD_CRC_AT])
+        ):
             whole.append(record)
         elif view[at : at + L.RECORD_CRC_AT + 4] != blank:
             torn.append(number)

@@ -13,7 +13,8 @@ from commlens.errors import FormatError
 from commlens.model.limits import WORLD_MAX
 from commlens.text import clean_json
 
-SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)  # largest box in bytes; a header that claims more is rejected
+# largest box in bytes; a header that claims more is rejected
+SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
 _LIVE: Final = struct.Struct("<18Q")  # from HEARTBEAT_MONO to EXPIRES
 
@@ -21,8 +22,9 @@ _LIVE: Final = struct.Struct("<18Q")  # from HEARTBEAT_MONO to EXPIRES
 class BoxStatus(msgspec.Struct, frozen=True):
     """The identity and live words of a box: enough to detect a stall without reading records.
 
-    Times ending in ``_mono_ns`` are CLOCK_MONOTONIC on the box's machine, comparable with ``time.monotonic_ns()`` there; 0 if it
-    has not happened. Blobs are positions; here it only matters whether they are 0.
+    Times ending in ``_mono_ns`` are CLOCK_MONOTONIC on the box's machine, comparable with
+    ``time.monotonic_ns()`` there; 0 if it has not happened. Blobs are positions; here it only
+    matters whether they are 0.
     """
 
     job: str
@@ -34,7 +36,8 @@ class BoxStatus(msgspec.Struct, frozen=True):
     local_rank: int | None
     restart: int
     pid: int
-    start_ticks: int  # start of the process in clock ticks since boot; with the pid it identifies the process
+    # start of the process in clock ticks since boot; with the pid it identifies the process
+    start_ticks: int
     script: str
     timeout_s: float
     capacity: int
@@ -53,8 +56,10 @@ class BoxStatus(msgspec.Struct, frozen=True):
     exception: int  # blob
     main_stack_since_mono_ns: int
     setup: int  # blob
-    setup_since_mono_ns: int  # of the newest call that makes a process group; or layout.SETUP_*, once it has ended
-    expires_mono_ns: int  # when torch's watchdog gives up the oldest record in flight on a device; 0: none or unknown
+    # of the newest call that makes a process group; or layout.SETUP_*, once it has ended
+    setup_since_mono_ns: int
+    # when torch's watchdog gives up the oldest record in flight on a device; 0: none or unknown
+    expires_mono_ns: int
 
     @property
     def initialised(self) -> bool:
@@ -74,7 +79,9 @@ class BoxStatus(msgspec.Struct, frozen=True):
     @property
     def closed(self) -> bool:
         """Whether the process ran its atexit handlers."""
-        return L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
+        return (
+            L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
+        )
 
     @property
     def closed_by_exception(self) -> bool:
@@ -113,17 +120,42 @@ def read_identity(header: bytes, name: str) -> Identity:
         raise FormatError(f"{name} is empty.")
     if header[:8] != L.MAGIC[: len(header)]:
         unwritten = not any(header[: L.STATIC.size])
-        raise FormatError(f"{name} has not been written yet." if unwritten else f"{name} is not a commlens black box.")
+        raise FormatError(
+            f"{name} has not been written yet."
+            if unwritten
+            else f"{name} is not a commlens black box."
+        )
     if len(header) < L.HEADER_SIZE:
-        raise FormatError(f"{name} is cut off within its header: {len(header)} of {L.HEADER_SIZE} bytes are left.")
+        raise FormatError(
+            f"{name} is cut off within its header: {len(header)} of {L.HEADER_SIZE} bytes are left."
+        )
     raw = header[: L.STATIC.size]
-    (_, version, header_size, record_size, capacity, side_at, side_size, evidence_at, evidence_slot, total_size, pid, rank, world_size,
-     local_rank, start_ticks, created_mono_ns, created_ns, about_size, about_crc) = L.STATIC.unpack(raw)  # fmt: skip
+    (
+        _,
+        version,
+        header_size,
+        record_size,
+        capacity,
+        side_at,
+        side_size,
+        evidence_at,
+        evidence_slot,
+        total_size,
+        pid,
+        rank,
+        world_size,
+        local_rank,
+        start_ticks,
+        created_mono_ns,
+        created_ns,
+        about_size,
+        about_crc,
+    ) = L.STATIC.unpack(raw)
     if version != L.VERSION:
         # Before the checksum, which another version may have elsewhere.
         raise FormatError(
-            f"{name} is a black box of layout version {version}, but this commlens reads version {L.VERSION}: "
-            "read it with the commlens that wrote it, unless it is damaged."
+            f"{name} is a black box of layout version {version}, but this commlens reads version"
+            f" {L.VERSION}: read it with the commlens that wrote it, unless it is damaged."
         )
     if int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little") != zlib.crc32(raw):
         raise FormatError(f"{name} has a damaged header: its checksum does not match.")
@@ -140,7 +172,9 @@ def read_identity(header: bytes, name: str) -> Identity:
         and world_size <= WORLD_MAX
     )
     if not fits:
-        raise FormatError(f"{name} has a damaged header: its sizes and offsets contradict each other.")
+        raise FormatError(
+            f"{name} has a damaged header: its sizes and offsets contradict each other."
+        )
     problems: list[str] = []
     about: dict[str, Any] = {}
     text = header[L.ABOUT_AT : L.ABOUT_AT + about_size]
@@ -151,9 +185,23 @@ def read_identity(header: bytes, name: str) -> Identity:
     except (ValueError, RecursionError):
         problems.append("the text about the process (job, host, script) is damaged")
     return Identity(
-        raw, capacity, side_at, side_size, evidence_at, evidence_slot, total_size, pid, rank, world_size, local_rank, start_ticks,
-        min(created_mono_ns, INT_MAX), min(created_ns, INT_MAX), about, tuple(problems),
-    )  # fmt: skip
+        raw,
+        capacity,
+        side_at,
+        side_size,
+        evidence_at,
+        evidence_slot,
+        total_size,
+        pid,
+        rank,
+        world_size,
+        local_rank,
+        start_ticks,
+        min(created_mono_ns, INT_MAX),
+        min(created_ns, INT_MAX),
+        about,
+        tuple(problems),
+    )
 
 
 def about_text(about: dict[str, Any], key: str) -> str:
@@ -165,7 +213,11 @@ def about_text(about: dict[str, Any], key: str) -> str:
 def about_number(about: dict[str, Any], key: str) -> float:
     """Return a non-negative number from the JSON about the process; 0 if missing."""
     value = about.get(key, 0)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= INT_MAX else 0
+    return (
+        value
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= INT_MAX
+        else 0
+    )
 
 
 def read_live(header: bytes, identity: Identity) -> BoxStatus:
@@ -173,11 +225,33 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
     if len(header) < L.HEADER_SIZE:
         raise FormatError("The black box was cut off while it was read.")
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
-    (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
-     main_since, rank_world, timeout_ms, setup, setup_since, expires) = (min(word, INT_MAX) for word in words)  # fmt: skip
+    (
+        heartbeat_mono,
+        heartbeat_unix,
+        issued,
+        _head,
+        phase,
+        steps,
+        oldest,
+        oldest_since,
+        lost,
+        evidence,
+        expecting,
+        exception,
+        main_since,
+        rank_world,
+        timeout_ms,
+        setup,
+        setup_since,
+        expires,
+    ) = (min(word, INT_MAX) for word in words)
     # Damaged words that would make a wait older than the box.
-    oldest_since, main_since = (since if since >= identity.created_mono_ns else 0 for since in (oldest_since, main_since))
-    setup_since = setup_since if setup_since >= identity.created_mono_ns else min(setup_since, L.SETUP_RAISED)
+    oldest_since, main_since = (
+        since if since >= identity.created_mono_ns else 0 for since in (oldest_since, main_since)
+    )
+    setup_since = (
+        setup_since if setup_since >= identity.created_mono_ns else min(setup_since, L.SETUP_RAISED)
+    )
     rank, world_size = identity.rank, identity.world_size
     if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
         rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF

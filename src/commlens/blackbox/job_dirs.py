@@ -1,4 +1,6 @@
-"""The folders of black boxes: ``<root>/commlens-<uid>/<job>/rank<r>.<pid>.box``. Standard library only."""
+"""The folders of black boxes: ``<root>/commlens-<uid>/<job>/rank<r>.<pid>.box``. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ _BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(L.SUFFIX)}")
 
 
 def memory_backed(path: Path) -> bool:
-    """Return whether ``path`` is on a memory file system (a disk-backed map can stall the job in page faults)."""
+    """Return whether ``path`` is on a memory file system (a disk-backed map can stall the job in
+    page faults).
+    """
     best, kind = "", ""
     try:
         real = str(path.resolve())
         for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
             _, mount, fs_type = line.split(" ")[:3]
             mount = mount.replace("\\040", " ")
-            if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(
+                best
+            ):
                 best, kind = mount, fs_type
     except (OSError, ValueError):
         return False
@@ -38,10 +44,17 @@ def memory_backed(path: Path) -> bool:
 
 
 def box_roots(box_dir: str | None) -> list[Path]:
-    """Return candidate folders for black boxes, the best first. A given one is the only one, even on a disk: the user chose it."""
+    """Return candidate folders for black boxes, the best first. A given one is the only one, even
+    on a disk: the user chose it.
+    """
     if box_dir:
         return [Path(box_dir)]
-    candidates = [Path("/dev/shm"), Path(f"/run/user/{os.getuid()}"), Path("/run/shm"), Path("/tmp")]
+    candidates = [
+        Path("/dev/shm"),
+        Path(f"/run/user/{os.getuid()}"),
+        Path("/run/shm"),
+        Path("/tmp"),
+    ]
     return [path for path in candidates if path.is_dir() and memory_backed(path)]
 
 
@@ -55,7 +68,11 @@ def live_jobs(box_dir: str | None) -> list[Path]:
     jobs: list[Path] = []
     for root in box_roots(box_dir):
         try:
-            jobs += [path for path in user_folder(root).iterdir() if path.is_dir() and not path.is_symlink()]
+            jobs += [
+                path
+                for path in user_folder(root).iterdir()
+                if path.is_dir() and not path.is_symlink()
+            ]
         except OSError:
             continue
     return sorted(jobs, key=_modified)
@@ -71,7 +88,9 @@ def _modified(path: Path) -> float:
 def boxes(job_dir: Path) -> list[Path]:
     """Return the black boxes in a job's folder, by rank and pid."""
     try:
-        found = [(match, path) for path in job_dir.iterdir() if (match := _BOX_NAME.fullmatch(path.name))]
+        found = [
+            (match, path) for path in job_dir.iterdir() if (match := _BOX_NAME.fullmatch(path.name))
+        ]
     except OSError:
         return []
     return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))]
@@ -103,8 +122,9 @@ def safe_name(text: str, limit: int = 80) -> str:
 def job_identity(environ: Mapping[str, str], meeting: str = "") -> str:
     """Return a job id that is equal on all ranks of a job on this node and unique to the job.
 
-    The launcher sets ``COMMLENS_JOB``. Otherwise the id is derived from the variables that schedulers and launchers set alike for
-    every rank, or from the place where the ranks meet (``mp.spawn``, a shell script, a rank that starts the others).
+    The launcher sets ``COMMLENS_JOB``. Otherwise the id is derived from the variables that
+    schedulers and launchers set alike for every rank, or from the place where the ranks meet
+    (``mp.spawn``, a shell script, a rank that starts the others).
 
     Args:
         environ: of this process.
@@ -113,14 +133,29 @@ def job_identity(environ: Mapping[str, str], meeting: str = "") -> str:
     if environ.get("COMMLENS_JOB"):
         return safe_name(environ["COMMLENS_JOB"])
     parts: list[str] = []
-    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "LSB_JOBID", "PBS_JOBID",
-                 "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):  # fmt: skip
+    for name in (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "OMPI_MCA_ess_base_jobid",
+        "PMIX_NAMESPACE",
+        "PMI_JOBID",
+        "LSB_JOBID",
+        "PBS_JOBID",
+        "TORCHELASTIC_RUN_ID",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+    ):
         if environ.get(name):
             parts.append(f"{name}={environ[name]}")
-    if not any(part.startswith(("SLURM_STEP", "OMPI", "PMIX", "PMI_", "TORCHELASTIC_RUN")) for part in parts):
+    if not any(
+        part.startswith(("SLURM_STEP", "OMPI", "PMIX", "PMI_", "TORCHELASTIC_RUN"))
+        for part in parts
+    ):
         parts.append(f"meeting={meeting or os.getpgrp()}")
         with contextlib.suppress(OSError):
-            parts.append(str(Path("/proc/self/ns/net").readlink()))  # containers may share the memory but not the address
+            # containers may share the memory but not the address
+            parts.append(str(Path("/proc/self/ns/net").readlink()))
     label = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID") or "job"
     return f"{safe_name(label, 40)}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:10]}"
 
@@ -133,7 +168,9 @@ class Machine(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether a pid from there may be looked up here; what is unknown does not speak against it."""
+        """Whether a pid from there may be looked up here; what is unknown does not speak against
+        it.
+        """
         return all(theirs in ("", ours) for theirs, ours in zip(self, this_machine(), strict=True))
 
 
@@ -167,13 +204,17 @@ class Owner(NamedTuple):
 
     @property
     def said_goodbye(self) -> bool:
-        """Whether the process has destroyed its last process group, or closed its box without an uncaught exception."""
+        """Whether the process has destroyed its last process group, or closed its box without an
+        uncaught exception.
+        """
         return self.phase in (L.PHASE_LEFT, L.PHASE_CLOSED)
 
     @property
     def closed(self) -> bool:
         """Whether the process has closed its box: it is exiting."""
-        return L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
+        return (
+            L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
+        )
 
     @property
     def has_ended(self) -> bool | None:
@@ -187,12 +228,16 @@ def owner(box: Path) -> Owner | None:
         with box.open("rb", buffering=0) as file:
             header = file.read(L.HEADER_SIZE)
         static = header[: L.STATIC.size]
-        if zlib.crc32(static) != int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little"):
+        if zlib.crc32(static) != int.from_bytes(
+            header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little"
+        ):
             return None
         fields = L.STATIC.unpack(static)
         about: dict[str, Any] = json.loads(header[L.ABOUT_AT : L.ABOUT_AT + fields[-2]] or b"{}")
         machine = Machine(str(about.get("boot_id", "")), str(about.get("pid_namespace", "")))
-        beat, setup, phase = (L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP, L.PHASE))
+        beat, setup, phase = (
+            L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP, L.PHASE)
+        )
         return Owner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup, phase)
     except (OSError, ValueError, AttributeError, struct.error):
         return None
@@ -205,9 +250,11 @@ def has_ended(box: Path) -> bool | None:
 
 
 def is_leftover(box: Path, *, before_s: float) -> bool:
-    """Return whether a box's process has ended, and gave its last sign of life before this Unix time.
+    """Return whether a box's process has ended, and gave its last sign of life before this Unix
+    time.
 
-    A process that is not visible from here (in another container) counts as ended a minute after its last sign of life.
+    A process that is not visible from here (in another container) counts as ended a minute after
+    its last sign of life.
     """
     found = owner(box)
     ended = found.has_ended if found is not None else None
@@ -221,13 +268,17 @@ def is_leftover(box: Path, *, before_s: float) -> bool:
 
 
 def process_has_ended(pid: int, start_ticks: int) -> bool:
-    """Return whether the process that got this pid at this time has ended, whether or not its parent has reaped it."""
+    """Return whether the process that got this pid at this time has ended, whether or not its
+    parent has reaped it.
+    """
     fields = stat_fields(pid)
     return int(fields[19]) != start_ticks or fields[0] in "ZXx"
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 if it does not exist."""
+    """Return when a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 if
+    it does not exist.
+    """
     return int(stat_fields(pid)[19])
 
 
@@ -237,7 +288,9 @@ def parent_of(pid: int) -> int:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the third on, of proc(5); state X and zeros if there is no such process."""
+    """Return the fields of ``/proc/PID/stat`` from the third on, of proc(5); state X and zeros if
+    there is no such process.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123 - Path costs more than the read
             # Field 2, the command's name, may contain spaces and parentheses.

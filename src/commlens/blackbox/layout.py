@@ -5,7 +5,8 @@ Standard library only, because the training process imports it. All numbers are 
     header    4096 bytes   static part (checksummed), live words, a JSON text about the process
     ring      ring buffer: capacity records of RECORD_SIZE bytes
     side      ring buffer of blobs: groups, arguments, stacks, texts
-    evidence  two slots, written in turn: the threads' stacks, taken by the process's own watchdog thread
+    evidence  two slots, written in turn: the threads' stacks, taken by the process's own watchdog
+    thread
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ VERSION: Final = 1
 HEADER_SIZE: Final = 4096
 SUFFIX: Final = ".box"
 
-# --- header: static part -----------------------------------------------------------------------------------------
-# magic, version, header size, record size, capacity, side offset, side size, evidence offset, evidence slot size,
-# total size, pid, rank, world size, local rank (-1: unknown), start time of the process in clock ticks,
-# CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON text, CRC-32 of that text
+# --- header: static part
+# ----------------------------------------------------------------------------------------- magic,
+# version, header size, record size, capacity, side offset, side size, evidence offset, evidence
+# slot size, total size, pid, rank, world size, local rank (-1: unknown), start time of the process
+# in clock ticks, CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON text,
+# CRC-32 of that text
 STATIC: Final = struct.Struct("<8sIIIIQQQQQIiIiQQQII")
 STATIC_CRC_AT: Final = STATIC.size  # u32: CRC-32 of the static part
 ABOUT_AT: Final = 2048
 ABOUT_MAX: Final = HEADER_SIZE - ABOUT_AT
 
-# --- header: live words, each an aligned u64 ---------------------------------------------------------------------
+# --- header: live words, each an aligned u64
 HEARTBEAT_MONO: Final = 256  # CLOCK_MONOTONIC ns of the watchdog thread's last sign of life
 HEARTBEAT_UNIX: Final = 264  # the same moment, Unix ns
 NEXT_INDEX: Final = 272  # records announced so far
@@ -41,25 +44,31 @@ LOST: Final = 320  # records lost because of an error in commlens
 EVIDENCE_SEQ: Final = 328  # evidence writes so far; number n is in slot n % 2
 EXPECTING: Final = 336  # blob {"k": "text"}: label of an open expect_slow, else 0
 EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 0
-MAIN_STACK_SINCE: Final = 352  # last change of the main thread's stack, CLOCK_MONOTONIC ns; 0: unknown
+# last change of the main thread's stack, CLOCK_MONOTONIC ns; 0: unknown
+MAIN_STACK_SINCE: Final = 352
 RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, if learned after creation; else 0
 TIMEOUT_MS: Final = 368  # of the default process group; 0: unknown
 SETUP: Final = 376  # blob {"k": "setup"}: the newest call that makes a process group; 0: none yet
-SETUP_SINCE: Final = 384  # its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
-EXPIRES: Final = 392  # when torch's watchdog gives up the oldest record in flight on a device, CLOCK_MONOTONIC ns; 0: none or unknown
+# its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
+SETUP_SINCE: Final = 384
+# when torch's watchdog gives up the oldest record in flight on a device, CLOCK_MONOTONIC ns; 0:
+# none or unknown
+EXPIRES: Final = 392
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0
 SETUP_RAISED: Final = 1
 
-PHASE_CREATED: Final = 0  # init_process_group has not returned; before SETUP is written, it has not been called
+# init_process_group has not returned; before SETUP is written, it has not been called
+PHASE_CREATED: Final = 0
 PHASE_INITIALISED: Final = 1
 PHASE_CLOSED: Final = 2  # atexit handlers ran
 PHASE_CLOSED_BY_EXCEPTION: Final = 3  # atexit handlers ran after an uncaught exception
 PHASE_NEVER_INITIALISED: Final = 2  # added to the two before if init_process_group never returned
-PHASE_LEFT: Final = 6  # the last process group was destroyed: nobody waits for this process any more
+# the last process group was destroyed: nobody waits for this process any more
+PHASE_LEFT: Final = 6
 
-# --- records -----------------------------------------------------------------------------------------------------
+# --- records
 RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")  # the fields of Record
 SEQUENCE_NUMBER: Final = 48  # u64
 RECORD_CRC_AT: Final = RECORD.size  # u32: CRC-32 of the bytes before it
@@ -93,8 +102,9 @@ FLAG_ANY_SOURCE: Final = 1 << 4  # a receive from any rank
 FLAG_LIBRARY: Final = 1 << 5  # reserved, not written yet: issued by C++ or by a library
 FLAG_CAPTURE: Final = 1 << 6  # captured into a CUDA graph, so it did not run
 
-# --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word left by the slot's
-# former record is never taken for this one's. Times are ticks of 100 ns since the box's creation.
+# --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word
+# left by the slot's former record is never taken for this one's. Times are ticks of 100 ns since
+# the box's creation.
 TICK_NS: Final = 100
 ENTERED: Final = 120
 RETURNED: Final = 128
@@ -122,7 +132,18 @@ HOW_UNKNOWN: Final = 5
 HOW_ENQUEUED: Final = 6  # in flight: torch's recorder knows that the device has not started it
 HOW_STARTED: Final = 7  # in flight: torch's recorder knows that the device has started it
 
-REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
+REDUCE_OPS: Final = (
+    "SUM",
+    "AVG",
+    "PRODUCT",
+    "MIN",
+    "MAX",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "PREMUL_SUM",
+    "UNUSED",
+)
 """torch's ReduceOp.RedOpType, in the order of its values (torch 2.6 to 2.15)."""
 
 
@@ -131,16 +152,17 @@ def reduce_op_of(stored: int) -> str | None:
     return REDUCE_OPS[stored - 1] if 0 < stored <= len(REDUCE_OPS) else None
 
 
-# --- side table --------------------------------------------------------------------------------------------------
+# --- side table
 BLOB: Final = struct.Struct("<IIQ")  # payload length, CRC-32 of (position, payload), position
 BLOB_ALIGN: Final = 8
 BLOB_MAX: Final = 64 * 1024
-# A position is SIDE_HEAD at the start of the blob, plus 1; the blob is at side offset + (position - 1) % side size.
-# Positions start at 1, 0 means none. A blob never wraps: the writer skips to the table's start instead.
-# A blob is alive while position > SIDE_HEAD - side size.
+# A position is SIDE_HEAD at the start of the blob, plus 1; the blob is at side offset + (position -
+# 1) % side size. Positions start at 1, 0 means none. A blob never wraps: the writer skips to the
+# table's start instead. A blob is alive while position > SIDE_HEAD - side size.
 
-# --- evidence ----------------------------------------------------------------------------------------------------
-EVIDENCE: Final = struct.Struct("<IIQQ")  # payload length, CRC-32 of payload, number, CLOCK_MONOTONIC ns
+# --- evidence
+# payload length, CRC-32 of payload, number, CLOCK_MONOTONIC ns
+EVIDENCE: Final = struct.Struct("<IIQQ")
 EVIDENCE_SLOT: Final = 128 * 1024
 
 
@@ -156,5 +178,7 @@ def box_size(capacity: int) -> int:
 
 
 def blob_crc(position: int, payload: bytes) -> int:
-    """Return the checksum of a blob. It covers the position, so that an older blob at the same place is not mistaken for it."""
+    """Return the checksum of a blob. It covers the position, so that an older blob at the same
+    place is not mistaken for it.
+    """
     return zlib.crc32(payload, position & 0xFFFFFFFF)

@@ -1,7 +1,8 @@
-"""Pack a copy of a black box for a dump or for another node, and unpack it. docs/protocol.md describes the format.
+"""Pack a copy of a black box for a dump or for another node, and unpack it. docs/protocol.md
+describes the format.
 
-Two facts make it small: most of a box is empty, and most bytes of a record equal those of the record before it, so the ring buffer
-is stored column by column.
+Two facts make it small: most of a box is empty, and most bytes of a record equal those of the
+record before it, so the ring buffer is stored column by column.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from commlens.errors import FormatError
 MAGIC: Final = b"COMMPACK"
 VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sI")
-# After the header: size of the file, records kept (0: all), bytes of the two evidence slots and of the side table, number of the first
-# slot of the ring buffer that is kept, number of slots.
+# After the header: size of the file, records kept (0: all), bytes of the two evidence slots and of
+# the side table, number of the first slot of the ring buffer that is kept, number of slots.
 _SIZES: Final = struct.Struct("<QIIIIII")
-_BLOCK: Final = 256  # slots that are stored column by column together; a file that is cut off keeps its whole blocks
-_LEVEL: Final = 4  # 2000 records: 1.8 ms and 40 kB; level 1: 1.3 ms and 42 kB, level 9: 3 ms and 40 kB
+# slots that are stored column by column together; a file that is cut off keeps its whole blocks
+_BLOCK: Final = 256
+# 2000 records: 1.8 ms and 40 kB; level 1: 1.3 ms and 42 kB, level 9: 3 ms and 40 kB
+_LEVEL: Final = 4
 _PAGE: Final = bytes(4096)
 _PIECE: Final = 4096
 
@@ -51,11 +54,15 @@ def is_partial(content: bytes) -> bool:
 
 
 def pack(parts: Parts, newest: int | None = None) -> bytes:
-    """Pack a copy of a box: the whole, or only the intact ones of its ``newest`` records, as ``parts`` was read."""
+    """Pack a copy of a box: the whole, or only the intact ones of its ``newest`` records, as
+    ``parts`` was read.
+    """
     if newest is not None and wants_all(parts.header, parts.identity.capacity, newest):
         newest = None
     kept = [part[: _used(part)] for part in (*parts.evidence, parts.side)]
-    first, ring = (0, parts.ring[: _used(parts.ring)]) if newest is None else _newest_slots(parts, newest)
+    first, ring = (
+        (0, parts.ring[: _used(parts.ring)]) if newest is None else _newest_slots(parts, newest)
+    )
     slots = min(-(-len(ring) // L.RECORD_SIZE), len(parts.ring) // L.RECORD_SIZE)
     ring = ring.ljust(slots * L.RECORD_SIZE, b"\0")[: slots * L.RECORD_SIZE]
     sizes = _SIZES.pack(parts.size, newest or 0, *map(len, kept), first, slots)
@@ -73,7 +80,9 @@ def unpack(content: bytes, name: str) -> Unpacked:
         raise FormatError(f"{name} is cut off within its header: {len(content)} bytes are left.")
     _, version = _HEAD.unpack_from(content)
     if version != VERSION:
-        raise FormatError(f"{name} was packed in version {version}, but this commlens reads version {VERSION}.")
+        raise FormatError(
+            f"{name} was packed in version {version}, but this commlens reads version {VERSION}."
+        )
     stream = _Stream(content[_HEAD.size :])
     header, sizes = stream.read(L.HEADER_SIZE), stream.read(_SIZES.size)
     identity = read_identity(header, name)
@@ -81,7 +90,11 @@ def unpack(content: bytes, name: str) -> Unpacked:
         raise FormatError(f"{name} is cut off or damaged: only its header is left.")
     size, newest, *lengths, first, slots = _SIZES.unpack(sizes)
     slot = identity.evidence_slot
-    if max(lengths[:2]) > slot or lengths[2] > identity.side_size or max(first, slots) > identity.capacity:
+    if (
+        max(lengths[:2]) > slot
+        or lengths[2] > identity.side_size
+        or max(first, slots) > identity.capacity
+    ):
         raise FormatError(f"{name} is damaged: its parts are larger than the black box.")
     evidence = (stream.read(lengths[0]), stream.read(lengths[1]))
     side = stream.read(lengths[2])
@@ -90,9 +103,16 @@ def unpack(content: bytes, name: str) -> Unpacked:
     problems = []
     if not stream.is_whole:
         left = len(ring) // L.RECORD_SIZE
-        problems.append(f"the file is cut off or damaged: {left} of {slots} records and the parts before them are left")
+        problems.append(
+            f"the file is cut off or damaged: {left} of {slots} records and the parts before them"
+            " are left"
+        )
     (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
-    return Unpacked(Parts(identity, header, records, ring, side, side_head, evidence, size), newest or None, problems)
+    return Unpacked(
+        Parts(identity, header, records, ring, side, side_head, evidence, size),
+        newest or None,
+        problems,
+    )
 
 
 def _used(part: bytes) -> int:
@@ -107,7 +127,9 @@ def _used(part: bytes) -> int:
 
 
 def _newest_slots(parts: Parts, newest: int) -> tuple[int, bytes]:
-    """Return the number of the first slot, and the slots of the newest records; those that are torn are empty."""
+    """Return the number of the first slot, and the slots of the newest records; those that are torn
+    are empty.
+    """
     capacity = parts.identity.capacity
     last = max((record[0] for record in parts.slots), default=0)
     count = min(newest, last, capacity)
@@ -116,7 +138,9 @@ def _newest_slots(parts: Parts, newest: int) -> tuple[int, bytes]:
         at = count - 1 - (last - record[0])
         if at >= 0:
             source = (record[0] - 1) % capacity * L.RECORD_SIZE
-            ring[at * L.RECORD_SIZE : (at + 1) * L.RECORD_SIZE] = parts.ring[source : source + L.RECORD_SIZE]
+            ring[at * L.RECORD_SIZE : (at + 1) * L.RECORD_SIZE] = parts.ring[
+                source : source + L.RECORD_SIZE
+            ]
     return (last - count) % capacity, bytes(ring)
 
 
@@ -139,7 +163,9 @@ def _read_ring(stream: _Stream, slots: int) -> bytes:
 
 
 class _Stream:
-    """The decompressed content, read in order. It ends at damage; what was before it can be read."""
+    """The decompressed content, read in order. It ends at damage; what was before it can be
+    read.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._decompressor = zlib.decompressobj()
@@ -166,5 +192,7 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the content, which has been read, ended as it was written: its checksum is right."""
+        """Whether the content, which has been read, ended as it was written: its checksum is
+        right.
+        """
         return not self.read(1) and self._decompressor.eof

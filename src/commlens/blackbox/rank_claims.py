@@ -1,4 +1,6 @@
-"""Notes of processes that claim a rank of a job, as empty files beside the black boxes: they show a rank that exists twice."""
+"""Notes of processes that claim a rank of a job, as empty files beside the black boxes: they show a
+rank that exists twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ NAME: Final = re.compile(r"\.claim-(\d{1,9})-([0-9a-f]{8})-(\d{1,10})-(\d{1,20})
 
 
 class Claim(NamedTuple):
-    """A process that calls ``init_process_group`` with a rank, and was started by a rank of the launcher."""
+    """A process that calls ``init_process_group`` with a rank, and was started by a rank of the
+    launcher.
+    """
 
     rank: int
     group: str  # of the place where the ranks meet, and their number
@@ -33,16 +37,22 @@ def claim_rank(folder: Path, rank: int, meeting: str, world_size: int, started_b
 
 
 def twins(folder: Path) -> dict[int, list[Claim]]:
-    """Return the ranks that processes claim which different ranks of the launcher started, for one place to meet; the oldest first.
+    """Return the ranks that processes claim which different ranks of the launcher started, for one
+    place to meet; the oldest first.
 
-    Claims of the workers of an earlier run do not count: the boxes of those that started them are gone.
+    Claims of the workers of an earlier run do not count: the boxes of those that started them are
+    gone.
     """
     launched = {job_dirs.box_pid(box) for box in job_dirs.boxes(folder)}
     found: dict[tuple[int, str], dict[int, Claim]] = {}
     for claim in sorted(_claims(folder), key=lambda one: (one.start_ticks, one.pid)):
         if claim.started_by in launched:
             found.setdefault((claim.rank, claim.group), {}).setdefault(claim.started_by, claim)
-    return {rank: list(by_starter.values()) for (rank, _), by_starter in sorted(found.items()) if len(by_starter) > 1}
+    return {
+        rank: list(by_starter.values())
+        for (rank, _), by_starter in sorted(found.items())
+        if len(by_starter) > 1
+    }
 
 
 def _claims(folder: Path) -> Iterable[Claim]:

@@ -37,7 +37,8 @@ from commlens.model.collective import (
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog, ThreadStack
 
-_RANKS_MAX: Final = 500_000  # over all groups of a box: the text "0-99999999" is cheap, its tuple is not
+# over all groups of a box: the text "0-99999999" is cheap, its tuple is not
+_RANKS_MAX: Final = 500_000
 _TICKS_MASK: Final = (1 << 48) - 1
 _CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # largest adjustment of a wall clock while a job runs
 _TEXT_MAX: Final = 4000  # characters of an exception
@@ -86,14 +87,19 @@ class BoxReader:
     def _monotonic_to_unix(self) -> int:
         """Return the offset from CLOCK_MONOTONIC to Unix time.
 
-        It is from the latest heartbeat, since the wall clock may have been set after creation. One offset serves the whole box, so
-        that durations stay correct.
+        It is from the latest heartbeat, since the wall clock may have been set after creation. One
+        offset serves the whole box, so that durations stay correct.
         """
         status = self.status
         created = status.created_ns - status.created_mono_ns
         latest = status.heartbeat_ns - status.heartbeat_mono_ns
         # Live words have no checksum; one that is days off is damaged.
-        return latest if status.heartbeat_mono_ns >= status.created_mono_ns and abs(latest - created) < _CLOCK_SET_MAX_NS else created
+        return (
+            latest
+            if status.heartbeat_mono_ns >= status.created_mono_ns
+            and abs(latest - created) < _CLOCK_SET_MAX_NS
+            else created
+        )
 
     def unix(self, monotonic_ns: int) -> int:
         """Convert CLOCK_MONOTONIC ns to Unix ns; 0 stays 0."""
@@ -121,7 +127,9 @@ class BoxReader:
         return self.channels[position]
 
     def args(self, position: int, reduce_code: int) -> CollectiveArgs | None:
-        """Return the arguments in a blob, with the reduce op that the watchdog thread recorded later (code + 1; 0: none)."""
+        """Return the arguments in a blob, with the reduce op that the watchdog thread recorded
+        later (code + 1; 0: none).
+        """
         reduce_code = reduce_code if reduce_code <= len(L.REDUCE_OPS) else 0
         key = (position, reduce_code)
         if key not in self.args_by_blob:
@@ -138,7 +146,9 @@ class BoxReader:
         if position not in self.stacks:
             blob = self.side.blob(position, StackJson)
             stack = self.frames(blob.f) if blob is not None else None
-            self.stacks[position] = stack if stack is None else self.same_stack.setdefault(stack, stack)
+            self.stacks[position] = (
+                stack if stack is None else self.same_stack.setdefault(stack, stack)
+            )
         return self.stacks[position]
 
     def text(self, position: int) -> str | None:
@@ -150,7 +160,15 @@ class BoxReader:
 
     def frames(self, found: tuple[FrameJson, ...]) -> Stack:
         """Return frames with their kinds."""
-        return tuple(Frame(f.file, max(f.line or 0, 0), f.function, FrameKind.NATIVE if f.native else self.kind_of(f.file)) for f in found)
+        return tuple(
+            Frame(
+                f.file,
+                max(f.line or 0, 0),
+                f.function,
+                FrameKind.NATIVE if f.native else self.kind_of(f.file),
+            )
+            for f in found
+        )
 
     def kind_of(self, file: str) -> FrameKind:
         """Return the kind of a file, cached."""
@@ -178,11 +196,17 @@ class BoxReader:
         if not isinstance(coverage, list):
             coverage = [coverage]
         if status.lost:
-            self.problems.append(f"{status.lost} collectives were not recorded because of an error inside commlens")
+            self.problems.append(
+                f"{status.lost} collectives were not recorded because of an error inside commlens"
+            )
         if status.phase > L.PHASE_LEFT:
             self.problems.append("the word with the phase of the process is damaged")
         if self.parts.size < self.identity.total_size:
-            self.problems.insert(0, f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are left")
+            self.problems.insert(
+                0,
+                f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are"
+                " left",
+            )
         return RankLog(
             rank=status.rank,
             world_size=max(0, status.world_size),
@@ -192,7 +216,9 @@ class BoxReader:
             local_rank=status.local_rank,
             restart=status.restart,
             launcher=about_text(about, "launcher"),
-            size_in_environment=int(about_number(about, "env_world_size")) if "env_world_size" in about else None,
+            size_in_environment=(
+                int(about_number(about, "env_world_size")) if "env_world_size" in about else None
+            ),
             collectives=collectives,
             setups=[op for op in setups if not op.is_store_wait],
             store_wait=next((op for op in setups[-1:] if op.is_store_wait and op.in_flight), None),
@@ -218,14 +244,22 @@ class BoxReader:
             source=self.name,
             problems=self.problems,
             script=status.script,
-            versions={key: text for key in ("commlens", "torch", "python") if (text := about_text(about, key))},
+            versions={
+                key: text
+                for key in ("commlens", "torch", "python")
+                if (text := about_text(about, key))
+            },
         )
 
     def _setups(self) -> list[Collective]:
-        """Follow the chain of the calls that make process groups or use the store, from the newest to the oldest that is still held."""
+        """Follow the chain of the calls that make process groups or use the store, from the newest
+        to the oldest that is still held.
+        """
         found: list[Collective] = []
         position, since = self.status.setup, self.status.setup_since_mono_ns
-        state = {L.SETUP_RETURNED: State.COMPLETED, L.SETUP_RAISED: State.FAILED}.get(since, State.ISSUED)
+        state = {L.SETUP_RETURNED: State.COMPLETED, L.SETUP_RAISED: State.FAILED}.get(
+            since, State.ISSUED
+        )
         while (blob := self.side.blob(position, SetupJson)) is not None:
             try:
                 channel = decode_setup(blob, limit=self.ranks_left)
@@ -260,7 +294,10 @@ class BoxReader:
         if blob is None:
             self.problems.append("the text of the uncaught exception could not be read")
             return "an exception whose text is lost", ()
-        line = next((line.strip() for line in blob.text.splitlines() if line.strip()), "an exception without a text")
+        line = next(
+            (line.strip() for line in blob.text.splitlines() if line.strip()),
+            "an exception without a text",
+        )
         return line[:_TEXT_MAX], self.frames(blob.f)
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
@@ -272,7 +309,12 @@ class BoxReader:
                 continue
             length, crc, count, taken = L.EVIDENCE.unpack_from(slot)
             payload = slot[L.EVIDENCE.size : L.EVIDENCE.size + length]
-            if (best is None or count > best[0]) and count % 2 == number and len(payload) == length and count:
+            if (
+                (best is None or count > best[0])
+                and count % 2 == number
+                and len(payload) == length
+                and count
+            ):
                 if crc != zlib.crc32(payload):
                     continue
                 best = (count, taken, payload)
@@ -287,7 +329,9 @@ class BoxReader:
                 self.problems.append("the threads' stacks could not be read")
             return [], 0
         taken_ns = self.unix(best[1])
-        return [ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads], taken_ns
+        return [
+            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads
+        ], taken_ns
 
     def _collectives(self, at_most: int | None) -> list[Collective]:
         capacity = self.identity.capacity
@@ -316,7 +360,9 @@ class BoxReader:
             result.append(collective)
         if at_most is not None:
             return result  # skipped on purpose
-        unreadable = min(self.issued, capacity) - sum(index > self.issued - capacity for index in held)
+        unreadable = min(self.issued, capacity) - sum(
+            index > self.issued - capacity for index in held
+        )
         self._count(unreadable, "torn or damaged and left out")
         self._count(lost_channels, "left out because their group was overwritten or is damaged")
         self._count(lost_args, "without their arguments, which were overwritten or are damaged")
@@ -325,11 +371,38 @@ class BoxReader:
 
     def _count(self, count: int, problem: str) -> None:
         if count > 0:
-            self.problems.append(f"{count} of the last {min(self.issued, self.identity.capacity)} records are {problem}")
+            self.problems.append(
+                f"{count} of the last {min(self.issued, self.identity.capacity)} records are"
+                f" {problem}"
+            )
 
     def _collective(self, record: tuple[int, ...], channel: Channel) -> Collective | None:
-        (index, announced, _group, args_at, stack_at, module_at, sequence_number, step, coalescing_id, tag, thread, flags, peer, members,
-         _crc, entered, returned, wait_began, wait_ended, done, outcome, failure, reduce_op, duration) = record  # fmt: skip
+        (
+            index,
+            announced,
+            _group,
+            args_at,
+            stack_at,
+            module_at,
+            sequence_number,
+            step,
+            coalescing_id,
+            tag,
+            thread,
+            flags,
+            peer,
+            members,
+            _crc,
+            entered,
+            returned,
+            wait_began,
+            wait_ended,
+            done,
+            outcome,
+            failure,
+            reduce_op,
+            duration,
+        ) = record
         own = index & L.TAG_MASK
         ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
         announced_ns = self.unix(announced)
@@ -338,10 +411,13 @@ class BoxReader:
             if flags & L.FLAG_ANY_SOURCE:
                 args = CollectiveArgs("recv", "unknown")
             elif peer >= 0:
-                return None  # a send or a receive, whose sequence number means nothing without the direction
+                # a send or a receive, whose sequence number means nothing without the direction
+                return None
             else:
                 args = CollectiveArgs("unknown", "unknown")
-        entered_ns = announced_ns if flags & L.FLAG_ENTERED else _moment(entered, own, ticks, announced_ns)
+        entered_ns = (
+            announced_ns if flags & L.FLAG_ENTERED else _moment(entered, own, ticks, announced_ns)
+        )
         ended = _value(outcome, own)
         result, how = (ended >> 8) & 0xFF, ended & 0xFF
         if result == L.OUTCOME_NONE:

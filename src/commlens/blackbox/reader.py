@@ -1,10 +1,11 @@
 """Read black boxes, live ones and copies in dumps, as docs/protocol.md describes.
 
-The writer takes no lock and may be killed between any two instructions, and the file may come from anywhere. So the reader checks
-everything before use, and damage costs only bounded time and memory.
+The writer takes no lock and may be killed between any two instructions, and the file may come from
+anywhere. So the reader checks everything before use, and damage costs only bounded time and memory.
 
-Boxes are read with ``pread``, not mapped: truncating a mapped file kills its reader with SIGBUS, and a checked copy cannot change
-between check and use. A poll copies 4 KiB, a whole box of 2000 records 2.2 MB.
+Boxes are read with ``pread``, not mapped: truncating a mapped file kills its reader with SIGBUS,
+and a checked copy cannot change between check and use. A poll copies 4 KiB, a whole box of 2000
+records 2.2 MB.
 """
 
 from __future__ import annotations
@@ -25,10 +26,21 @@ from commlens.model.collective import FrameKind
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog
 
-__all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read_copy", "read_status", "reason"]
+__all__ = [
+    "SIZE_MAX",
+    "BoxStatus",
+    "OpenBox",
+    "open_regular",
+    "read_box",
+    "read_copy",
+    "read_status",
+    "reason",
+]
 
 
-def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the black box") -> BoxStatus:
+def read_status(
+    buffer: bytes | bytearray | memoryview, *, name: str = "the black box"
+) -> BoxStatus:
     """Read the identity and live words in a box's header, its first 4096 bytes.
 
     Raises:
@@ -38,13 +50,17 @@ def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the blac
     return read_live(header, read_identity(header, name))
 
 
-def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None) -> RankLog:
+def read_box(
+    source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None
+) -> RankLog:
     """Read a whole black box, live or copied: a file, or its content. A live one is as of now.
 
-    A copy may be packed. Damaged and overwritten records are skipped and reported in ``RankLog.problems``.
+    A copy may be packed. Damaged and overwritten records are skipped and reported in
+    ``RankLog.problems``.
 
     Raises:
-        FormatError: the file cannot be opened, is not a black box of this version, or its header is damaged.
+        FormatError: the file cannot be opened, is not a black box of this version, or its header is
+            damaged.
     """
     if isinstance(source, Path):
         with OpenBox(source, name=name) as box:
@@ -54,7 +70,9 @@ def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int 
     return read_copy(source, name=name or "the black box", captured_ns=captured_ns)[1]
 
 
-def read_copy(content: bytes, *, name: str, captured_ns: int | None = None) -> tuple[BoxStatus, RankLog]:
+def read_copy(
+    content: bytes, *, name: str, captured_ns: int | None = None
+) -> tuple[BoxStatus, RankLog]:
     """Read the content of a copied black box, packed or not.
 
     Raises:
@@ -65,7 +83,9 @@ def read_copy(content: bytes, *, name: str, captured_ns: int | None = None) -> t
     if is_packed(content):
         parts, newest, problems = unpack(content, name)
     else:
-        parts = read_parts(lambda offset, length: content[offset : offset + length], len(content), name, live=False)
+        parts = read_parts(
+            lambda offset, length: content[offset : offset + length], len(content), name, live=False
+        )
     reader = BoxReader(parts, name, captured_ns)
     log = reader.log(newest)
     log.problems = [*problems, *log.problems]
@@ -75,8 +95,9 @@ def read_copy(content: bytes, *, name: str, captured_ns: int | None = None) -> t
 class OpenBox:
     """A black box kept open for polling.
 
-    The descriptor keeps a deleted or replaced box readable. A truncated box gives a :class:`FormatError` or a partial log. Only regular
-    files are opened, so that a named pipe cannot block the reader.
+    The descriptor keeps a deleted or replaced box readable. A truncated box gives a
+    :class:`FormatError` or a partial log. Only regular files are opened, so that a named pipe
+    cannot block the reader.
 
     Raises:
         FormatError: the file cannot be opened.
@@ -104,22 +125,33 @@ class OpenBox:
         return self._identity
 
     def _read_mended(self, offset: int, length: int) -> bytes:
-        """Read bytes; of the header, what never changes as it was read first: it may have been damaged since."""
+        """Read bytes; of the header, what never changes as it was read first: it may have been
+        damaged since.
+        """
         found, first = self.read(offset, length), self._first_header
         if offset or not first or len(found) < L.HEADER_SIZE:
             return found
-        return first[: L.HEARTBEAT_MONO] + found[L.HEARTBEAT_MONO : L.ABOUT_AT] + first[L.ABOUT_AT :] + found[L.HEADER_SIZE :]
+        return (
+            first[: L.HEARTBEAT_MONO]
+            + found[L.HEARTBEAT_MONO : L.ABOUT_AT]
+            + first[L.ABOUT_AT :]
+            + found[L.HEADER_SIZE :]
+        )
 
     def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
         """Read the whole box, or only its ``newest`` records, which is much cheaper."""
         return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
 
     def packed(self, *, newest: int | None = None) -> bytes:
-        """Return a packed copy for a dump, with torn records read again: the whole, or only its ``newest`` records."""
+        """Return a packed copy for a dump, with torn records read again: the whole, or only its
+        ``newest`` records.
+        """
         return pack(self._parts(newest), newest)
 
     def classifier(self) -> Callable[[str], FrameKind]:
-        """Return a classifier of source files by the process's folders, for stacks that are taken from outside."""
+        """Return a classifier of source files by the process's folders, for stacks that are taken
+        from outside.
+        """
         prefixes = kind_prefixes(self.identity.about)
         return lambda file: frame_kind(file, prefixes)
 
@@ -132,7 +164,12 @@ class OpenBox:
     def __enter__(self) -> OpenBox:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -165,12 +202,14 @@ def open_regular(path: Path, name: str) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        FormatError: the file does not exist, is not readable, or is not a regular file (and then is not opened).
+        FormatError: the file does not exist, is not readable, or is not a regular file (and then is
+            not opened).
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise FormatError(f"{name} is not a regular file.")
-        # The file may be replaced by a named pipe between the two calls: O_NONBLOCK keeps the open from blocking.
+        # The file may be replaced by a named pipe between the two calls: O_NONBLOCK keeps the open
+        # from blocking.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise FormatError(f"{name} could not be opened: {reason(error)}.") from error

@@ -14,17 +14,24 @@ from commlens.blackbox.blobs import BlobJson, decode_blob
 from commlens.blackbox.reader import OpenBox
 from commlens.errors import FormatError
 
-_LIVE: Final = struct.Struct("<4Q")  # heartbeat, Unix heartbeat, records announced, bytes written to the side table
-# The fields of a slot that a comparison needs; announcement, module, thread and all life words but one are skipped.
-_SLOT: Final = struct.Struct(f"<Q8xQQQ8xQQQq4xIiII{L.REDUCE_OP - L.RECORD_CRC_AT - 4}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
+# heartbeat, Unix heartbeat, records announced, bytes written to the side table
+_LIVE: Final = struct.Struct("<4Q")
+# The fields of a slot that a comparison needs; announcement, module, thread and all life words but
+# one are skipped.
+_SLOT: Final = struct.Struct(
+    f"<Q8xQQQ8xQQQq4xIiII{L.REDUCE_OP - L.RECORD_CRC_AT - 4}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x"
+)
 _REDUCE_WORD: Final = struct.Struct(f"<{L.REDUCE_OP}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
-_LATE_READS: Final = 20  # reads of an announced but torn record: its writer may have been preempted, or died, in mid-write
+# reads of an announced but torn record: its writer may have been preempted, or died, in mid-write
+_LATE_READS: Final = 20
 _BLOB_GUESS: Final = 768  # most blobs are shorter: one read
 
 
 Raw = tuple[int, ...]
-"""One new record: index, positions of the blobs of group, arguments and stack, sequence number, step, coalescing id, tag, flags, peer,
-members, CRC, and the raw life word of the reduce op (see :func:`reduce_code`)."""
+"""One new record: index, positions of the blobs of group, arguments and stack, sequence number,
+step, coalescing id, tag, flags, peer, members, CRC, and the raw life word of the reduce op (see
+:func:`reduce_code`).
+"""
 
 
 def reduce_code(word: int, index: int) -> int:
@@ -34,7 +41,9 @@ def reduce_code(word: int, index: int) -> int:
 
 
 class BoxTail:
-    """The new records of a box, from index ``first`` on, each returned once. The owner of the box closes it."""
+    """The new records of a box, from index ``first`` on, each returned once. The owner of the box
+    closes it.
+    """
 
     def __init__(self, box: OpenBox, first: int = 1) -> None:
         identity = box.identity
@@ -42,13 +51,16 @@ class BoxTail:
         self.capacity = identity.capacity
         self._side_at, self._side_size = identity.side_at, identity.side_size
         self.next = first
-        self.missed = 0  # records that were overwritten before they were read, skipped, or torn for good
+        # records that were overwritten before they were read, skipped, or torn for good
+        self.missed = 0
         self.heartbeat = 0  # of the rank's watchdog thread, CLOCK_MONOTONIC ns, as of the last poll
         self.issued = 0
         self._late: dict[int, int] = {}  # index of a torn record: number of reads so far
 
     def poll(self, at_most: int) -> list[Raw]:
-        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the newest are read."""
+        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the
+        newest are read.
+        """
         live = self._box.read(L.HEARTBEAT_MONO, _LIVE.size)
         if len(live) < _LIVE.size:
             raise FormatError(f"{self._box.name} was cut off while it was read.")
@@ -63,16 +75,26 @@ class BoxTail:
         return found
 
     def was_never_issued(self, index: int) -> bool:
-        """Return whether an op failed before it reached the backend, so that a later op may have its sequence number."""
+        """Return whether an op failed before it reached the backend, so that a later op may have
+        its sequence number.
+        """
         slot = self._slots(index, index)
         if len(slot) < L.RECORD_SIZE or int.from_bytes(slot[:8], "little") != index:
             return False
         own = index & L.TAG_MASK
-        outcome, returned = (int.from_bytes(slot[at : at + 8], "little") for at in (L.OUTCOME, L.RETURNED))
-        return outcome & L.TAG_MASK == own and outcome >> 24 & 0xFF == L.OUTCOME_FAILED and returned & L.TAG_MASK != own
+        outcome, returned = (
+            int.from_bytes(slot[at : at + 8], "little") for at in (L.OUTCOME, L.RETURNED)
+        )
+        return (
+            outcome & L.TAG_MASK == own
+            and outcome >> 24 & 0xFF == L.OUTCOME_FAILED
+            and returned & L.TAG_MASK != own
+        )
 
     def reduce_words(self, first: int, last: int) -> list[int]:
-        """Return the reduce op's life words of the records ``first`` to ``last``, for :func:`reduce_code`."""
+        """Return the reduce op's life words of the records ``first`` to ``last``, for
+        :func:`reduce_code`.
+        """
         return [word for (word,) in _REDUCE_WORD.iter_unpack(self._slots(first, last))]
 
     def blob(self, position: int) -> bytes | None:
@@ -120,7 +142,11 @@ class BoxTail:
         for index, reads in list(self._late.items()):
             slot = self._slots(index, index)
             raw = _SLOT.unpack(slot) if len(slot) == _SLOT.size else None
-            if raw is not None and raw[0] == index and raw[11] == zlib.crc32(slot[: L.RECORD_CRC_AT]):
+            if (
+                raw is not None
+                and raw[0] == index
+                and raw[11] == zlib.crc32(slot[: L.RECORD_CRC_AT])
+            ):
                 found.append(raw)
             elif reads < _LATE_READS and index + self.capacity > self.issued:
                 self._late[index] = reads + 1

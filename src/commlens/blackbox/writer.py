@@ -1,11 +1,11 @@
 """Write one rank's black box. Standard library only; docs/protocol.md describes each byte.
 
-The hot path is :meth:`BoxWriter.announce` and the life words. Nothing here takes a lock on it: a record's slot belongs to
-the thread that drew its index (``itertools.count`` is atomic), and only the side table, which is written when something is
-seen for the first time, is locked.
+The hot path is :meth:`BoxWriter.announce` and the life words. Nothing here takes a lock on it: a
+record's slot belongs to the thread that drew its index (``itertools.count`` is atomic), and only
+the side table, which is written when something is seen for the first time, is locked.
 
-Live words are items of a memoryview of u64: each is one aligned store. ``struct.pack_into`` would clear the word before it
-writes, and a reader could meet the 0.
+Live words are items of a memoryview of u64: each is one aligned store. ``struct.pack_into`` would
+clear the word before it writes, and a reader could meet the 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class BoxWriter:
         capacity: records in the ring buffer, at most :data:`layout.CAPACITY_MAX`.
         rank, world_size: -1 and 0 if not yet known.
         local_rank: -1 if unknown.
-        start_ticks: the process's start time, which distinguishes it from a later process with the same pid.
+        start_ticks: the process's start time, which distinguishes it from a later process with the
+            same pid.
         about: the JSON object of the header; values that do not fit are dropped, the longest first.
 
     Raises:
@@ -50,7 +51,15 @@ class BoxWriter:
     """
 
     def __init__(
-        self, path: Path, *, capacity: int, rank: int, world_size: int, local_rank: int, start_ticks: int, about: dict[str, Any]
+        self,
+        path: Path,
+        *,
+        capacity: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        start_ticks: int,
+        about: dict[str, Any],
     ) -> None:
         self.path = path
         self.capacity = max(1, min(capacity, L.CAPACITY_MAX))
@@ -64,11 +73,13 @@ class BoxWriter:
         self.last_index = 0
         self.side_floor = 0  # new records must not refer to blobs up to this position
         self.epoch = _monotonic()
-        # Built under a temporary name: a reader that lists the folder never sees a box without its header.
+        # Built under a temporary name: a reader that lists the folder never sees a box without its
+        # header.
         building = path.with_suffix(".new")
         descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # ftruncate alone would let the first touch of a full tmpfs kill the process with SIGBUS.
+            # ftruncate alone would let the first touch of a full tmpfs kill the process with
+            # SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
             self._words = memoryview(self._map).cast("Q")
@@ -81,15 +92,41 @@ class BoxWriter:
             os.close(descriptor)
         self.next_index = itertools.count(1).__next__
 
-    def _write_header(self, size: int, rank: int, world_size: int, local_rank: int, start_ticks: int, about: dict[str, Any]) -> None:
+    def _write_header(
+        self,
+        size: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        start_ticks: int,
+        about: dict[str, Any],
+    ) -> None:
         text = _fitting_json(about, L.ABOUT_MAX)
         static = L.STATIC.pack(
-            L.MAGIC, L.VERSION, L.HEADER_SIZE, L.RECORD_SIZE, self.capacity, self._side_at, self._side_size,
-            self._evidence_at, L.EVIDENCE_SLOT, size, os.getpid(), rank, world_size, local_rank, start_ticks,
-            self.epoch, time.time_ns(), len(text), _crc32(text),
-        )  # fmt: skip
+            L.MAGIC,
+            L.VERSION,
+            L.HEADER_SIZE,
+            L.RECORD_SIZE,
+            self.capacity,
+            self._side_at,
+            self._side_size,
+            self._evidence_at,
+            L.EVIDENCE_SLOT,
+            size,
+            os.getpid(),
+            rank,
+            world_size,
+            local_rank,
+            start_ticks,
+            self.epoch,
+            time.time_ns(),
+            len(text),
+            _crc32(text),
+        )
         self._map[L.ABOUT_AT : L.ABOUT_AT + len(text)] = text
-        self._map[L.STATIC_CRC_AT : L.STATIC_CRC_AT + _CRC_BYTES] = _crc32(static).to_bytes(_CRC_BYTES, "little")
+        self._map[L.STATIC_CRC_AT : L.STATIC_CRC_AT + _CRC_BYTES] = _crc32(static).to_bytes(
+            _CRC_BYTES, "little"
+        )
         self._map[: len(static)] = static
         self.heartbeat()
 
@@ -104,17 +141,21 @@ class BoxWriter:
         self.word(L.HEARTBEAT_UNIX, time.time_ns())
         self.word(L.HEARTBEAT_MONO, _monotonic())
 
-    # --- records. A life word is not written once a newer record has the slot, whose words it would overwrite
+    # --- records. A life word is not written once a newer record has the slot, whose words it would
+    # overwrite
 
     def announce(self, record: tuple[int, ...]) -> int:
         """Write a whole record and return the offset of its slot, which the life words need.
 
-        The hot path passes a plain tuple, which is 0.3 us faster to make than a :class:`commlens.blackbox.layout.Record`.
+        The hot path passes a plain tuple, which is 0.3 us faster to make than a
+        :class:`commlens.blackbox.layout.Record`.
         """
         index = record[0]
         offset = L.HEADER_SIZE + (index - 1) % self.capacity * L.RECORD_SIZE
         packed = _pack_record(*record)
-        self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = packed + _crc32(packed).to_bytes(_CRC_BYTES, "little")
+        self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = packed + _crc32(
+            packed
+        ).to_bytes(_CRC_BYTES, "little")
         self._words[_NEXT_INDEX] = index
         self.last_index = index
         return offset
@@ -132,12 +173,18 @@ class BoxWriter:
         if index + self.capacity > self.last_index:
             record = bytearray(self._map[offset : offset + L.RECORD_CRC_AT])
             record[L.SEQUENCE_NUMBER : L.SEQUENCE_NUMBER + _WORD] = bytes(_WORD)
-            self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = bytes(record) + _crc32(record).to_bytes(_CRC_BYTES, "little")
+            self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = bytes(record) + _crc32(
+                record
+            ).to_bytes(_CRC_BYTES, "little")
 
     def mark(self, offset: int, field: int, index: int, now: int) -> None:
-        """Write a life word that is a time: ``field`` is its offset in the record, ``now`` CLOCK_MONOTONIC ns."""
+        """Write a life word that is a time: ``field`` is its offset in the record, ``now``
+        CLOCK_MONOTONIC ns.
+        """
         if index + self.capacity > self.last_index:
-            self._words[(offset + field) // _WORD] = ((now - self.epoch) // 100 << 16) | (index & 0xFFFF)
+            self._words[(offset + field) // _WORD] = ((now - self.epoch) // 100 << 16) | (
+                index & 0xFFFF
+            )
 
     def mark_value(self, offset: int, field: int, index: int, value: int) -> None:
         """Write a life word that is a value of at most 48 bits."""
@@ -145,7 +192,9 @@ class BoxWriter:
             self._words[(offset + field) // _WORD] = (value << 16) | (index & 0xFFFF)
 
     def wait_began(self, offset: int, index: int, now: int, thread: int, returned: bool) -> None:
-        """Record that ``thread`` waits since ``now`` and, with ``returned``, that the issuing call returned just before."""
+        """Record that ``thread`` waits since ``now`` and, with ``returned``, that the issuing call
+        returned just before.
+        """
         if index + self.capacity <= self.last_index:
             return
         tag = index & 0xFFFF
@@ -169,16 +218,22 @@ class BoxWriter:
         words[at + _DONE] = ended
         words[at + _OUTCOME] = (thread << 32) | _COMPLETED_BY_WAIT | tag
 
-    def mark_outcome(self, offset: int, index: int, outcome: int, how: int, thread: int = 0) -> None:
+    def mark_outcome(
+        self, offset: int, index: int, outcome: int, how: int, thread: int = 0
+    ) -> None:
         """Write the outcome of a record or, with outcome 0, the thread that waits for it."""
         if index + self.capacity > self.last_index:
-            self._words[(offset + L.OUTCOME) // _WORD] = (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF)
+            self._words[(offset + L.OUTCOME) // _WORD] = (
+                (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF)
+            )
 
     # --- side table
 
     def add_blob(self, content: dict[str, Any]) -> int:
         """Append a JSON object to the side table and return its position; 0 if it is too large."""
-        payload = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        payload = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode(
+            "utf-8", "replace"
+        )
         return self._append(payload) if len(payload) <= L.BLOB_MAX else 0
 
     def _append(self, payload: bytes) -> int:
@@ -189,12 +244,15 @@ class BoxWriter:
                 self._side_head += room
             position = self._side_head + 1
             at = self._side_at + self._side_head % self._side_size
-            # The head moves first, so that readers treat the old blobs here as dead before they are overwritten.
+            # The head moves first, so that readers treat the old blobs here as dead before they are
+            # overwritten.
             self._side_head += need
             self.side_floor = max(0, self._side_head - self._side_size // 2)
             self.word(L.SIDE_HEAD, self._side_head)
             self._map[at + L.BLOB.size : at + L.BLOB.size + len(payload)] = payload
-            self._map[at : at + L.BLOB.size] = L.BLOB.pack(len(payload), L.blob_crc(position, payload), position)
+            self._map[at : at + L.BLOB.size] = L.BLOB.pack(
+                len(payload), L.blob_crc(position, payload), position
+            )
         return position
 
     # --- evidence
@@ -202,14 +260,18 @@ class BoxWriter:
     def write_evidence(self, threads: list[dict[str, Any]], now: int) -> None:
         """Store the threads' stacks in the older slot."""
         while True:
-            payload = json.dumps({"threads": threads}, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+            payload = json.dumps(
+                {"threads": threads}, separators=(",", ":"), ensure_ascii=False
+            ).encode("utf-8", "replace")
             if len(payload) <= L.EVIDENCE_SLOT - L.EVIDENCE.size:
                 break
             threads = threads[: len(threads) // 2]  # the main thread comes first
         self._evidence_seq += 1
         at = self._evidence_at + self._evidence_seq % 2 * L.EVIDENCE_SLOT
         self._map[at + L.EVIDENCE.size : at + L.EVIDENCE.size + len(payload)] = payload
-        self._map[at : at + L.EVIDENCE.size] = L.EVIDENCE.pack(len(payload), _crc32(payload), self._evidence_seq, now)
+        self._map[at : at + L.EVIDENCE.size] = L.EVIDENCE.pack(
+            len(payload), _crc32(payload), self._evidence_seq, now
+        )
         self.word(L.EVIDENCE_SEQ, self._evidence_seq)
 
 

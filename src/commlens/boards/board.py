@@ -1,17 +1,21 @@
-"""A rank's announcement board: the collectives that it is about to issue, for its peers on the node to read before they issue theirs.
+"""A rank's announcement board: the collectives that it is about to issue, for its peers on the node
+to read before they issue theirs.
 
-One file per rank beside its black box, allocated in full when it is created. Standard library only. All numbers are little-endian.
+One file per rank beside its black box, allocated in full when it is created. Standard library only.
+All numbers are little-endian.
 
     header     4096 bytes: the writer's identity, and live words
-    channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements, and the newest number
-    blobs      an append-only ring of JSON objects: a collective's arguments and the line that issues it
+    channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements, and the newest
+    number blobs      an append-only ring of JSON objects: a collective's arguments and the line
+    that issues it
 
-The high bits of an announcement's number hold its round. A collective that all ranks refused may be tried again under the same
-sequence number; the round keeps it from being compared with the first attempt of a rank that has not raised yet.
+The high bits of an announcement's number hold its round. A collective that all ranks refused may be
+tried again under the same sequence number; the round keeps it from being compared with the first
+attempt of a rank that has not raised yet.
 
-An announcement is written before any word refers to it, and ends with a check word over its other words: a reader that meets one half
-written reads it again. This relies on x86's order of stores, as all memory that Python shares does; on other processors only the
-check word protects the reader.
+An announcement is written before any word refers to it, and ends with a check word over its other
+words: a reader that meets one half written reads it again. This relies on x86's order of stores, as
+all memory that Python shares does; on other processors only the check word protects the reader.
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ MAGIC: Final = 0x31445242534C4D43  # "CMLSBRD1"
 HEADER_SIZE: Final = 4096
 CHANNELS: Final = 512
 ENTRIES: Final = 16
-ENTRY: Final = struct.Struct("<QQQQQ")  # number, signature, blob position, reduce op's code + 1, check
+# number, signature, blob position, reduce op's code + 1, check
+ENTRY: Final = struct.Struct("<QQQQQ")
 SLOT_HEAD: Final = struct.Struct("<QQ")  # key, blob position of the channel's description
-LAST_AT: Final = SLOT_HEAD.size + ENTRIES * ENTRY.size  # offset in a slot of a u64: the newest number
+# offset in a slot of a u64: the newest number
+LAST_AT: Final = SLOT_HEAD.size + ENTRIES * ENTRY.size
 SLOT_SIZE: Final = 1024
 BLOBS_AT: Final = HEADER_SIZE + CHANNELS * SLOT_SIZE
 BLOBS_SIZE: Final = 512 * 1024
@@ -55,13 +61,16 @@ ACTIVE: Final = 120  # 1: it announces every collective; 0: it is outside its `c
 PRESENT: Final = 128  # number of the newest rendezvous that it has reached, from 1
 ALONE: Final = 152  # 1: it left the last rendezvous without all others, and verifies without them
 STEADY: Final = 144  # 1: it verifies from its first collective to its last
-COUNTS_FROM: Final = 136  # 0: it numbers collectives from its first group on; 1: from where it was enabled in mid-job
-ASKS: Final = 160  # a rank whose whereabouts this rank asks for, plus 1; the upper half counts the questions
+# 0: it numbers collectives from its first group on; 1: from where it was enabled in mid-job
+COUNTS_FROM: Final = 136
+# a rank whose whereabouts this rank asks for, plus 1; the upper half counts the questions
+ASKS: Final = 160
 REMOTE: Final = 168  # not 0: a copy of a board on another node; LINKED or LOST
 HEARD: Final = 176  # of a copy: CLOCK_MONOTONIC ns of the last sign of life of the other node
 ENDED: Final = 184  # of a copy: 1: the rank's process has ended without closing its board
 ANSWER_AT: Final = 512  # of a copy: the answer to the last question about its rank's whereabouts
-ANSWER: Final = struct.Struct("<QQ")  # its question, as in ASKS; the length of the text that follows
+# its question, as in ASKS; the length of the text that follows
+ANSWER: Final = struct.Struct("<QQ")
 ANSWER_MAX: Final = 512
 LINKED: Final = 1
 LOST: Final = 2  # the other node is no longer heard of
@@ -75,7 +84,9 @@ _unpack_entry = ENTRY.unpack_from
 
 def key_of(*parts: Any) -> int:
     """Return a channel's identity, a number that is the same on all its ranks and never 0."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") or 1
+    return (
+        int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") or 1
+    )
 
 
 def allocate(path: Path, rank: int, start_ticks: int) -> mmap.mmap:
@@ -134,7 +145,15 @@ class Board:
     def announce(self, slot: int, number: int, signature: int, blob: int, extra: int) -> None:
         """Announce the collective that is about to be issued as ``number`` of a channel."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
-        _pack_entry(self.map, at, number, signature, blob, extra, (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK)
+        _pack_entry(
+            self.map,
+            at,
+            number,
+            signature,
+            blob,
+            extra,
+            (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK,
+        )
         self._words[(slot + LAST_AT) // WORD_SIZE] = number
 
     def withdraw(self, slot: int, number: int) -> None:
@@ -151,7 +170,9 @@ class Board:
         self.set_word(WAITING, key)
 
     def is_recent(self, position: int) -> bool:
-        """Return whether a blob is still safe to refer to: less than half of the ring has been written since."""
+        """Return whether a blob is still safe to refer to: less than half of the ring has been
+        written since.
+        """
         return position > self._head - BLOBS_SIZE // 2
 
     def add_blob(self, content: dict[str, Any]) -> int:
@@ -169,11 +190,15 @@ class Board:
             self._head += need
             self.set_word(HEAD, self._head)
             self.map[at + BLOB.size : at + BLOB.size + len(payload)] = payload
-            BLOB.pack_into(self.map, at, len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position)
+            BLOB.pack_into(
+                self.map, at, len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position
+            )
         return position
 
     def close(self) -> None:
-        """Mark the rank as finished and remove the file. Peers that have it mapped still see the mark."""
+        """Mark the rank as finished and remove the file. Peers that have it mapped still see the
+        mark.
+        """
         self.set_word(CLOSED, 1)
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -213,7 +238,9 @@ class PeerBoard:
     def answer(self) -> tuple[int, str]:
         """The question about the rank's whereabouts that was answered last, and the answer."""
         question, length = ANSWER.unpack_from(self.map, ANSWER_AT)
-        return question, self.map[ANSWER_AT + ANSWER.size : ANSWER_AT + ANSWER.size + min(length, ANSWER_MAX)].decode(errors="replace")
+        return question, self.map[
+            ANSWER_AT + ANSWER.size : ANSWER_AT + ANSWER.size + min(length, ANSWER_MAX)
+        ].decode(errors="replace")
 
     def give_up(self) -> None:
         """Mark a copy as no longer kept, for all ranks of this node: its rank is not waited for."""
@@ -235,7 +262,9 @@ class PeerBoard:
         return self._slots.get(key, 0)
 
     def announced(self, slot: int, number: int) -> tuple[int, int, int] | None:
-        """Return ``(signature, blob, extra)`` of an announcement; None if it is not there yet or was overwritten long ago."""
+        """Return ``(signature, blob, extra)`` of an announcement; None if it is not there yet or
+        was overwritten long ago.
+        """
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         own, signature, blob, extra, check = _unpack_entry(self.map, at)
         if own != number or check != (own ^ signature ^ blob ^ extra ^ MAGIC) & _MASK:
@@ -243,7 +272,9 @@ class PeerBoard:
         return signature, blob, extra
 
     def is_past(self, slot: int, number: int) -> bool:
-        """Return whether the rank has announced a later number of the same round, and therefore this one before."""
+        """Return whether the rank has announced a later number of the same round, and therefore
+        this one before.
+        """
         last = self.last_number(slot)
         return last > number and last >> ROUND_SHIFT == number >> ROUND_SHIFT
 
@@ -258,7 +289,11 @@ class PeerBoard:
     def channels(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the keys and descriptions of all channels that the rank has used."""
         self.slot(0)
-        return [(key, description) for key in self._slots if (description := self.channel(key)) is not None]
+        return [
+            (key, description)
+            for key in self._slots
+            if (description := self.channel(key)) is not None
+        ]
 
     def channel(self, key: int) -> dict[str, Any] | None:
         """Return the description of a channel."""

@@ -1,10 +1,12 @@
 """Copies of boards on other nodes. Standard library only.
 
-The relay of a node reads its ranks' boards (:class:`Feed`) and sends the bytes that changed; the other nodes' relays write them at the same
-offsets of a file of the same layout (:class:`Mirror`), which their ranks read like any board. Times are sent as ages.
+The relay of a node reads its ranks' boards (:class:`Feed`) and sends the bytes that changed; the
+other nodes' relays write them at the same offsets of a file of the same layout (:class:`Mirror`),
+which their ranks read like any board. Times are sent as ages.
 
-A feed reads in the order in which a copy must be written: a word that says how far to read follows the bytes that it covers, and a
-rank's wait follows its announcements. So a copy may be old, but is never ahead of itself.
+A feed reads in the order in which a copy must be written: a word that says how far to read follows
+the bytes that it covers, and a rank's wait follows its announcements. So a copy may be old, but is
+never ahead of itself.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Feed:
         self._last: dict[int, int] = {}  # by slot: the newest number
 
     def news(self) -> list[Write]:
-        """Return new announcements on channels that reach other nodes, and changes of the words that others wait for."""
+        """Return new announcements on channels that reach other nodes, and changes of the words
+        that others wait for.
+        """
         writes = list(self._new_slots())
         for slot, known in self._last.items():
             last = self.board.last_number(slot)
@@ -60,7 +64,9 @@ class Feed:
         return writes
 
     def rest(self, *, waits: bool) -> list[Write]:
-        """Return all other changes; with ``waits``, also how long the rank has waited and the channels within its node."""
+        """Return all other changes; with ``waits``, also how long the rank has waited and the
+        channels within its node.
+        """
         wait = {offset: self.board.word(offset) for offset in _WAIT_WORDS}
         writes = list(self._new_slots())
         for slots in (self._outside, self._inside) if waits else (self._outside,):
@@ -77,7 +83,9 @@ class Feed:
             since = wait[B.WAITING_SINCE]
             age = max(time.monotonic_ns() - since, 1) if since else 0
             writes += [(B.WAITING, _U64.pack(0)), (B.WAITING_SINCE, _U64.pack(age))]
-            writes += [(offset, _U64.pack(wait[offset])) for offset in (B.WAITING_NUMBER, B.WAITING)]
+            writes += [
+                (offset, _U64.pack(wait[offset])) for offset in (B.WAITING_NUMBER, B.WAITING)
+            ]
         return writes
 
     @property
@@ -119,7 +127,9 @@ class Feed:
         self._last[slot] = last
         entries = slot + B.SLOT_HEAD.size
         if known < last <= known + B.ENTRIES:
-            ats = [entries + number % B.ENTRIES * B.ENTRY.size for number in range(known + 1, last + 1)]
+            ats = [
+                entries + number % B.ENTRIES * B.ENTRY.size for number in range(known + 1, last + 1)
+            ]
             writes = [(at, self.board.map[at : at + B.ENTRY.size]) for at in ats]
         else:  # another round, a withdrawal, or more than the ring holds
             writes = [(entries, self.board.map[entries : slot + B.LAST_AT])]
@@ -159,7 +169,9 @@ class Mirror:
         Raises:
             ValueError: it does not belong there.
         """
-        if not B.USED <= offset <= B.SIZE - len(content) or (offset < B.HEADER_SIZE and offset + len(content) > B.HEADER_SIZE):
+        if not B.USED <= offset <= B.SIZE - len(content) or (
+            offset < B.HEADER_SIZE and offset + len(content) > B.HEADER_SIZE
+        ):
             raise ValueError(f"a write of {len(content)} bytes at {offset}")
         if len(content) == B.WORD_SIZE and offset % B.WORD_SIZE == 0:
             (value,) = _U64.unpack(content)

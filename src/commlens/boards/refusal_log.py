@@ -1,7 +1,9 @@
-"""The log of refused collectives of a job on one node, so that all ranks raise the same message. Standard library only.
+"""The log of refused collectives of a job on one node, so that all ranks raise the same message.
+Standard library only.
 
-One append-only file beside the black boxes. The rank that finds a mismatch posts it under a lock; all ranks quote the first post about a
-collective. Before each of its collectives, a rank checks one word.
+One append-only file beside the black boxes. The rank that finds a mismatch posts it under a lock;
+all ranks quote the first post about a collective. Before each of its collectives, a rank checks one
+word.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ DRAFTS: Final = "verify.drafts"
 CONNECTING, LINKED, ALONE = range(3)
 """States of the link to the other nodes."""
 _COUNT, _BOARDS, _END, _LINK, _SHARED = range(5)
-"""Words: number of refusals; number of boards created; bytes of refusals; state of the link; number of refusals that all nodes have."""
+"""Words: number of refusals; number of boards created; bytes of refusals; state of the link; number
+of refusals that all nodes have.
+"""
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
@@ -42,12 +46,15 @@ class RefusalLog:
         """
         self.path = folder / name
         self._lock = threading.RLock()
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             with self.locked():
                 if os.fstat(self._descriptor).st_size < _SIZE:
                     os.posix_fallocate(self._descriptor, 0, _SIZE)
-            self.map = mmap.mmap(self._descriptor, _SIZE)  # wakeup.py uses the rest of the first page
+            # wakeup.py uses the rest of the first page
+            self.map = mmap.mmap(self._descriptor, _SIZE)
             self._words = memoryview(self.map)[:_HEADER_SIZE].cast("Q")
         except BaseException:
             os.close(self._descriptor)
@@ -68,11 +75,14 @@ class RefusalLog:
                     return {}
                 length, crc = _RECORD.unpack_from(self.map, at)
                 self._read_to += _RECORD.size + length
-                self._read.append(_decoded(self.map[at + _RECORD.size : at + _RECORD.size + length], crc))
+                self._read.append(
+                    _decoded(self.map[at + _RECORD.size : at + _RECORD.size + length], crc)
+                )
             return self._read[index]
 
     def post(self, key: int, number: int, content: dict[str, Any]) -> dict[str, Any]:
-        """Post a refusal of collective ``number`` of channel ``key``, and return the first one posted about it.
+        """Post a refusal of collective ``number`` of channel ``key``, and return the first one
+        posted about it.
 
         Each node stamps it with its own time, ``posted_ns`` in ``CLOCK_MONOTONIC`` ns.
         If the file is full, the other ranks do not learn of it and wait until their own timeout.
@@ -83,7 +93,13 @@ class RefusalLog:
                 earlier = self.read(index)
                 if (earlier.get("key"), earlier.get("number")) == (key, number):
                     return earlier
-            content = {**content, "text": str(content["text"])[:_LONGEST], "key": key, "number": number, "posted_ns": time.monotonic_ns()}
+            content = {
+                **content,
+                "text": str(content["text"])[:_LONGEST],
+                "key": key,
+                "number": number,
+                "posted_ns": time.monotonic_ns(),
+            }
             payload = json.dumps(content, separators=(",", ":")).encode()
             end = self._words[_END]
             at = _HEADER_SIZE + end
@@ -95,7 +111,9 @@ class RefusalLog:
         return content
 
     def boards_created(self) -> int:
-        """Return how many boards were created. A rank that misses peers looks for their boards when this has grown."""
+        """Return how many boards were created. A rank that misses peers looks for their boards when
+        this has grown.
+        """
         return self._words[_BOARDS]
 
     def count_board(self) -> None:
@@ -128,7 +146,9 @@ class RefusalLog:
         self._words[_SHARED] += 1
 
     def reset(self) -> None:
-        """Forget everything: the ranks that wrote it have ended, and others with the same job have started. Call this locked."""
+        """Forget everything: the ranks that wrote it have ended, and others with the same job have
+        started. Call this locked.
+        """
         for word in range(_HEADER_SIZE // 8):
             self._words[word] = 0
         self._read, self._read_to = [], 0

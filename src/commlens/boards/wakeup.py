@@ -1,11 +1,12 @@
 """Wake-ups between the ranks of a job on one node. Standard library only.
 
-A rank that waits for a peer sleeps on that peer's bell: a word of shared memory that changes with each announcement of the peer.
-Each rank has two words in a page that all ranks of the job on this node share: its bell, and the bell that it sleeps on.
-Without memory fences a wake-up may be missed, so no sleep is long.
+A rank that waits for a peer sleeps on that peer's bell: a word of shared memory that changes with
+each announcement of the peer. Each rank has two words in a page that all ranks of the job on this
+node share: its bell, and the bell that it sleeps on. Without memory fences a wake-up may be missed,
+so no sleep is long.
 
-A sleep is a Linux futex, by its system call. Without it (another processor, a sandbox that forbids the call), sleeps are short naps and
-the caller polls.
+A sleep is a Linux futex, by its system call. Without it (another processor, a sandbox that forbids
+the call), sleeps are short naps and the caller polls.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ LONGEST_NS: Final = 20_000_000  # of one sleep; afterwards the caller looks agai
 _PLACES: Final = (LAST_WORD - FIRST_WORD) // 2
 _SEVERAL: Final = (1 << 64) - 1  # threads of the rank sleep on different bells
 
-_FUTEX_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX_NUMBERS: Final = {
+    "x86_64": 202,
+    "aarch64": 98,
+    "arm64": 98,
+    "riscv64": 98,
+    "loongarch64": 98,
+    "ppc64le": 221,
+    "s390x": 238,
+}
 _WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE: the word is shared by processes
 _POLL_S: Final = 50e-6
 _ALL_SLEEPERS: Final = 1 << 30
@@ -64,7 +73,8 @@ class Bells:
     def listen(self, peer: int, thread: int) -> int:
         """Register this thread as a sleeper on the peer's bell, and return the bell's value.
 
-        Check the awaited condition once more before :meth:`sleep`, since the bell may have rung in between.
+        Check the awaited condition once more before :meth:`sleep`, since the bell may have rung in
+        between.
         """
         bell = _bell(peer)
         with self._lock:
@@ -73,7 +83,9 @@ class Bells:
         return self._words[bell]
 
     def sleep(self, peer: int, heard: int) -> None:
-        """Sleep until the peer's bell rings, for 20 ms at most; not at all if it no longer has the value ``heard``."""
+        """Sleep until the peer's bell rings, for 20 ms at most; not at all if it no longer has the
+        value ``heard``.
+        """
         self._futexes.wait(_bell(peer), heard, LONGEST_NS)
 
     def awake(self, thread: int) -> None:
@@ -81,11 +93,15 @@ class Bells:
         with self._lock:
             self._sleepers.pop(thread, None)
             left = set(self._sleepers.values())
-            self._words[self._own + 1] = 0 if not left else left.pop() if len(left) == 1 else _SEVERAL
+            self._words[self._own + 1] = (
+                0 if not left else left.pop() if len(left) == 1 else _SEVERAL
+            )
 
 
 class RemoteBells:
-    """The bells of the ranks on other nodes, which the node's relay rings for them, and the bells of the ranks here, as it hears them."""
+    """The bells of the ranks on other nodes, which the node's relay rings for them, and the bells
+    of the ranks here, as it hears them.
+    """
 
     def __init__(self, mapped: mmap.mmap) -> None:
         """Use the first page of a shared, writable map."""
@@ -127,7 +143,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The words of a shared, writable map, which must outlive this, as futexes: the lower half of each word of 8 bytes."""
+    """The words of a shared, writable map, which must outlive this, as futexes: the lower half of
+    each word of 8 bytes.
+    """
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -137,29 +155,54 @@ class Futexes:
         self.works = self._number != 0 and self._is_permitted()
 
     def wait(self, word: int, expected: int, timeout_ns: int) -> None:
-        """Sleep until the word is woken or the timeout is over; not at all if the word is no longer ``expected``."""
+        """Sleep until the word is woken or the timeout is over; not at all if the word is no longer
+        ``expected``.
+        """
         if not self.works:
             time.sleep(min(_POLL_S, timeout_ns / 1e9))
             return
         timeout = _Timespec(timeout_ns // 1_000_000_000, timeout_ns % 1_000_000_000)
         # The result does not matter: the caller checks its condition again.
         self._call(
-            self._number, self._base + word * 8 + self._lower_half, _WAIT, ctypes.c_uint32(expected & 0xFFFFFFFF), ctypes.byref(timeout),
-            None, 0,
-        )  # fmt: skip
+            self._number,
+            self._base + word * 8 + self._lower_half,
+            _WAIT,
+            ctypes.c_uint32(expected & 0xFFFFFFFF),
+            ctypes.byref(timeout),
+            None,
+            0,
+        )
 
     def wake(self, word: int) -> None:
         """Wake all threads, of all processes, that sleep on the word."""
         if self.works:
-            self._call(self._number, self._base + word * 8 + self._lower_half, _WAKE, _ALL_SLEEPERS, None, None, 0)
+            self._call(
+                self._number,
+                self._base + word * 8 + self._lower_half,
+                _WAKE,
+                _ALL_SLEEPERS,
+                None,
+                None,
+                0,
+            )
 
     def _is_permitted(self) -> bool:
-        """Return whether the system allows the call. Waking a word without sleepers does nothing."""
+        """Return whether the system allows the call. Waking a word without sleepers does
+        nothing.
+        """
         return bool(self._call(self._number, self._base, _WAKE, 1, None, None, 0) >= 0)
 
 
 def _system_call() -> Any:
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+    call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    )
     return call

@@ -1,4 +1,6 @@
-"""How the recorder learns that a collective is done: its call returns, a thread waits for it, or polling finds it complete."""
+"""How the recorder learns that a collective is done: its call returns, a thread waits for it, or
+polling finds it complete.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,19 @@ class CompletionTracker:
     def __init__(self, writer: BoxWriter, *, timing: bool = False) -> None:
         self.writer = writer
         self.timing = timing
-        self.synchronous: dict[int, Token] = {}  # by thread: the call that issued it waits for it right away
-        self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; removed as soon as it is done
-        self.weakly_held: dict[int, Token] = {}  # by record index: in flight, its Work held by a weak reference only
+        # by thread: the call that issued it waits for it right away
+        self.synchronous: dict[int, Token] = {}
+        # Work (its one Python object) to token; removed as soon as it is done
+        self.in_flight: dict[Any, Token] = {}
+        # by record index: in flight, its Work held by a weak reference only
+        self.weakly_held: dict[int, Token] = {}
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
         self.device_queues = DeviceQueues(
-            writer.mark_outcome, self._done, self._failed_on_device, lambda: writer.last_index, writer.capacity
+            writer.mark_outcome,
+            self._done,
+            self._failed_on_device,
+            lambda: writer.last_index,
+            writer.capacity,
         )
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
@@ -60,7 +69,9 @@ class CompletionTracker:
             self._hold(token, work)
 
     def _enqueued(self, token: Token, work: Any) -> None:
-        """Leave it to torch's recorder to tell when the device is done: no Work is held, and none is polled."""
+        """Leave it to torch's recorder to tell when the device is done: no Work is held, and none
+        is polled.
+        """
         self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
         if self.capture_flag:
             self.graphs.captured(token.args.channel)
@@ -74,7 +85,8 @@ class CompletionTracker:
     def _hold(self, token: Token, work: Any) -> None:
         in_flight = self.in_flight
         if in_flight:
-            # Amortised: each new collective polls the oldest one, so that no Work (and no tensor) is held for long.
+            # Amortised: each new collective polls the oldest one, so that no Work (and no tensor)
+            # is held for long.
             try:
                 oldest, oldest_token = next(iter(in_flight.items()))
             except (RuntimeError, StopIteration):  # another thread has just removed it
@@ -89,7 +101,9 @@ class CompletionTracker:
             self.by_pointer[pointer] = token
 
     def _evict(self, work: Any, token: Token) -> None:
-        """Drop the oldest Work when too many are held: its state cannot be learned any more, unless a thread waits for it."""
+        """Drop the oldest Work when too many are held: its state cannot be learned any more, unless
+        a thread waits for it.
+        """
         if token.args.wait_only:
             self._hold_weakly(work, token)
         elif self.in_flight.pop(work, None) is not None:
@@ -125,10 +139,16 @@ class CompletionTracker:
         self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_COMPLETED, how)
 
     def _time(self, token: Token, now: int) -> None:
-        """Record the duration. Only for collectives whose end was seen as it happened, not for those found done by polling."""
-        self.writer.mark_value(token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS)
+        """Record the duration. Only for collectives whose end was seen as it happened, not for
+        those found done by polling.
+        """
+        self.writer.mark_value(
+            token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS
+        )
 
-    def mark_failed(self, offset: int, index: int, error: BaseException, thread: int, how: int) -> None:
+    def mark_failed(
+        self, offset: int, index: int, error: BaseException, thread: int, how: int
+    ) -> None:
         """Record that a collective ended with an error.
 
         Args:
@@ -153,7 +173,9 @@ class CompletionTracker:
             if token is None and self.synchronous:
                 token = self.synchronous.get(current.id)
             if token is None and self.weakly_held:
-                token = next((t for t in list(self.weakly_held.values()) if t.work_ref() is work), None)
+                token = next(
+                    (t for t in list(self.weakly_held.values()) if t.work_ref() is work), None
+                )
             if token is not None:
                 self._mark_wait(token)
         except Exception as error:
@@ -165,7 +187,9 @@ class CompletionTracker:
 
     def _mark_wait(self, token: Token) -> None:
         token.waiting = True
-        self.writer.wait_began(token.offset, token.index, _monotonic(), current.id, token.args.synchronous)
+        self.writer.wait_began(
+            token.offset, token.index, _monotonic(), current.id, token.args.synchronous
+        )
 
     def _verify_wait(self, verifier: Verifier, token: Token | None) -> None:
         try:
@@ -176,7 +200,9 @@ class CompletionTracker:
             raise
 
     def error_to_raise(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for a backend's error: a peer's refusal, if there is one, since it names the cause."""
+        """Return the exception to raise for a backend's error: a peer's refusal, if there is one,
+        since it names the cause.
+        """
         refusal = self.verifier.refusal_for(error) if self.verifier is not None else None
         if refusal is None:
             return error
@@ -215,7 +241,9 @@ class CompletionTracker:
                 return None
             if token is not None:
                 self._mark_wait(token)
-            work = next((work for work, other in list(self.in_flight.items()) if other is token), None)
+            work = next(
+                (work for work, other in list(self.in_flight.items()) if other is token), None
+            )
         except Exception as error:
             self._failed(error)
             return None
@@ -223,7 +251,9 @@ class CompletionTracker:
             self._verify_wait(self.verifier, token)
         return work, token
 
-    def tensor_wait_ended(self, held: tuple[Any, Token | None], error: BaseException | None) -> None:
+    def tensor_wait_ended(
+        self, held: tuple[Any, Token | None], error: BaseException | None
+    ) -> None:
         """Note that this wait ended."""
         work, token = held
         if error is not None and self.verifier is not None:
@@ -241,9 +271,10 @@ class CompletionTracker:
     def sweep(self) -> Token | None:
         """Poll the collectives in flight and return the oldest one that is not done.
 
-        A Work that cannot say whether it is done (gloo's reduce_scatter, send and recv) is held only until the next sweep, because
-        it would keep tensors alive. A weak reference replaces it, which lives as long as the user's own handle. Once the user drops
-        that handle without a wait, the state cannot be learned any more.
+        A Work that cannot say whether it is done (gloo's reduce_scatter, send and recv) is held
+        only until the next sweep, because it would keep tensors alive. A weak reference replaces
+        it, which lives as long as the user's own handle. Once the user drops that handle without a
+        wait, the state cannot be learned any more.
         """
         oldest: Token | None = None
         now = _monotonic()
@@ -259,8 +290,14 @@ class CompletionTracker:
         for thread, token in list(self.synchronous.items()):
             if token.waiting:
                 oldest = _older(oldest, token)
-            elif now - token.since > _HOLD_WEAKLY_AFTER_NS and self.synchronous.pop(thread, None) is token:
-                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)  # its caller never waited
+            elif (
+                now - token.since > _HOLD_WEAKLY_AFTER_NS
+                and self.synchronous.pop(thread, None) is token
+            ):
+                # its caller never waited
+                self.writer.mark_outcome(
+                    token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
+                )
         for index, token in list(self.weakly_held.items()):
             if self.overwritten(index):
                 self.weakly_held.pop(index, None)
@@ -269,7 +306,9 @@ class CompletionTracker:
                 oldest = _older(oldest, token)
             elif token.work_ref() is None and not token.unknown:
                 token.unknown = True
-                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+                self.writer.mark_outcome(
+                    token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
+                )
             elif not token.unknown:
                 oldest = _older(oldest, token)
         return oldest
@@ -301,7 +340,11 @@ class CompletionTracker:
         finally:
             if not self._logged:
                 self._logged = True
-                log.warning("commlens could not record a collective and goes on without it: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "commlens could not record a collective and goes on without it: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
 
 
 def _older(oldest: Token | None, token: Token) -> Token:
@@ -309,7 +352,9 @@ def _older(oldest: Token | None, token: Token) -> Token:
 
 
 def error_of(work: Any) -> Exception | None:
-    """Return the error of a Work whose ``is_completed()`` is true, as it also is after a failure; None if it succeeded or has no future."""
+    """Return the error of a Work whose ``is_completed()`` is true, as it also is after a failure;
+    None if it succeeded or has no future.
+    """
     try:
         future = work.get_future()
     except Exception:

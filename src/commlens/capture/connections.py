@@ -1,7 +1,9 @@
-"""The connections of a process group, and how to close them: a thread that waits in the backend's C++ then gets an error.
+"""The connections of a process group, and how to close them: a thread that waits in the backend's
+C++ then gets an error.
 
-``ProcessGroup.abort`` does that for NCCL only: gloo inherits one that does nothing (seen on torch 2.13). Gloo connects all pairs of ranks
-while the group is made, so the sockets that are new then are the group's.
+``ProcessGroup.abort`` does that for NCCL only: gloo inherits one that does nothing (seen on torch
+2.13). Gloo connects all pairs of ranks while the group is made, so the sockets that are new then
+are the group's.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ def note(process_group: Any, before: dict[Path, str]) -> None:
 
 
 def abort(process_group: Any) -> None:
-    """Make the collectives of a group that are in flight fail, here and on its other ranks. The group cannot be used afterwards."""
+    """Make the collectives of a group that are in flight fail, here and on its other ranks. The
+    group cannot be used afterwards.
+    """
     for descriptor, name in _sockets.pop(process_group, {}).items():
         with contextlib.suppress(OSError):
-            copy = os.dup(int(descriptor.name))  # the descriptor may become another's at any moment, the copy stays
+            # the descriptor may become another's at any moment, the copy stays
+            copy = os.dup(int(descriptor.name))
             if _name(_DESCRIPTORS / str(copy)) == name:
                 _shut_down(socket.socket(fileno=copy))
             else:
@@ -44,7 +49,9 @@ def abort(process_group: Any) -> None:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Shut down a connection that may be gloo's. The kernel chooses gloo's ports, so none is well-known or the store's."""
+    """Shut down a connection that may be gloo's. The kernel chooses gloo's ports, so none is
+    well-known or the store's.
+    """
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return

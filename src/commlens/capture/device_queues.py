@@ -1,9 +1,12 @@
-"""The collectives that were enqueued on a device: which of them have completed, and which one the device waits in.
+"""The collectives that were enqueued on a device: which of them have completed, and which one the
+device waits in.
 
-The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it would keep tensors alive, and polling
-it queries an event, which breaks the capture of a CUDA graph. torch's own recorder knows how far each backend is. It is asked only when
-a group has issued nothing for seconds while something of it may be in flight, and rarely while the group is busy: then the answer tells
-what has completed, and of the rest only what has long been in flight, because it may complete long before the next answer.
+The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it
+would keep tensors alive, and polling it queries an event, which breaks the capture of a CUDA graph.
+torch's own recorder knows how far each backend is. It is asked only when a group has issued nothing
+for seconds while something of it may be in flight, and rarely while the group is busy: then the
+answer tells what has completed, and of the rest only what has long been in flight, because it may
+complete long before the next answer.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ ASK_AGAIN_NS = 1_000_000_000
 ASK_WHILE_BUSY_NS = 30_000_000_000
 LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
-_ADDED_MAX = 16_384  # between two looks of the watchdog thread; the native engine has the same limit
-_FAILURES = {1: "its process group timed out", 2: "its communicator failed", 3: "another rank reported an error"}
+# between two looks of the watchdog thread; the native engine has the same limit
+_ADDED_MAX = 16_384
+_FAILURES = {
+    1: "its process group timed out",
+    2: "its communicator failed",
+    3: "another rank reported an error",
+}
 
 
 class Queue:
@@ -37,7 +45,8 @@ class Queue:
         self.channel = channel
         self.capacity = capacity
         self.tokens: collections.deque[Token] = collections.deque()
-        self.dropped: Token | None = None  # the newest that was dropped and may be in flight: its record is overwritten
+        # the newest that was dropped and may be in flight: its record is overwritten
+        self.dropped: Token | None = None
         self.newest_ns = 0  # when the newest was issued
         self.asked_ns = 0  # when torch's recorder was last asked
         self.progress_ns = 0  # when one last completed, as far as that is known
@@ -56,23 +65,30 @@ class Queue:
         return self.tokens[0] if self.tokens and self.tokens[0].waiting else None
 
     def note_progress(self, now: int, *, any_done: bool) -> None:
-        """Note an answer. What is found complete in the first one after a busy time completed at an unknown moment of that time."""
+        """Note an answer. What is found complete in the first one after a busy time completed at an
+        unknown moment of that time.
+        """
         if any_done:
             self.progress_ns = now if self.asked_ns > self.newest_ns else self.newest_ns
         self.asked_ns = now
 
     def is_quiet(self, now: int) -> bool:
-        """Return whether nothing was issued for so long that it pays to ask, or the last answer must be kept up to date."""
+        """Return whether nothing was issued for so long that it pays to ask, or the last answer
+        must be kept up to date.
+        """
         return bool(self.tokens) and (now - self.newest_ns >= QUIET_NS or self.oldest() is not None)
 
     @property
     def has_messages(self) -> bool:
-        """Whether the channel carries messages, too: torch's status of its backend then mixes the numbers of both."""
+        """Whether the channel carries messages, too: torch's status of its backend then mixes the
+        numbers of both.
+        """
         return bool(self.channel.pairs)
 
 
 class DeviceQueues:
-    """All queues of a rank. Any thread may call :meth:`add` and those about captures, and only the watchdog thread the others.
+    """All queues of a rank. Any thread may call :meth:`add` and those about captures, and only the
+    watchdog thread the others.
 
     Args:
         mark: writes a life word: offset, index, outcome, how it was learned.
@@ -98,8 +114,10 @@ class DeviceQueues:
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[Channel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
-        self._asked_ns = time.monotonic_ns()  # not while a job makes its groups: torch's status is read without its lock
-        self._asked_of: dict[Channel, int] = {}  # when asked on a system where a stall may be asked about only once: newest_ns
+        # not while a job makes its groups: torch's status is read without its lock
+        self._asked_ns = time.monotonic_ns()
+        # when asked on a system where a stall may be asked about only once: newest_ns
+        self._asked_of: dict[Channel, int] = {}
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
 
@@ -108,7 +126,9 @@ class DeviceQueues:
         self._added.append(token)
 
     def capture_begins(self) -> None:
-        """Note that a capture begins, and wait, for a second at most, until the watchdog thread no longer queries the device."""
+        """Note that a capture begins, and wait, for a second at most, until the watchdog thread no
+        longer queries the device.
+        """
         self._capturing = True
         if self._querying.acquire(timeout=LONGEST_QUERY_S):
             self._querying.release()
@@ -140,7 +160,9 @@ class DeviceQueues:
         for queue in self._queues.values():
             status = statuses.get(queue.channel.backend.uid)
             if not queue.tokens or status is None or status.enqueued == torch_progress.NEVER:
-                continue  # switched off, or nothing is enqueued to torch's watchdog (TORCH_NCCL_BLOCKING_WAIT)
+                # switched off, or nothing is enqueued to torch's watchdog
+                # (TORCH_NCCL_BLOCKING_WAIT)
+                continue
             if queue.has_messages:
                 mixed.append(queue)
             else:
@@ -157,9 +179,13 @@ class DeviceQueues:
         return min(filter(None, heads), key=lambda token: token.index, default=None)
 
     def waits_since(self, token: Token) -> int:
-        """Return since when the device may have waited in a collective: it was issued, and the one before had completed."""
+        """Return since when the device may have waited in a collective: it was issued, and the one
+        before had completed.
+        """
         queue = self._queues.get(token.args.channel)
-        return max(token.since, queue.progress_ns if queue is not None and token.result is None else 0)
+        return max(
+            token.since, queue.progress_ns if queue is not None and token.result is None else 0
+        )
 
     def clear(self) -> None:
         """Forget everything."""
@@ -178,12 +204,16 @@ class DeviceQueues:
             self._asked_of.update((queue.channel, queue.newest_ns) for queue in new)
             return bool(new)
         since = now - self._asked_ns
-        return (bool(quiet) and since >= ASK_AGAIN_NS) or (bool(waiting) and since >= ASK_WHILE_BUSY_NS)
+        return (bool(quiet) and since >= ASK_AGAIN_NS) or (
+            bool(waiting) and since >= ASK_WHILE_BUSY_NS
+        )
 
     # --- what the answers mean
 
     def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
-        queue.note_progress(now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed)
+        queue.note_progress(
+            now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed
+        )
         while queue.tokens and queue.tokens[0].backend_number <= status.completed:
             self._done(queue.tokens.popleft(), L.HOW_NATIVE_RECORDER, now)
         if queue.dropped is not None:
@@ -203,7 +233,8 @@ class DeviceQueues:
         answer = torch_progress.in_flight()
         if answer is None:
             return
-        held = torch_progress.capacity() // 2  # of our records: torch's recorder has up to two for each
+        # of our records: torch's recorder has up to two for each
+        held = torch_progress.capacity() // 2
         for queue in queues:
             known = answer.get(queue.channel.backend.uid)
             if known is None:
@@ -212,9 +243,13 @@ class DeviceQueues:
             before = len(queue.tokens)
             for token in queue.tokens:
                 number = token.backend_number
-                is_active = number in (known.coalesced if token.args.op == "coalesced" else known.alone)
+                is_active = number in (
+                    known.coalesced if token.args.op == "coalesced" else known.alone
+                )
                 if is_active:
-                    self._in_flight(token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER)
+                    self._in_flight(
+                        token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER
+                    )
                     left.append(token)
                 elif self._newest() - token.index < held:
                     self._done(token, L.HOW_NATIVE_RECORDER, now)
@@ -229,7 +264,9 @@ class DeviceQueues:
             self._mark(token.offset, token.index, L.OUTCOME_NONE, how)
 
     def _look_at_messages(self) -> None:
-        """Poll the results of messages, which torch's watchdog thread sets without a query of ours."""
+        """Poll the results of messages, which torch's watchdog thread sets without a query of
+        ours.
+        """
         for _ in range(min(len(self._messages), _MESSAGES_AT_ONCE)):
             token = self._messages.popleft()
             result = token.result() if token.result is not None else None
@@ -243,7 +280,8 @@ class DeviceQueues:
 
 
 def result_reader(work: Any) -> Callable[[], int | None] | None:
-    """Return a function that reads how a Work ended: torch's ErrorType, None while it has not; or None if nothing will tell.
+    """Return a function that reads how a Work ended: torch's ErrorType, None while it has not; or
+    None if nothing will tell.
 
     torch's watchdog thread sets the result. It holds no tensors.
     """

@@ -1,4 +1,5 @@
-"""The choice of engine: the native one if it was built for this very torch and Python, else the one in Python.
+"""The choice of engine: the native one if it was built for this very torch and Python, else the one
+in Python.
 
 Both write the same records. docs/native.md says how the native engine is built.
 """
@@ -32,7 +33,8 @@ _TRACED = "this process traced collectives before, with kernels in Python, which
 
 
 def choose(wanted: str, *, joined: bool = False) -> Engine:
-    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used.
+    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was
+    asked for cannot be used.
 
     ``joined``: recording is switched on while the job runs, which only the Python engine can do.
     """
@@ -41,14 +43,21 @@ def choose(wanted: str, *, joined: bool = False) -> Engine:
         if module is not None:
             return _native(module)
         if wanted == "native" or why:
-            # A traced process has kernels in Python, which is no fault unless the native ones were asked for.
+            # A traced process has kernels in Python, which is no fault unless the native ones were
+            # asked for.
             level = logging.DEBUG if why == _TRACED and wanted != "native" else logging.WARNING
             log.log(level, "commlens records in Python: %s", why or native.NOT_BUILT)
-    return Engine("python", BoxWriter, lambda writer, **options: Recorder(writer, Groups(joined=joined), **options))
+    return Engine(
+        "python",
+        BoxWriter,
+        lambda writer, **options: Recorder(writer, Groups(joined=joined), **options),
+    )
 
 
 def _native_module() -> tuple[Any, str]:
-    """Return the module with its kernels installed, or None and the reason; no reason if it was simply not built."""
+    """Return the module with its kernels installed, or None and the reason; no reason if it was
+    simply not built.
+    """
     try:
         module = native.load()
         if module is None:

@@ -21,7 +21,9 @@ class Graphs:
     def __init__(self, writer: BoxWriter) -> None:
         self._writer = writer
         self._captured: collections.Counter[Channel] = collections.Counter()
-        self._channels: weakref.WeakKeyDictionary[Any, dict[Channel, int]] = weakref.WeakKeyDictionary()
+        self._channels: weakref.WeakKeyDictionary[Any, dict[Channel, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._numbers: dict[Channel, Any] = {}
         self._blobs: dict[tuple[Channel, int], tuple[int, int]] = {}
 
@@ -30,7 +32,9 @@ class Graphs:
         self._captured[channel] += 1
 
     def ends(self, graph: Any) -> None:
-        """Note that the capture of a graph has ended: it contains what was captured since the last one."""
+        """Note that the capture of a graph has ended: it contains what was captured since the last
+        one.
+        """
         if self._captured:
             self._channels[graph] = dict(self._captured)
             self._captured.clear()
@@ -42,9 +46,16 @@ class Graphs:
                 self._numbers[channel] = numbers()
             group, asked = self._described(channel, count)
             record = L.Record(
-                self._writer.next_index(), now, group, asked, stack, sequence_number=self._numbers[channel](), step=step, thread=thread,
+                self._writer.next_index(),
+                now,
+                group,
+                asked,
+                stack,
+                sequence_number=self._numbers[channel](),
+                step=step,
+                thread=thread,
                 flags=L.FLAG_ENTERED,
-            )  # fmt: skip
+            )
             offset = self._writer.announce(record)
             self._writer.mark(offset, L.RETURNED, record.record_index, now)
             self._writer.mark_outcome(offset, record.record_index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
@@ -53,7 +64,16 @@ class Graphs:
         """Return the positions of the blobs of the group and of a replay of so many collectives."""
         known = self._blobs.get((channel, count), (0, 0))
         if min(known) <= self._writer.side_floor:
-            asked = {"k": "asked", "op": GRAPH_REPLAY, "dop": f"{GRAPH_REPLAY} of {count}", "in": [], "out": []}
+            asked = {
+                "k": "asked",
+                "op": GRAPH_REPLAY,
+                "dop": f"{GRAPH_REPLAY} of {count}",
+                "in": [],
+                "out": [],
+            }
             group = {**channel.describe(), "device": DEVICE, "ahead": True}
-            known = self._blobs[channel, count] = (self._writer.add_blob(group), self._writer.add_blob(asked))
+            known = self._blobs[channel, count] = (
+                self._writer.add_blob(group),
+                self._writer.add_blob(asked),
+            )
         return known

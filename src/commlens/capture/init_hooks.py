@@ -1,4 +1,6 @@
-"""The hooks in ``torch.distributed`` that start recording: ``init_process_group``, ``destroy_process_group`` and the making of groups."""
+"""The hooks in ``torch.distributed`` that start recording: ``init_process_group``,
+``destroy_process_group`` and the making of groups.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,28 @@ After = Callable[[bool, Any], None] | None
 
 
 class InitListener(Protocol):
-    """What the hooks call. An error of these methods is logged; only what ``before_destroy`` returns may raise.
+    """What the hooks call. An error of these methods is logged; only what ``before_destroy``
+    returns may raise.
 
-    Each ``before_...`` may return what to call after it, with whether the call raised and its result.
+    Each ``before_...`` may return what to call after it, with whether the call raised and its
+    result.
     """
 
     def before_init(self, place: Place) -> After:
         """``init_process_group`` was called."""
 
-    def before_new_group(self, group_rank: int, group_size: int, ranks: Sequence[int], backend: str, name: str, description: str) -> After:
-        """A group is about to be made, in which this process has this rank. A default group has no ``ranks``."""
+    def before_new_group(
+        self,
+        group_rank: int,
+        group_size: int,
+        ranks: Sequence[int],
+        backend: str,
+        name: str,
+        description: str,
+    ) -> After:
+        """A group is about to be made, in which this process has this rank. A default group has no
+        ``ranks``.
+        """
 
     def before_mesh(self, shape: Any, names: Any) -> After:
         """``init_device_mesh`` was called."""
@@ -46,12 +60,19 @@ class InitListener(Protocol):
 
 
 def safely(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of commlens and return its result; log its error, if it raises one, and return None."""
+    """Call a function of commlens and return its result; log its error, if it raises one, and
+    return None.
+    """
     try:
         return function(*args)
     except Exception as error:
         name = getattr(function, "__name__", "a hook")
-        log.warning("commlens: %s failed, the job goes on without it: %s: %s", name, type(error).__name__, error)
+        log.warning(
+            "commlens: %s failed, the job goes on without it: %s: %s",
+            name,
+            type(error).__name__,
+            error,
+        )
         return None
 
 
@@ -66,7 +87,9 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
     import torch.distributed.distributed_c10d as c10d
 
     def hooked(original: Callable[..., Any], before: Callable[..., After]) -> Callable[..., Any]:
-        """Return a function that calls ``before(listener, *arguments)``, the original, and what ``before`` returned."""
+        """Return a function that calls ``before(listener, *arguments)``, the original, and what
+        ``before`` returned.
+        """
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,27 +120,37 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
             after()
         return result
 
-    # A program that imported init_process_group by name before commlens was switched on gets only to this helper, and so do
-    # new_group and init_device_mesh.
+    # A program that imported init_process_group by name before commlens was switched on gets only
+    # to this helper, and so do new_group and init_device_mesh.
     c10d._new_process_group_helper = hooked(c10d._new_process_group_helper, _before_new_group)
-    init_process_group = hooked(c10d.init_process_group, lambda current, args, kwargs: current.before_init(place_of(args, kwargs)))
+    init_process_group = hooked(
+        c10d.init_process_group,
+        lambda current, args, kwargs: current.before_init(place_of(args, kwargs)),
+    )
     split_group = hooked(c10d.split_group, _before_split)
     for module in (dist, c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
         module.split_group = split_group
     device_mesh.split_group = split_group
-    device_mesh.init_device_mesh = dist.init_device_mesh = hooked(device_mesh.init_device_mesh, _before_mesh)
-    # Not of Store itself: C++ would take a function there for the override of a store that is written in Python, and call it without end.
+    device_mesh.init_device_mesh = dist.init_device_mesh = hooked(
+        device_mesh.init_device_mesh, _before_mesh
+    )
+    # Not of Store itself: C++ would take a function there for the override of a store that is
+    # written in Python, and call it without end.
     for store in filter(None, (getattr(dist, name, None) for name in _STORES)):
         for name, before in _STORE_METHODS.items():
             if hasattr(store, name):
                 setattr(store, name, hooked(getattr(store, name), functools.partial(before, name)))
 
 
-def _before_new_group(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+def _before_new_group(
+    current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> After:
     size, rank, ranks, backend, _, name, *_ = args
-    return current.before_new_group(rank, size, ranks or (), str(backend), str(name), str(kwargs.get("group_desc") or ""))
+    return current.before_new_group(
+        rank, size, ranks or (), str(backend), str(name), str(kwargs.get("group_desc") or "")
+    )
 
 
 def _before_mesh(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
@@ -125,13 +158,17 @@ def _before_mesh(current: InitListener, args: tuple[Any, ...], kwargs: dict[str,
     return current.before_mesh(shape, kwargs.get("mesh_dim_names"))
 
 
-def _before_store_wait(name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+def _before_store_wait(
+    name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> After:
     if name == "queue_pop" and not (args[2] if len(args) > 2 else kwargs.get("block", True)):
         return None
     return current.before_store_wait(f"store.{name}", _keys(args, kwargs))
 
 
-def _before_store_write(name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+def _before_store_write(
+    name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> After:
     if name == "add" and args[2:] == (0,):  # which reads it
         return None
     return current.before_store_write(_keys(args, kwargs))
@@ -146,7 +183,9 @@ def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str]:
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _STORE_METHODS = {
     **dict.fromkeys(("get", "wait", "multi_get", "queue_pop"), _before_store_wait),
-    **dict.fromkeys(("set", "add", "compare_set", "append", "multi_set", "queue_push"), _before_store_write),
+    **dict.fromkeys(
+        ("set", "add", "compare_set", "append", "multi_set", "queue_push"), _before_store_write
+    ),
 }
 
 

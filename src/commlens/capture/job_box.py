@@ -1,4 +1,6 @@
-"""The rank's black box in the job's folder of memory-backed files, and the node's watcher process."""
+"""The rank's black box in the job's folder of memory-backed files, and the node's watcher
+process.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ _LOOK_FOR_WATCHER_NS = 5_000_000_000
 
 
 def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | None:
-    """Return the name of the job's folder, or its path if it is the one of an ancestor's job; None if this process is no rank.
+    """Return the name of the job's folder, or its path if it is the one of an ancestor's job; None
+    if this process is no rank.
 
-    A rank's child is a worker, however it was started, unless it calls ``init_process_group`` with a rank of its own, as the ranks do
-    that Lightning starts from rank 0. A process that has destroyed its groups, or is alone in one, is no rank of its children's job:
-    test suites start ranks after they have been one.
+    A rank's child is a worker, however it was started, unless it calls ``init_process_group`` with
+    a rank of its own, as the ranks do that Lightning starts from rank 0. A process that has
+    destroyed its groups, or is alone in one, is no rank of its children's job: test suites start
+    ranks after they have been one.
     """
     box = _box_of_ancestor(settings)
     parent = job_dirs.owner(box) if box is not None else None
@@ -47,7 +51,11 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
         if early or (parent.setup and parent.rank == place.rank):
             return None
         if parent.world_size == place.world_size:
-            taken = {job_dirs.box_rank(other) for other in job_dirs.boxes(box.parent) if job_dirs.has_ended(other) is False}
+            taken = {
+                job_dirs.box_rank(other)
+                for other in job_dirs.boxes(box.parent)
+                if job_dirs.has_ended(other) is False
+            }
             return None if place.rank in taken - {parent.rank} else str(box.parent)
         if parent.setup:
             return None
@@ -57,14 +65,17 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
 def twin_of(settings: config.Settings, place: Place) -> str:
     """Say that another process has this one's rank; empty if none does.
 
-    A script that spawns its ranks may be started by a launcher as well. Then each of the launcher's workers spawns all ranks. They may
-    come at the same moment, so each notes its claim before it looks for others. Processes that are no children of ranks note nothing.
+    A script that spawns its ranks may be started by a launcher as well. Then each of the launcher's
+    workers spawns all ranks. They may come at the same moment, so each notes its claim before it
+    looks for others. Processes that are no children of ranks note nothing.
     """
     box = _box_of_ancestor(settings)
     parent = job_dirs.owner(box) if box is not None else None
     if box is None or parent is None or place.rank < 0 or not place.meeting:
         return ""
-    mine = rank_claims.claim_rank(box.parent, place.rank, place.meeting, place.world_size, parent.pid)
+    mine = rank_claims.claim_rank(
+        box.parent, place.rank, place.meeting, place.world_size, parent.pid
+    )
     ranks = {job_dirs.box_pid(one): job_dirs.box_rank(one) for one in job_dirs.boxes(box.parent)}
     for other in rank_claims.twins(box.parent).get(place.rank, []):
         if (
@@ -72,17 +83,26 @@ def twin_of(settings: config.Settings, place: Place) -> str:
             and other.started_by != mine.started_by
             and not job_dirs.process_has_ended(other.pid, other.start_ticks)
         ):
-            started = [f"process {one.pid}, which rank {ranks.get(one.started_by)} (pid {one.started_by}) started" for one in (mine, other)]
+            started = [
+                f"process {one.pid}, which rank {ranks.get(one.started_by)} (pid {one.started_by})"
+                " started"
+                for one in (mine, other)
+            ]
             script = Path(sys.argv[0]).name if sys.argv[0] not in ("", "-c") else "the script"
             return (
-                f"rank {place.rank} exists twice: {started[0]}, and {started[1]}. The launcher starts ranks, and so does {script}: "
-                f"start {script} without the launcher"
+                f"rank {place.rank} exists twice: {started[0]}, and {started[1]}. The launcher"
+                f" starts ranks, and so does {script}: start {script} without the launcher"
             )
     return ""
 
 
 def make_box(
-    settings: config.Settings, folder: str, place: Place, box_writer: Callable[..., Any], *, joined: bool = False
+    settings: config.Settings,
+    folder: str,
+    place: Place,
+    box_writer: Callable[..., Any],
+    *,
+    joined: bool = False,
 ) -> tuple[Path, Any] | None:
     """Make the black box of a rank in the first folder that has room.
 
@@ -111,18 +131,26 @@ def make_box(
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout, "joined": joined},
+                    about=_about(job_dir.name)
+                    | {
+                        "stall_timeout": settings.stall_timeout,
+                        "joined": joined,
+                    },
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")
-    where = "; ".join(problems) or "no memory-backed folder found (set COMMLENS_BOX_DIR to name one)"
+    where = (
+        "; ".join(problems) or "no memory-backed folder found (set COMMLENS_BOX_DIR to name one)"
+    )
     log.warning("commlens: rank %d is not recorded: %s", place.rank, where)
     return None
 
 
 @contextlib.contextmanager
 def _locked(job_dir: Path) -> Iterator[None]:
-    """Lock a job's folder, but do not wait long: the process that has the lock may be stopped, and this one is importing torch."""
+    """Lock a job's folder, but do not wait long: the process that has the lock may be stopped, and
+    this one is importing torch.
+    """
     with (job_dir / ".lock").open("w") as lock:
         until = time.monotonic() + _LOCK_S
         while time.monotonic() < until:
@@ -136,8 +164,12 @@ def _locked(job_dir: Path) -> Iterator[None]:
 
 def _box_of_ancestor(settings: config.Settings) -> Path | None:
     """Return the box of the nearest ancestor that has one."""
-    owners = {job_dirs.box_pid(box): box for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)
-              if job_dirs.has_ended(box) is False}  # fmt: skip
+    owners = {
+        job_dirs.box_pid(box): box
+        for job in job_dirs.live_jobs(settings.box_dir)
+        for box in job_dirs.boxes(job)
+        if job_dirs.has_ended(box) is False
+    }
     pid = os.getppid()
     for _ in range(64):
         if pid <= 1:
@@ -149,9 +181,11 @@ def _box_of_ancestor(settings: config.Settings) -> Path | None:
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
-    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started.
+    """Move away the boxes of an earlier job with the same name, whose processes ended before this
+    one started.
 
-    Nobody needs those of processes that ended well: test suites start many jobs at one meeting point.
+    Nobody needs those of processes that ended well: test suites start many jobs at one meeting
+    point.
     """
     started = time.time() - _age_s()
     for box in job_dirs.boxes(job_dir):
@@ -169,7 +203,8 @@ def _move_stale_boxes(job_dir: Path) -> None:
 
 
 def _free_ended_boxes(job_dir: Path) -> None:
-    """Free the boxes of other jobs' processes that ended: soon if memory is scarce, later if they never called init_process_group.
+    """Free the boxes of other jobs' processes that ended: soon if memory is scarce, later if they
+    never called init_process_group.
 
     A process that is killed at once starts no watcher that would free them.
     """
@@ -178,7 +213,9 @@ def _free_ended_boxes(job_dir: Path) -> None:
     for job in [job for job in job_dir.parent.iterdir() if job != job_dir]:
         for box in job_dirs.boxes(job):
             owner = job_dirs.owner(box)
-            if (is_scarce or (owner is not None and not owner.setup)) and job_dirs.is_leftover(box, before_s=before_s):
+            if (is_scarce or (owner is not None and not owner.setup)) and job_dirs.is_leftover(
+                box, before_s=before_s
+            ):
                 box.unlink(missing_ok=True)
 
 
@@ -197,9 +234,16 @@ def _about(job: str) -> dict[str, Any]:
 
     from commlens.version import __version__
 
-    # Not torch.cuda.is_available: before init_process_group, the program may still choose its devices, or fork.
-    has_gpu = torch.backends.cuda.is_built() and any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
-    coverage = ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"] if has_gpu else []
+    # Not torch.cuda.is_available: before init_process_group, the program may still choose its
+    # devices, or fork.
+    has_gpu = torch.backends.cuda.is_built() and any(
+        Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")
+    )
+    coverage = (
+        ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"]
+        if has_gpu
+        else []
+    )
     return {
         "job": job,
         "host": platform.node(),
@@ -207,7 +251,9 @@ def _about(job: str) -> dict[str, Any]:
         "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
         "launcher": rank_environment.launcher(),
         "env_world_size": max(rank_environment.number("WORLD_SIZE"), 0),
-        "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[:300],
+        "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[
+            :300
+        ],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commlens": __version__,
@@ -221,7 +267,8 @@ def _about(job: str) -> dict[str, Any]:
 
 
 def start_watcher(settings: config.Settings, job_dir: Path) -> int:
-    """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local rank does.
+    """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local
+    rank does.
 
     Returns:
         Its pid; 0: another rank starts it.
@@ -233,7 +280,9 @@ def start_watcher(settings: config.Settings, job_dir: Path) -> int:
 
 
 class WatcherReplacement:
-    """Starts another watcher, once for a job, if none is running: it may have been killed, or the rank that should have started it."""
+    """Starts another watcher, once for a job, if none is running: it may have been killed, or the
+    rank that should have started it.
+    """
 
     def __init__(self, settings: config.Settings, job_dir: Path) -> None:
         self._settings = settings
@@ -269,11 +318,25 @@ class WatcherReplacement:
 
 
 def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
-    environ = {**os.environ, **config.settings_environment(settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environ = {
+        **os.environ,
+        **config.settings_environment(settings),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     environ.pop("COMMLENS", None)
-    # Through a shell that ends at once: a program that waits for its children must not meet a child of ours.
+    # Through a shell that ends at once: a program that waits for its children must not meet a child
+    # of ours.
     shell = subprocess.run(
-        ["/bin/sh", "-c", '"$@" >/dev/null & echo $!', "sh", sys.executable, "-m", "commlens.watch", str(job_dir)],
+        [
+            "/bin/sh",
+            "-c",
+            '"$@" >/dev/null & echo $!',
+            "sh",
+            sys.executable,
+            "-m",
+            "commlens.watch",
+            str(job_dir),
+        ],
         env=environ,
         cwd=_directory(),
         stdin=subprocess.DEVNULL,
@@ -287,7 +350,9 @@ def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
 
 
 def end_watcher(pid: int, job_dir: Path | None) -> None:
-    """End a watcher that this process started, so that another one can be started with other settings; 0: there is none."""
+    """End a watcher that this process started, so that another one can be started with other
+    settings; 0: there is none.
+    """
     if pid and job_dir is not None and b"commlens.watch" in _command_line(pid):
         os.kill(pid, signal.SIGTERM)
         (job_dir / _CLAIM).unlink(missing_ok=True)
@@ -301,7 +366,9 @@ def _command_line(pid: int) -> bytes:
 
 
 def _directory() -> str:
-    """Return the working directory; "/" if it has been removed, because Python does not start there."""
+    """Return the working directory; "/" if it has been removed, because Python does not start
+    there.
+    """
     try:
         return os.getcwd()  # noqa: PTH109
     except OSError:

@@ -1,7 +1,8 @@
 """The recorder with the native engine: C++ does the hot path, and Python the rare work.
 
-``commlens/native/recorder.hpp`` does for each collective what :class:`commlens.capture.recorder.Recorder` does, and writes the same
-records. It calls the methods under "called from C++" when something is new or has failed.
+``commlens/native/recorder.hpp`` does for each collective what
+:class:`commlens.capture.recorder.Recorder` does, and writes the same records. It calls the methods
+under "called from C++" when something is new or has failed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class NativeBoxWriter(BoxWriter):
 
     def __init__(self, module: Any, path: Path, **header: Any) -> None:
         super().__init__(path, **header)
-        self.engine = module.Engine(self._map, self.capacity, self._side_at, self._side_size, self.epoch)
+        self.engine = module.Engine(
+            self._map, self.capacity, self._side_at, self._side_size, self.epoch
+        )
         self.next_index = self.engine.next_index
 
     @property
@@ -88,7 +91,9 @@ class NativeRecorder(Recorder):
 
     writer: NativeBoxWriter
 
-    def __init__(self, module: Any, writer: NativeBoxWriter, *, cpp_stack: bool = False, timing: bool = False) -> None:
+    def __init__(
+        self, module: Any, writer: NativeBoxWriter, *, cpp_stack: bool = False, timing: bool = False
+    ) -> None:
         self.engine = writer.engine
         self.engine.record_for(self, cpp_stack, timing)
         super().__init__(writer, NativeGroups(self.engine), cpp_stack=cpp_stack, timing=timing)
@@ -117,11 +122,15 @@ class NativeRecorder(Recorder):
         self.engine.verify(verifier.exchange if verifier is not None else None)
 
     def make_exchange(self, board: Any, shared: Any, rank: int) -> Any:
-        """Make the C++ part of verification, from a rank's board and the page that all ranks share."""
+        """Make the C++ part of verification, from a rank's board and the page that all ranks
+        share.
+        """
         return self._module.Exchange(board, shared, rank)
 
     def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """Return a ``Work.wait`` that records in C++, and calls ``slow`` while a tracer in Python listens, too."""
+        """Return a ``Work.wait`` that records in C++, and calls ``slow`` while a tracer in Python
+        listens, too.
+        """
         return self._module.tapped_wait(original, slow)
 
     @property
@@ -137,11 +146,15 @@ class NativeRecorder(Recorder):
     # --- called from C++
 
     def describe_args(self, name: str, arguments: tuple[Any, ...], address: int) -> InternedArgs:
-        """Intern the arguments of an op, on first sight; ``address`` is that of the process group."""
+        """Intern the arguments of an op, on first sight; ``address`` is that of the process
+        group.
+        """
         spec = self._specs[name]
         process_group = tap.unbox_group(arguments[spec.process_group])
         if address not in self._watched_groups:
-            self._watched_groups[address] = weakref.ref(process_group, lambda _: self._forget(address))
+            self._watched_groups[address] = weakref.ref(
+                process_group, lambda _: self._forget(address)
+            )
         return describe(spec, arguments, self.groups.find(process_group))
 
     def _forget(self, address: int) -> None:
@@ -174,16 +187,28 @@ class NativeRecorder(Recorder):
         self._failed(RuntimeError(text))
 
     def verify_before_issue(self, native: Any, reduce_op: int) -> Token:
-        """Compare a collective with the peers' before it is issued, if C++ cannot decide alone. Raises only a refusal."""
+        """Compare a collective with the peers' before it is issued, if C++ cannot decide alone.
+        Raises only a refusal.
+        """
         verifier = self.verifier
-        token = Token(native.index, native.offset, native.args, native.since, native.thread, native.number, native.stack)
+        token = Token(
+            native.index,
+            native.offset,
+            native.args,
+            native.since,
+            native.thread,
+            native.number,
+            native.stack,
+        )
         token.tagged_number = native.tagged_number
         if native.announced is not None:
             token.announced = native.announced[:2]
         if verifier is None:
             return token
         try:
-            verifier.before_issue(token, sys._getframe(1), _ReduceOp(reduce_op) if reduce_op >= 0 else None)
+            verifier.before_issue(
+                token, sys._getframe(1), _ReduceOp(reduce_op) if reduce_op >= 0 else None
+            )
         except BaseException as error:
             self.withdraw(token)
             self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)
@@ -195,7 +220,9 @@ class NativeRecorder(Recorder):
         return self.verifier.plan(args, stack, reduce_op) if self.verifier is not None else None
 
     def verify_before_wait(self, native: Any) -> None:
-        """Finish comparing before a thread waits, if C++ cannot decide alone; None for a Work without a record. Raises only a refusal."""
+        """Finish comparing before a thread waits, if C++ cannot decide alone; None for a Work
+        without a record. Raises only a refusal.
+        """
         verifier = self.verifier
         if verifier is None:
             return
@@ -252,7 +279,9 @@ class NativeRecorder(Recorder):
         return None, token
 
     def sweep(self) -> Any:
-        """Poll the collectives in flight, from the watchdog thread, and return the oldest one that is not done."""
+        """Poll the collectives in flight, from the watchdog thread, and return the oldest one that
+        is not done.
+        """
         self._take_enqueued()
         return self.engine.sweep()
 
@@ -261,7 +290,9 @@ class NativeRecorder(Recorder):
             if native.captured:
                 self.graphs.captured(native.args.channel)
                 continue
-            token = Token(native.index, native.offset, native.args, native.since, native.thread, native.number)
+            token = Token(
+                native.index, native.offset, native.args, native.since, native.thread, native.number
+            )
             token.backend_number = native.backend_number
             if native.has_result:
                 token.result = native.result
@@ -278,7 +309,9 @@ class NativeRecorder(Recorder):
     # --- CUDA graphs
 
     def capture_begins(self) -> None:
-        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the device."""
+        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the
+        device.
+        """
         super().capture_begins()
         self.engine.set_capturing(True)
 
@@ -295,21 +328,34 @@ class NativeRecorder(Recorder):
         self.engine.coalescing_starts()
 
     def coalescing_ends(self) -> Any:
-        """Record a coalesced group as one collective, before ``ProcessGroup._end_coalescing`` runs."""
+        """Record a coalesced group as one collective, before ``ProcessGroup._end_coalescing``
+        runs.
+        """
         try:
             ended = self.engine.coalescing_ends()
             if ended is None:
                 return None
             first, channel_blob, number, identity, members = ended
             content = {**first.python.content, "op": "coalesced", "dop": "coalesced"}
-            args = InternedArgs(content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            args = InternedArgs(
+                content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END
+            )
             args.blob = self.writer.add_blob(content)
             stack = self.engine.stack_position(2)
             index, now = self.writer.next_index(), time.monotonic_ns()
             record = L.Record(
-                index, now, channel_blob, args.blob, stack, sequence_number=number, step=self.steps, coalescing_id=identity,
-                thread=threading.get_native_id(), flags=args.flags, members=members,
-            )  # fmt: skip
+                index,
+                now,
+                channel_blob,
+                args.blob,
+                stack,
+                sequence_number=number,
+                step=self.steps,
+                coalescing_id=identity,
+                thread=threading.get_native_id(),
+                flags=args.flags,
+                members=members,
+            )
             offset = self.writer.announce(record)
             return self.engine.group_token(args, first, index, offset, now, number)
         except Exception as error:

@@ -9,7 +9,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
+_LOCAL_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+)
 
 
 def number(*names: str) -> int:
@@ -35,12 +41,16 @@ class Place(NamedTuple):
 
     @property
     def is_pretended(self) -> bool:
-        """Whether the ranks are no processes: the fake backend has only this one, and PyTorch's tests have threads of one process."""
+        """Whether the ranks are no processes: the fake backend has only this one, and PyTorch's
+        tests have threads of one process.
+        """
         return self.backend.lower() in _WITHOUT_PROCESSES
 
 
 def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Place:
-    """Return the place from the arguments of ``init_process_group(backend, init_method, timeout, world_size, rank, store)``."""
+    """Return the place from the arguments of ``init_process_group(backend, init_method, timeout,
+    world_size, rank, store)``.
+    """
     names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rank, world_size, store = given.get("rank"), given.get("world_size"), given.get("store")
@@ -52,7 +62,11 @@ def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProx
         meeting = f"tcp://{host}:{port}" if host and port else ""
     return Place(
         rank if isinstance(rank, int) and rank >= 0 else number("RANK"),
-        world_size if isinstance(world_size, int) and world_size >= 0 else max(number("WORLD_SIZE"), 0),
+        (
+            world_size
+            if isinstance(world_size, int) and world_size >= 0
+            else max(number("WORLD_SIZE"), 0)
+        ),
         meeting,
         str(given.get("backend") or ""),
     )
@@ -74,12 +88,23 @@ def ranks_of_this_node(rank: int) -> range:
     import torch.distributed as dist
 
     local, size = local_rank(), number("LOCAL_WORLD_SIZE")
-    return range(rank - local, rank - local + size) if local >= 0 and size > 0 else range(dist.get_world_size())
+    return (
+        range(rank - local, rank - local + size)
+        if local >= 0 and size > 0
+        else range(dist.get_world_size())
+    )
 
 
 def launcher() -> str:
-    """Return the launcher that made this process a rank; empty if the environment shows none. Accelerate uses torchrun's."""
-    names = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_PROCID": "srun", "OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpirun"}
+    """Return the launcher that made this process a rank; empty if the environment shows none.
+    Accelerate uses torchrun's.
+    """
+    names = {
+        "TORCHELASTIC_RUN_ID": "torchrun",
+        "SLURM_PROCID": "srun",
+        "OMPI_COMM_WORLD_RANK": "mpirun",
+        "PMI_RANK": "mpirun",
+    }
     return next((launcher for name, launcher in names.items() if os.environ.get(name)), "")
 
 

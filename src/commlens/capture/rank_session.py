@@ -1,4 +1,6 @@
-"""One process's recording: its black box, the recorder, and what torch's calls that make and destroy groups mean for them."""
+"""One process's recording: its black box, the recorder, and what torch's calls that make and
+destroy groups mean for them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ class Session:
             self.pid = os.getpid()  # perhaps forked from a process that was switched on
             if place.rank < 0:
                 return  # not known yet; before_new_group will know it
-            # The heavy half is imported here, so that a process which never becomes a rank does not pay for it.
+            # The heavy half is imported here, so that a process which never becomes a rank does not
+            # pay for it.
             from commlens.capture import job_box
 
             settings = self.settings
@@ -90,7 +93,11 @@ class Session:
             if folder is None:
                 self.given_up = not early
                 if not early:
-                    log.warning("commlens: process %d is not recorded: a rank started it, and has its rank or its job", self.pid)
+                    log.warning(
+                        "commlens: process %d is not recorded: a rank started it, and has its rank"
+                        " or its job",
+                        self.pid,
+                    )
                 return
             self.given_up = True  # until everything below has worked
             from commlens.capture import engine
@@ -102,11 +109,21 @@ class Session:
             if box is None:
                 return
             self.job_dir, self.writer = box
-            self.watcher = job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
-            self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
+            self.watcher = (
+                job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
+            )
+            self.recorder = made.recorder(
+                self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing
+            )
             self.setups = Setups(self.recorder, place.world_size)
-            pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
-            self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick)
+            pipe = (
+                Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe")
+                if settings.dump_pipe
+                else None
+            )
+            self.watchdog = Watchdog(
+                self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick
+            )
             self.watchdog.start()
             self.given_up = False
             os.register_at_fork(after_in_child=self._after_fork_in_child)
@@ -123,8 +140,11 @@ class Session:
                 self.watch_later.start()
 
     def begin(self, place: Place) -> None:
-        """Make the box if there is none, and attach the recorder. Called when ``init_process_group`` is."""
-        if place.is_pretended and config.is_switched_on(os.environ):  # not asked for by the program itself
+        """Make the box if there is none, and attach the recorder. Called when
+        ``init_process_group`` is.
+        """
+        # not asked for by the program itself
+        if place.is_pretended and config.is_switched_on(os.environ):
             self._pause()
             return
         if self.attached and self.pid == os.getpid():
@@ -145,7 +165,9 @@ class Session:
         self._watch()
 
     def _pause(self) -> None:
-        """Record nothing until the next ``init_process_group`` with other processes; free the box of a process that was no rank yet."""
+        """Record nothing until the next ``init_process_group`` with other processes; free the box
+        of a process that was no rank yet.
+        """
         if self.is_recording:
             self.recorder.detach()
             self.attached = False
@@ -180,7 +202,10 @@ class Session:
         import torch.distributed as dist
 
         self.began_late = True
-        safely(self.begin, Place(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting))
+        safely(
+            self.begin,
+            Place(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting),
+        )
         if self.is_recording:
             self.recorder.groups.started_again()
             safely(self._initialised)
@@ -221,18 +246,33 @@ class Session:
         self.writer.word(L.TIMEOUT_MS, rank_environment.default_timeout_ms())
         self.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
-    def before_new_group(self, group_rank: int, group_size: int, ranks: Sequence[int], backend: str, name: str, description: str) -> After:
-        """A group is about to be made. For a program that goes past ``init_process_group``, this is where recording begins."""
+    def before_new_group(
+        self,
+        group_rank: int,
+        group_size: int,
+        ranks: Sequence[int],
+        backend: str,
+        name: str,
+        description: str,
+    ) -> After:
+        """A group is about to be made. For a program that goes past ``init_process_group``, this is
+        where recording begins.
+        """
         import torch.distributed as dist
 
         is_default = not dist.is_initialized()
         if is_default:
-            safely(self.begin, rank_environment.place_of((), {"rank": group_rank, "world_size": group_size, "backend": backend}))
+            safely(
+                self.begin,
+                rank_environment.place_of(
+                    (), {"rank": group_rank, "world_size": group_size, "backend": backend}
+                ),
+            )
         if not self.is_recording:
             return None
         if is_default:
-            # Calls of init_process_group do not show this: one may be refused, and init_device_mesh may have imported its name before
-            # commlens was switched on.
+            # Calls of init_process_group do not show this: one may be refused, and init_device_mesh
+            # may have imported its name before commlens was switched on.
             self.recorder.groups.started_again()
             if self.recorder.verifier is not None:
                 self.recorder.verifier.group_destroyed()
@@ -270,7 +310,9 @@ class Session:
 
         if not self.is_recording:
             return None
-        self.setups.split_began(dist.get_process_group_ranks(parent or dist.group.WORLD), split_ranks)
+        self.setups.split_began(
+            dist.get_process_group_ranks(parent or dist.group.WORLD), split_ranks
+        )
         return lambda raised, _: self.setups.ended(raised)
 
     def before_store_wait(self, op: str, keys: Sequence[str]) -> After:
@@ -286,7 +328,9 @@ class Session:
         return None
 
     def before_destroy(self) -> Callable[[], None] | None:
-        """``destroy_process_group`` was called. Returns the verifier's last check, which may raise a refusal."""
+        """``destroy_process_group`` was called. Returns the verifier's last check, which may raise
+        a refusal.
+        """
         if not self.is_recording:
             return None
         from commlens.tap import torch_patches
@@ -294,13 +338,16 @@ class Session:
         verifier = self.recorder.verifier
         safely(self.recorder.sweep)
         safely(self.recorder.groups.before_destroy)
-        # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
-        # held: a deadlock of its own (4 of 24 bare runs), to which the sweep would add.
+        # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6
+        # joins that thread with the GIL held: a deadlock of its own (4 of 24 bare runs), to which
+        # the sweep would add.
         time.sleep(0.2 if torch_patches.torch_version() < (2, 7) else 0.01)
         return verifier.before_end if verifier is not None else None
 
     def after_destroy(self) -> None:
-        """``destroy_process_group`` returned: after the last group, nobody waits for this process."""
+        """``destroy_process_group`` returned: after the last group, nobody waits for this
+        process.
+        """
         import torch.distributed as dist
 
         if self.is_recording and not dist.is_initialized():
@@ -313,7 +360,9 @@ class Session:
         from commlens.tap import torch_patches
 
         settings, recorder = self.settings, self.recorder
-        timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or rank_environment.default_timeout_ms() / 1000)
+        timeout_s = functools.lru_cache(maxsize=1)(
+            lambda: settings.verify_timeout or rank_environment.default_timeout_ms() / 1000
+        )
         late = rank_environment.ranks_of_this_node(rank) if self.began_late else ()
         verifier = self.make_verifier(
             self.job_dir,
@@ -338,17 +387,22 @@ class Session:
         self._meet(self.recorder.verifier.enter)
 
     def _meet(self, wait: Callable[[], list[int]]) -> None:
-        """Begin to verify in the middle of a job, and name the ranks that did not: nothing can be compared with theirs."""
+        """Begin to verify in the middle of a job, and name the ranks that did not: nothing can be
+        compared with theirs.
+        """
         missing = wait()
         if missing and self.began_late:
-            # Collectives are numbered from when recording began, which matches only the ranks that began at the same point.
+            # Collectives are numbered from when recording began, which matches only the ranks that
+            # began at the same point.
             self.recorder.verifier.stop()
         if missing:
             log.warning("commlens: %s", _unverified(missing, began_late=self.began_late))
 
     # --- the end
 
-    def record_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def record_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Write the exception that ends the process into the box."""
         self.exception_seen = True
         uncaught.record_exception(self.writer, kind, error, trace)
@@ -360,7 +414,9 @@ class Session:
             self._watch()  # if it was too soon
 
     def at_exit(self) -> None:
-        """Close the box at the end of the process. In a child of multiprocessing, the exception that ends it may be under way."""
+        """Close the box at the end of the process. In a child of multiprocessing, the exception
+        that ends it may be under way.
+        """
         if self.pid == os.getpid():
             kind, error, trace = sys.exc_info()
             if isinstance(error, SystemExit) and not error.code:
@@ -371,10 +427,14 @@ class Session:
                 self._watch()  # if it was too soon: the other ranks will wait for this one
                 if self.watcher is not None and not self.watcher_pid:
                     safely(self.watcher.start)
-            safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
+            safely(
+                self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED
+            )
 
     def _after_fork_in_child(self) -> None:
-        """Detach a forked child, which must write nothing into its parent's box. It is a rank if it calls ``init_process_group`` itself."""
+        """Detach a forked child, which must write nothing into its parent's box. It is a rank if it
+        calls ``init_process_group`` itself.
+        """
         from commlens.tap import tap, torch_patches
 
         tap.detach_all()
@@ -400,7 +460,9 @@ class Session:
         self.given_up = True
 
     def reopen(self, settings: config.Settings) -> None:
-        """Make the box anew with other settings, before anything was recorded in it, and its watcher too."""
+        """Make the box anew with other settings, before anything was recorded in it, and its
+        watcher too.
+        """
         if settings == self.settings:
             return
         self.settings = settings
@@ -417,7 +479,9 @@ class Session:
             self.begin_early()
 
     def dump_now(self, directory: str | None = None) -> Path | None:
-        """Dump this job's boxes on this node; return None, with one line in the log, if that fails."""
+        """Dump this job's boxes on this node; return None, with one line in the log, if that
+        fails.
+        """
         if self.job_dir is None:
             return None
         try:
@@ -427,15 +491,26 @@ class Session:
             return None
 
     def write_expecting(self) -> None:
-        """Write the innermost label of ``expect_slow`` into the box; not in a forked child, whose box is its parent's."""
+        """Write the innermost label of ``expect_slow`` into the box; not in a forked child, whose
+        box is its parent's.
+        """
         if self.is_open:
             label = self.expecting[-1] if self.expecting else None
-            self.writer.word(L.EXPECTING, self.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0)
+            self.writer.word(
+                L.EXPECTING,
+                self.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0,
+            )
 
 
 def _unverified(missing: list[int], *, began_late: bool) -> str:
     ranks = ranks_phrase(missing)
     if began_late:
-        return f"collectives are not verified here: {ranks} did not switch verification on at the same point of the program"
+        return (
+            f"collectives are not verified here: {ranks} did not switch verification on at the same"
+            " point of the program"
+        )
     them = "it" if len(missing) == 1 else "them"
-    return f"{ranks} did not reach the point where verification begins: no rank is compared with {them} until then"
+    return (
+        f"{ranks} did not reach the point where verification begins: no rank is compared with"
+        f" {them} until then"
+    )

@@ -1,7 +1,7 @@
 """The recorder: the tap's subscriber that writes the black box.
 
-The hot path is ``begin``, ``returned`` and ``wait``. An error of commlens there is counted and logged once, and the collective goes
-on unrecorded.
+The hot path is ``begin``, ``returned`` and ``wait``. An error of commlens there is counted and
+logged once, and the collective goes on unrecorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from commlens.capture.thread_id import current
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap import tap
 from commlens.tap.groups import Groups, give_back
-from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers, reduce_op_code
+from commlens.tap.interned_args import (
+    ArgsTable,
+    InternedArgs,
+    noted_reduce_ops,
+    output_pointers,
+    reduce_op_code,
+)
 from commlens.tap.rejections import was_not_issued
 from commlens.tap.token import Token, Verifier
 
@@ -41,7 +47,9 @@ class CoalescedGroup:
         self.sequence_number = 0
 
     def add(self, args: InternedArgs) -> int:
-        """Add a member and return its sequence number: collectives share the group's, point-to-point ops keep that of their pair."""
+        """Add a member and return its sequence number: collectives share the group's,
+        point-to-point ops keep that of their pair.
+        """
         self.members.append(args)
         if args.op in POINT_TO_POINT:
             return args.next_number()
@@ -52,13 +60,17 @@ class CoalescedGroup:
 class Recorder(CompletionTracker):
     """Records every collective of the process into ``writer``."""
 
-    def __init__(self, writer: BoxWriter, groups: Groups, *, cpp_stack: bool = False, timing: bool = False) -> None:
+    def __init__(
+        self, writer: BoxWriter, groups: Groups, *, cpp_stack: bool = False, timing: bool = False
+    ) -> None:
         super().__init__(writer, timing=timing)
         self.groups = groups
         self.cpp_stack = cpp_stack
         self.steps = 0
         self.stacks = stacks.StackTable(writer)
-        self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(maxlen=writer.capacity)
+        self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(
+            maxlen=writer.capacity
+        )
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._args_table = ArgsTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
@@ -73,11 +85,15 @@ class Recorder(CompletionTracker):
         tap.detach(self)
 
     def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """Return the ``Work.wait`` to install in place of ``original``; ``slow`` calls and records the original in Python."""
+        """Return the ``Work.wait`` to install in place of ``original``; ``slow`` calls and records
+        the original in Python.
+        """
         return slow
 
     make_exchange: Callable[[Any, Any, int], Any] | None = None
-    """Make what verifies in C++, from a board's map, the shared page and the rank; None if all of it is in Python."""
+    """Make what verifies in C++, from a board's map, the shared page and the rank; None if all of
+    it is in Python.
+    """
 
     @property
     def listens_to_waits(self) -> bool:
@@ -97,7 +113,13 @@ class Recorder(CompletionTracker):
             return self._begin_verified(self.verifier, spec, arguments, sys._getframe(1).f_back)
         return self._begin(spec, arguments, sys._getframe(1).f_back, L.FLAG_ENTERED)
 
-    def _begin_verified(self, verifier: Verifier, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None) -> Token | None:
+    def _begin_verified(
+        self,
+        verifier: Verifier,
+        spec: tap.OpSpec,
+        arguments: tuple[Any, ...],
+        frame: FrameType | None,
+    ) -> Token | None:
         token = self._begin(spec, arguments, frame, 0)
         if token is None or token.coalescing is not None:
             return token
@@ -108,13 +130,18 @@ class Recorder(CompletionTracker):
         except BaseException as error:
             # The record keeps its number, which shows which collective was refused.
             self._record_error(token, error, issued=False)
-            raise error.with_traceback(None) from error.__cause__  # the traceback begins at the user's line, not in our frames
+            # the traceback begins at the user's line, not in our frames
+            raise error.with_traceback(None) from error.__cause__
         self.writer.mark(token.offset, L.ENTERED, token.index, _monotonic())
         return token
 
-    def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None, entered: int) -> Token | None:
+    def _begin(
+        self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None, entered: int
+    ) -> Token | None:
         try:
-            args = self._args_table.find(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
+            args = self._args_table.find(
+                spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group]))
+            )
             channel = args.channel
             writer = self.writer
             if args.blob <= writer.side_floor and not args.too_large:
@@ -122,8 +149,11 @@ class Recorder(CompletionTracker):
                 args.too_large = args.blob == 0
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
-            # A thread made by C++ (autograd's, on an accelerator, where DDP issues its collectives) has no Python frame.
-            stack = self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
+            # A thread made by C++ (autograd's, on an accelerator, where DDP issues its collectives)
+            # has no Python frame.
+            stack = (
+                self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
+            )
             thread = current.id
             flags = args.flags | entered
             if self.capture_flag and channel.runs_ahead:
@@ -135,11 +165,30 @@ class Recorder(CompletionTracker):
             if coalescing is None:
                 number, coalescing_id = args.next_number(), 0
             else:
-                number, coalescing_id, flags = coalescing.add(args), coalescing.id, flags | L.FLAG_COALESCED_MEMBER
+                number, coalescing_id, flags = (
+                    coalescing.add(args),
+                    coalescing.id,
+                    flags | L.FLAG_COALESCED_MEMBER,
+                )
             index = writer.next_index()
             now = _monotonic()
             offset = writer.announce(
-                (index, now, channel.blob, args.blob, stack, 0, number, self.steps, coalescing_id, args.tag, thread, flags, args.peer, 0)
+                (
+                    index,
+                    now,
+                    channel.blob,
+                    args.blob,
+                    stack,
+                    0,
+                    number,
+                    self.steps,
+                    coalescing_id,
+                    args.tag,
+                    thread,
+                    flags,
+                    args.peer,
+                    0,
+                )
             )
             token = Token(index, offset, args, now, thread, number, stack)
             if args.next_tagged is not None:
@@ -157,7 +206,9 @@ class Recorder(CompletionTracker):
         return token
 
     def returned(self, token: Token | None, result: Any) -> None:
-        """Note that the backend accepted the collective, and hold its Work, where that is safe, to learn when it is done."""
+        """Note that the backend accepted the collective, and hold its Work, where that is safe, to
+        learn when it is done.
+        """
         if token is None:
             return
         try:
@@ -167,12 +218,15 @@ class Recorder(CompletionTracker):
                 self.verifier.announce_late(token)
             boxed = result[-1] if type(result) is tuple else result
             if args.synchronous and boxed is not None:
-                # The caller waits at once. That wait also records that the call returned, and finds the token without a Work.
+                # The caller waits at once. That wait also records that the call returned, and finds
+                # the token without a Work.
                 self.synchronous[token.thread] = token
                 return
             if token.coalescing is not None:
                 # The record that closes the group carries the state of all its members.
-                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+                self.writer.mark_outcome(
+                    token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
+                )
                 return
             self.returned_work(token, None if boxed is None else tap.unbox_work(boxed))
         except Exception as error:
@@ -186,7 +240,9 @@ class Recorder(CompletionTracker):
             self.writer.forget_number(token.offset, token.index)
 
     def _give_number_back(self, token: Token) -> bool:
-        """Free the number of a collective that was not issued, as on the ranks that never tried it. Return whether that worked."""
+        """Free the number of a collective that was not issued, as on the ranks that never tried it.
+        Return whether that worked.
+        """
         args = token.args
         if token.coalescing is not None or not token.number:
             return False  # its group has the number
@@ -212,11 +268,14 @@ class Recorder(CompletionTracker):
     # --- rare work
 
     def decode_reduce_ops(self) -> None:
-        """Fill in reduce ops, from the watchdog thread: reading one costs more than the rest of a record."""
+        """Fill in reduce ops, from the watchdog thread: reading one costs more than the rest of a
+        record.
+        """
         for _ in range(_REDUCE_OPS_AT_ONCE):
             if not self.reduce_ops:
                 return
-            offset, index, boxed = self.reduce_ops.pop()  # the newest first: the deque drops its oldest when it is full
+            # the newest first: the deque drops its oldest when it is full
+            offset, index, boxed = self.reduce_ops.pop()
             code = reduce_op_code(boxed)
             if code is None:
                 if self.on_unreadable_reduce_op is not None:
@@ -232,7 +291,9 @@ class Recorder(CompletionTracker):
     # --- CUDA graphs
 
     def capture_begins(self) -> None:
-        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the device."""
+        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the
+        device.
+        """
         self.capture_flag = L.FLAG_CAPTURE
         self.device_queues.capture_begins()
 
@@ -248,7 +309,9 @@ class Recorder(CompletionTracker):
     def replays(self, graph: Any) -> None:
         """Note that a graph is about to be replayed."""
         try:
-            self.graphs.replayed(graph, _monotonic(), current.id, self.steps, self.stacks.position(sys._getframe(3)))
+            self.graphs.replayed(
+                graph, _monotonic(), current.id, self.steps, self.stacks.position(sys._getframe(3))
+            )
         except Exception as error:
             self._failed(error)
 
@@ -259,7 +322,9 @@ class Recorder(CompletionTracker):
         self._coalescing[current.id] = CoalescedGroup(self._coalescing_ids())
 
     def coalescing_ends(self) -> Token | None:
-        """Record a coalesced group as one collective, before ``ProcessGroup._end_coalescing`` runs."""
+        """Record a coalesced group as one collective, before ``ProcessGroup._end_coalescing``
+        runs.
+        """
         thread = current.id
         group = self._coalescing.pop(thread, None)
         if group is None or not group.members:
@@ -272,10 +337,21 @@ class Recorder(CompletionTracker):
             index = self.writer.next_index()
             now = _monotonic()
             record = L.Record(
-                index, now, channel.blob, args.blob, self.stacks.position(sys._getframe(2)), sequence_number=group.sequence_number,
-                step=self.steps, coalescing_id=group.id, thread=thread, flags=args.flags, members=len(group.members),
-            )  # fmt: skip
-            return Token(index, self.writer.announce(record), args, now, thread, group.sequence_number)
+                index,
+                now,
+                channel.blob,
+                args.blob,
+                self.stacks.position(sys._getframe(2)),
+                sequence_number=group.sequence_number,
+                step=self.steps,
+                coalescing_id=group.id,
+                thread=thread,
+                flags=args.flags,
+                members=len(group.members),
+            )
+            return Token(
+                index, self.writer.announce(record), args, now, thread, group.sequence_number
+            )
         except Exception as error:
             self._failed(error)
             return None

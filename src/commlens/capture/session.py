@@ -1,8 +1,9 @@
 """Switches recording on and off in this process.
 
-The box opens with the import of torch if a launcher made the process a rank, and collectives are recorded from its first
-``init_process_group`` on. A process without a rank in its environment gets no box before it calls ``init_process_group``; a rank's
-children (workers of a data loader, of inductor) inherit its environment and get none.
+The box opens with the import of torch if a launcher made the process a rank, and collectives are
+recorded from its first ``init_process_group`` on. A process without a rank in its environment gets
+no box before it calls ``init_process_group``; a rank's children (workers of a data loader, of
+inductor) inherit its environment and get none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def session() -> Session | None:
 
 
 def is_started() -> bool:
-    """Return whether :func:`start` has been called in this very process, not in the parent that it was forked from."""
+    """Return whether :func:`start` has been called in this very process, not in the parent that it
+    was forked from.
+    """
     return _session is not None and _session.pid == os.getpid()
 
 
@@ -39,22 +42,29 @@ def start(
     dump: Callable[[str, Path, config.Settings], Path],
     joins: bool = False,
 ) -> None:
-    """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at once if it has already run.
+    """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at
+    once if it has already run.
 
-    A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
+    A second call may change the settings of a session that has not begun to record, and may switch
+    verification on in one that has.
 
     Args:
         settings: the settings.
-        make_verifier: makes a :class:`commlens.verification.verifier.Verifier` from the same arguments.
-        dump: dumps into a directory the job whose boxes are in a folder, with these settings, and returns the dump's folder.
-        joins: each rank does this at another moment of a running job. Needs the Python engine, and verifies nothing.
+        make_verifier: makes a :class:`commlens.verification.verifier.Verifier` from the same
+            arguments.
+        dump: dumps into a directory the job whose boxes are in a folder, with these settings, and
+            returns the dump's folder.
+        joins: each rank does this at another moment of a running job. Needs the Python engine, and
+            verifies nothing.
     """
     global _session
     if _session is not None and _session.pid == os.getpid():
         if not _session.is_recording:
             safely(_session.reopen, settings)
         elif settings.debug and not _session.settings.debug:
-            _session.settings = dataclasses.replace(_session.settings, debug=settings.debug, verify_timeout=settings.verify_timeout)
+            _session.settings = dataclasses.replace(
+                _session.settings, debug=settings.debug, verify_timeout=settings.verify_timeout
+            )
             enter_verification()
         return
     import torch.distributed as dist
@@ -80,7 +90,9 @@ def stop() -> None:
 
 
 def enter_verification() -> None:
-    """Verify from here on, as the other ranks do at the same point of the program. Waits for them for a limited time."""
+    """Verify from here on, as the other ranks do at the same point of the program. Waits for them
+    for a limited time.
+    """
     if _session is not None and is_started():
         _session.regions += 1
         if _session.is_recording:
@@ -97,7 +109,8 @@ def leave_verification() -> None:
 
 @contextlib.contextmanager
 def expect_slow(label: str) -> Iterator[None]:
-    """Announce that the code inside takes long, so that the ranks waiting for it are not reported as stuck.
+    """Announce that the code inside takes long, so that the ranks waiting for it are not reported
+    as stuck.
 
     Args:
         label: what it does, for the report ("checkpoint").

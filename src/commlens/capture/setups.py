@@ -1,6 +1,8 @@
-"""Notes in the black box on what blocks a rank outside of collectives: the calls that make groups and meshes, and waits in the store.
+"""Notes in the black box on what blocks a rank outside of collectives: the calls that make groups
+and meshes, and waits in the store.
 
-A wait in the store is noted once it lasts, by the watchdog thread. It is removed when it ends, while the other notes stay.
+A wait in the store is noted once it lasts, by the watchdog thread. It is removed when it ends,
+while the other notes stay.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class _StoreWait:
 
 
 class Setups:
-    """The calls of one process so far, as a chain of blobs. A call inside another one is not noted."""
+    """The calls of one process so far, as a chain of blobs. A call inside another one is not
+    noted.
+    """
 
     def __init__(self, recorder: Recorder, world_size: int) -> None:
         self._recorder = recorder
@@ -47,8 +51,10 @@ class Setups:
         self._depth = 0
         self._inits = self._meshes = self._splits = 0
         self._mesh: str | None = None  # while one is being made
-        self._world_size = max(world_size, 0)  # of the environment, until init_process_group is told it
-        self._thread = current.id  # that called init_process_group; before, the one that imported torch
+        # of the environment, until init_process_group is told it
+        self._world_size = max(world_size, 0)
+        # that called init_process_group; before, the one that imported torch
+        self._thread = current.id
         self._store_wait: _StoreWait | None = None  # of that thread
         self._store_lock = threading.Lock()
         self._written: set[str] = set()  # keys, with # for numbers
@@ -58,7 +64,14 @@ class Setups:
         if not self._depth:
             self._world_size, self._thread = world_size, current.id
             self._inits += 1
-            self._note("init_process_group", "default_pg", range(world_size), number=self._inits, backend=backend, label=label)
+            self._note(
+                "init_process_group",
+                "default_pg",
+                range(world_size),
+                number=self._inits,
+                backend=backend,
+                label=label,
+            )
         self._depth += 1
 
     def group_began(self, name: str, ranks: Sequence[int], backend: str, description: str) -> None:
@@ -66,14 +79,28 @@ class Setups:
         if not self._depth:
             number = int(name) if name.isdecimal() else 1
             desc = "" if description == "undefined" else description
-            self._note("new_group", name, ranks, number=max(number, 1), backend=backend, desc=desc, label=self._mesh)
+            self._note(
+                "new_group",
+                name,
+                ranks,
+                number=max(number, 1),
+                backend=backend,
+                desc=desc,
+                label=self._mesh,
+            )
         self._depth += 1
 
     def split_began(self, ranks: Sequence[int], split_ranks: Any) -> None:
         """``split_group`` was called: the ranks of the parent group meet there."""
         if not self._depth:
             self._splits += 1
-            self._note("split_group", "split", ranks, number=self._splits, label=f"split_ranks={split_ranks}"[:200])
+            self._note(
+                "split_group",
+                "split",
+                ranks,
+                number=self._splits,
+                label=f"split_ranks={split_ranks}"[:200],
+            )
         self._depth += 1
 
     def init_ended(self, raised: bool) -> None:
@@ -90,8 +117,12 @@ class Setups:
     def mesh_began(self, shape: Any, names: Any, world_size: int) -> None:
         """``init_device_mesh`` was called. It blocks only in the groups that it makes."""
         self._meshes += 1
-        self._mesh = f"mesh {tuple(shape)}" + (f" named {', '.join(map(str, names))}" if names else "")
-        self._note("init_device_mesh", "mesh", range(world_size), number=self._meshes, label=self._mesh)
+        self._mesh = f"mesh {tuple(shape)}" + (
+            f" named {', '.join(map(str, names))}" if names else ""
+        )
+        self._note(
+            "init_device_mesh", "mesh", range(world_size), number=self._meshes, label=self._mesh
+        )
         self._writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)
 
     def mesh_ended(self) -> None:
@@ -101,10 +132,11 @@ class Setups:
     # --- the store
 
     def store_wait_began(self, op: str, keys: Sequence[str]) -> bool:
-        """Note that a thread is about to wait for keys in the store. Return whether to call :meth:`store_wait_ended` after it.
+        """Note that a thread is about to wait for keys in the store. Return whether to call
+        :meth:`store_wait_ended` after it.
 
-        Only one thread counts: the one that called ``init_process_group`` or, before that, imported torch. While another thread waits in
-        the store, the training goes on.
+        Only one thread counts: the one that called ``init_process_group`` or, before that, imported
+        torch. While another thread waits in the store, the training goes on.
         """
         if self._depth or self._thread != current.id or not keys:
             return False
@@ -129,13 +161,22 @@ class Setups:
             if self._store_wait is wait:
                 wait.noted = True
                 label = f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None
-                ranks, about = range(self._world_size), {"stack": wait.stack, "thread": wait.thread, "began": wait.began}
+                ranks, about = (
+                    range(self._world_size),
+                    {
+                        "stack": wait.stack,
+                        "thread": wait.thread,
+                        "began": wait.began,
+                    },
+                )
                 position = self._add(wait.op, wait.keys[0], ranks, number=1, label=label, **about)
                 self._writer.word(L.SETUP, position)
                 self._writer.word(L.SETUP_SINCE, wait.began)
 
     def keys_written(self, keys: Sequence[str]) -> None:
-        """The process writes keys into the store. The first key of each kind is noted: they are the same but for numbers."""
+        """The process writes keys into the store. The first key of each kind is noted: they are the
+        same but for numbers.
+        """
         if self._depth or not self._inits or self._store_wait is not None:
             return
         for key in keys:
@@ -148,10 +189,13 @@ class Setups:
     def _note(self, op: str, name: str, ranks: Sequence[int], *, number: int, **about: Any) -> None:
         now = time.monotonic_ns()
         stack = self._stack(sys._getframe(2))
-        position = self._add(op, name, ranks, number=number, stack=stack, thread=current.id, began=now, **about)
+        position = self._add(
+            op, name, ranks, number=number, stack=stack, thread=current.id, began=now, **about
+        )
         self._newest = position or self._newest
         writer = self._writer
-        writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)  # a reader never meets the new call with the old one's state
+        # a reader never meets the new call with the old one's state
+        writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)
         writer.word(L.SETUP, self._newest)
         writer.word(L.SETUP_SINCE, now)
 

@@ -20,8 +20,9 @@ _CACHE_LIMIT = 20_000
 class StackTable:
     """The stacks seen so far, and their positions in the side table.
 
-    The key of a stack is its code objects and instruction offsets. The table keeps the code objects, since an id is valid only
-    while its object lives. Symbols (file, line) are looked up once, when a stack is new.
+    The key of a stack is its code objects and instruction offsets. The table keeps the code
+    objects, since an id is valid only while its object lives. Symbols (file, line) are looked up
+    once, when a stack is new.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -29,7 +30,9 @@ class StackTable:
         self._known: dict[tuple[int, ...], tuple[int, list[CodeType], list[list[Any]]]] = {}
 
     def position(self, frame: FrameType | None) -> int:
-        """Return the position of the stack whose innermost frame is ``frame``; 0 without a frame."""
+        """Return the position of the stack whose innermost frame is ``frame``; 0 without a
+        frame.
+        """
         if frame is None:
             return 0
         walk: FrameType | None = frame
@@ -50,7 +53,12 @@ class StackTable:
         position: int = self._writer.add_blob({"k": "stack", "f": native_frames()})
         return position
 
-    def _add(self, key: tuple[int, ...], frame: FrameType, known: tuple[int, list[CodeType], list[list[Any]]] | None) -> int:
+    def _add(
+        self,
+        key: tuple[int, ...],
+        frame: FrameType,
+        known: tuple[int, list[CodeType], list[list[Any]]] | None,
+    ) -> int:
         if known is None:
             codes, frames = [], []
             walk: FrameType | None = frame
@@ -69,7 +77,9 @@ class StackTable:
 
 
 def shortened(frames: list[list[Any]]) -> list[list[Any]]:
-    """Return at most MAX_FRAMES frames, without the middle: the two ends of a deep recursion say more than its inside."""
+    """Return at most MAX_FRAMES frames, without the middle: the two ends of a deep recursion say
+    more than its inside.
+    """
     if len(frames) <= MAX_FRAMES:
         return frames
     half = MAX_FRAMES // 2
@@ -86,9 +96,11 @@ def frames_of(frame: FrameType | None) -> list[list[Any]]:
 
 
 def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of all other threads as the evidence holds them, the main thread first, and a hash of the main thread's.
+    """Return the stacks of all other threads as the evidence holds them, the main thread first, and
+    a hash of the main thread's.
 
-    Where the main thread runs only a library's code, as in Ray's workers, the hash is also of the one whose native id is ``issuing``.
+    Where the main thread runs only a library's code, as in Ray's workers, the hash is also of the
+    one whose native id is ``issuing``.
     """
     own = threading.get_ident()
     known = {thread.ident: thread for thread in threading.enumerate()}
@@ -111,10 +123,13 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
         native_id = thread.native_id if thread is not None else None
         threads.append(
             {
-                "tid": os.getpid() if is_main else native_id or 0,  # after a fork, Python 3.11 has the parent's for its main thread
+                # after a fork, Python 3.11 has the parent's for its main thread
+                "tid": os.getpid() if is_main else native_id or 0,
                 "name": thread.name if thread is not None else f"thread {ident}",
                 "main": is_main,
-                "f": shortened([[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]),
+                "f": shortened(
+                    [[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]
+                ),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
@@ -130,10 +145,12 @@ def _is_users(file: str) -> bool:
     return frame_kind(file, kind_prefixes({})) is FrameKind.USER
 
 
-# A thread that holds another thread's frame when that frame returns takes over its locals, and drops them in the wrong thread and too
-# late: a guard that torch keeps in a local then never restores its setting (on torch 2.6 that broke compilations). So another
-# thread's frames must not outlive our hold on the GIL, which any bytecode may release. Each of the two functions below walks the
-# frames in a single C call, which cannot release it, and keeps only code objects and line numbers.
+# A thread that holds another thread's frame when that frame returns takes over its locals, and
+# drops them in the wrong thread and too late: a guard that torch keeps in a local then never
+# restores its setting (on torch 2.6 that broke compilations). So another thread's frames must not
+# outlive our hold on the GIL, which any bytecode may release. Each of the two functions below walks
+# the frames in a single C call, which cannot release it, and keeps only code objects and line
+# numbers.
 
 
 def _threads_with_frames() -> list[int]:
@@ -141,19 +158,36 @@ def _threads_with_frames() -> list[int]:
 
 
 def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
-    """Return ``(code, line, instruction offset)`` for each frame of a thread, innermost first; empty if the thread has ended."""
-    innermost = map(operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()]))
-    frame_by_frame = itertools.accumulate(itertools.chain(innermost, itertools.repeat("f_back")), getattr)
-    return list(map(operator.attrgetter("f_code", "f_lineno", "f_lasti"), iter(frame_by_frame.__next__, None)))
+    """Return ``(code, line, instruction offset)`` for each frame of a thread, innermost first;
+    empty if the thread has ended.
+    """
+    innermost = map(
+        operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()])
+    )
+    frame_by_frame = itertools.accumulate(
+        itertools.chain(innermost, itertools.repeat("f_back")), getattr
+    )
+    return list(
+        map(
+            operator.attrgetter("f_code", "f_lineno", "f_lasti"),
+            iter(frame_by_frame.__next__, None),
+        )
+    )
 
 
 def native_frames(limit: int = 64) -> list[list[Any]]:
-    """Return the C++ and Python frames of the calling thread, innermost first, by torch's own unwinder, which is slow."""
+    """Return the C++ and Python frames of the calling thread, innermost first, by torch's own
+    unwinder, which is slow.
+    """
     from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
     (frames,) = symbolize_tracebacks([gather_traceback(True, False, True)])
     result: list[list[Any]] = []
     for frame in frames[: 4 * limit]:
-        file, line, name = str(frame.get("filename", "")), int(frame.get("line", 0)), str(frame.get("name", "??"))
+        file, line, name = (
+            str(frame.get("filename", "")),
+            int(frame.get("line", 0)),
+            str(frame.get("name", "??")),
+        )
         result.append([file, line, name] if file.endswith(".py") else [file, line, name, "n"])
     return result[: 2 * limit]

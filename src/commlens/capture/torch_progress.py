@@ -1,7 +1,9 @@
-"""Progress of each backend as torch's own recorder knows it, since a CPU thread must not query the device.
+"""Progress of each backend as torch's own recorder knows it, since a CPU thread must not query the
+device.
 
-Read from torch's sources, 2.6 to 2.13: the status of a backend holds three counters and needs no query of the device. The list of the
-ops in flight does query events, so it is read only while a program stands still.
+Read from torch's sources, 2.6 to 2.13: the status of a backend holds three counters and needs no
+query of the device. The list of the ops in flight does query events, so it is read only while a
+program stands still.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ class Status(NamedTuple):
 
     enqueued: int
     started: int
-    """Known only while torch's recorder records when an op starts (``TORCH_NCCL_ENABLE_TIMING``); else -1."""
+    """Known only while torch's recorder records when an op starts (``TORCH_NCCL_ENABLE_TIMING``);
+    else -1.
+    """
     completed: int
 
 
 class InFlight(NamedTuple):
-    """The collectives of one backend that are not known to be complete, by the backend's own numbering."""
+    """The collectives of one backend that are not known to be complete, by the backend's own
+    numbering.
+    """
 
     alone: frozenset[int]
     coalesced: frozenset[int]
@@ -34,7 +40,9 @@ class InFlight(NamedTuple):
 
 
 def statuses() -> dict[str, Status]:
-    """Return the status of each backend by its ``uid``; empty if torch's recorder is missing, switched off or of another form."""
+    """Return the status of each backend by its ``uid``; empty if torch's recorder is missing,
+    switched off or of another form.
+    """
     for answer in torch_offers.read_recorders(entries=False, only_active=True):
         status = answer.get("pg_status", {})
         try:
@@ -52,19 +60,28 @@ def statuses() -> dict[str, Status]:
 
 
 def in_flight() -> dict[str, InFlight] | None:
-    """Return each backend's collectives in flight by its ``uid``, without messages; None if torch's recorder does not tell."""
+    """Return each backend's collectives in flight by its ``uid``, without messages; None if torch's
+    recorder does not tell.
+    """
     for answer in torch_offers.read_recorders(entries=True, only_active=True):
         if "pg_status" not in answer:
             continue
-        found: dict[str, tuple[set[int], set[int], set[int]]] = {uid: (set(), set(), set()) for uid in answer["pg_status"]}
+        found: dict[str, tuple[set[int], set[int], set[int]]] = {
+            uid: (set(), set(), set()) for uid in answer["pg_status"]
+        }
         try:
             for entry in answer.get("entries", []):
                 if entry["is_p2p"]:
                     continue
-                alone, coalesced, started = found.setdefault(str(entry["pg_id"]), (set(), set(), set()))
+                alone, coalesced, started = found.setdefault(
+                    str(entry["pg_id"]), (set(), set(), set())
+                )
                 number = int(entry["collective_seq_id"])
-                # The record that closes a coalesced group. It also closes a batch of messages, with the number of the last collective.
-                (coalesced if str(entry["profiling_name"]).endswith("coalesced") else alone).add(number)
+                # The record that closes a coalesced group. It also closes a batch of messages, with
+                # the number of the last collective.
+                (coalesced if str(entry["profiling_name"]).endswith("coalesced") else alone).add(
+                    number
+                )
                 if entry["state"] == "started":
                     started.add(number)
         except Exception:

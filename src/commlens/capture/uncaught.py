@@ -21,20 +21,30 @@ _RAY_THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runne
 _RAY_CATCHES = "construct_user_exception_with_traceback"
 _ORIGINAL = "Original Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-_RANK_TRACE = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d{1,7})\)$", re.MULTILINE)  # torch 2.0 to 2.15
+# torch 2.0 to 2.15
+_RANK_TRACE = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d{1,7})\)$", re.MULTILINE)
 _RANK_ERRORS_MAX = 3
-_OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")  # the scenarios are user programs
+# the scenarios are user programs
+_OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")
 
 
-def record_exception(writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write an uncaught exception into the black box, and a refusal also into torchelastic's error file."""
+def record_exception(
+    writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Write an uncaught exception into the black box, and a refusal also into torchelastic's error
+    file.
+    """
     refusal = _refusal_in(error)
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
     first = _of_worker(str(error))
     if first is not None:
         text, frames = first[0], [*first[1], *frames]
     else:
-        told = " ".join(str(error).split()) if refusal is error else next(iter(str(error).strip().splitlines()), "")
+        told = (
+            " ".join(str(error).split())
+            if refusal is error
+            else next(iter(str(error).strip().splitlines()), "")
+        )
         told = told[:500] + _of_ranks(str(error))
         text = f"{kind.__name__}: {told}" if told else kind.__name__
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
@@ -43,7 +53,8 @@ def record_exception(writer: Any, kind: type[BaseException], error: BaseExceptio
 
 
 def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
-    """Return the exception of a data loader's worker process, which torch raises again with the worker's traceback as its text.
+    """Return the exception of a data loader's worker process, which torch raises again with the
+    worker's traceback as its text.
 
     Returns:
         The exception in one line, and its frames, innermost first; None if the text is another one.
@@ -53,13 +64,19 @@ def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
     if not found or not frames:
         return None
     after = trace[frames[-1].end() :].splitlines()  # source lines are indented
-    error = next((line for line in after if line.strip() and not line.startswith(" ")), "an exception without a text")
+    error = next(
+        (line for line in after if line.strip() and not line.startswith(" ")),
+        "an exception without a text",
+    )
     where = head.partition(" in ")[2].strip().rstrip(".")
-    return f"{error[:500]} (in {where})", [[frame[1], int(frame[2]), frame[3]] for frame in reversed(frames)]
+    return f"{error[:500]} (in {where})", [
+        [frame[1], int(frame[2]), frame[3]] for frame in reversed(frames)
+    ]
 
 
 def _of_ranks(text: str) -> str:
-    """Return the errors of ranks that a distributed checkpoint's exception contains: ``" (RANK 1) EOFError: Ran out of input"``.
+    """Return the errors of ranks that a distributed checkpoint's exception contains: ``" (RANK 1)
+    EOFError: Ran out of input"``.
 
     Each follows a line with the rank and the frames, which are indented.
     """
@@ -71,32 +88,49 @@ def _of_ranks(text: str) -> str:
     return ";".join(found)
 
 
-def hook(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
-    """Call ``record`` for an exception that ends the program; again after a program has replaced ``sys.excepthook``."""
+def hook(
+    record: Callable[[type[BaseException], BaseException, TracebackType | None], None],
+) -> None:
+    """Call ``record`` for an exception that ends the program; again after a program has replaced
+    ``sys.excepthook``.
+    """
     previous = sys.excepthook
     if getattr(previous, "__name__", "") == "commlens_excepthook":
         return  # the program has not replaced it since
 
-    def commlens_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def commlens_excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         record(kind, error, trace)
         previous(kind, error, error.__traceback__ or trace)
 
     sys.excepthook = commlens_excepthook
 
 
-def hook_multiprocessing(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
+def hook_multiprocessing(
+    record: Callable[[type[BaseException], BaseException, TracebackType | None], None],
+) -> None:
     """Call ``record`` for the exception that ends a child of multiprocessing, on Python 3.13.
 
-    ``BaseProcess._bootstrap`` prints the exception, and only then are finalizers run there; before, they ran while it was raised.
+    ``BaseProcess._bootstrap`` prints the exception, and only then are finalizers run there; before,
+    they ran while it was raised.
     """
     original = traceback.print_exc
-    if sys.version_info < (3, 13) or multiprocessing.parent_process() is None or hasattr(original, "__commlens__"):
+    if (
+        sys.version_info < (3, 13)
+        or multiprocessing.parent_process() is None
+        or hasattr(original, "__commlens__")
+    ):
         return
 
     @functools.wraps(original)
     def print_exc(*args: Any, **kwargs: Any) -> None:
         kind, error, trace = sys.exc_info()
-        if sys._getframe(1).f_code is multiprocessing.process.BaseProcess._bootstrap.__code__ and kind is not None and error is not None:
+        if (
+            sys._getframe(1).f_code is multiprocessing.process.BaseProcess._bootstrap.__code__
+            and kind is not None
+            and error is not None
+        ):
             record(kind, error, trace)
         original(*args, **kwargs)
 
@@ -104,10 +138,13 @@ def hook_multiprocessing(record: Callable[[type[BaseException], BaseException, T
     traceback.print_exc = print_exc
 
 
-def hook_ray_train(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
+def hook_ray_train(
+    record: Callable[[type[BaseException], BaseException, TracebackType | None], None],
+) -> None:
     """Call ``record`` for an exception of Ray Train's training function (tried with Ray 2.60).
 
-    Ray runs the function in a thread, catches its exception and ends all workers: no other trace of it is in this process.
+    Ray runs the function in a thread, catches its exception and ends all workers: no other trace of
+    it is in this process.
     """
     runner: Any = sys.modules.get(_RAY_THREAD_RUNNER)
     original = getattr(runner, _RAY_CATCHES, None)
@@ -124,7 +161,9 @@ def hook_ray_train(record: Callable[[type[BaseException], BaseException, Traceba
 
 
 def hide_our_frames(error: BaseException) -> None:
-    """Take commlens's frames out of the traceback of an exception, and of those that it was raised from."""
+    """Take commlens's frames out of the traceback of an exception, and of those that it was raised
+    from.
+    """
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None:
@@ -143,7 +182,9 @@ def hide_our_frames(error: BaseException) -> None:
 
 
 def _refusal_in(error: BaseException) -> BaseException | None:
-    """Return the refusal that an exception is or was raised from: ours, or Accelerate's own of the same name."""
+    """Return the refusal that an exception is or was raised from: ours, or Accelerate's own of the
+    same name.
+    """
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None or (isinstance(seen, DistributedOperationException) and seen.kind):

@@ -1,7 +1,8 @@
-"""The watchdog thread of a rank: heartbeat, completion, the oldest collective in flight, and the stacks of all threads.
+"""The watchdog thread of a rank: heartbeat, completion, the oldest collective in flight, and the
+stacks of all threads.
 
-It runs four times a second and costs a few tens of microseconds each time. It writes everything it learns into the black box, so
-that a reader outside needs no help from this process.
+It runs four times a second and costs a few tens of microseconds each time. It writes everything it
+learns into the black box, so that a reader outside needs no help from this process.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Watchdog:
         self._main_hash = 0
         self._refused_since = 0
         self._reported = ""
-        self._looked_at = (0, 0)  # the newest record and the number of refusals when refused groups were last looked for
+        # the newest record and the number of refusals when refused groups were last looked for
+        self._looked_at = (0, 0)
         self._aborted: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
         self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
 
@@ -81,7 +83,11 @@ class Watchdog:
             except Exception as error:
                 if not self._failed:
                     self._failed = True
-                    log.warning("commlens: the watchdog thread goes on after an error: %s: %s", type(error).__name__, error)
+                    log.warning(
+                        "commlens: the watchdog thread goes on after an error: %s: %s",
+                        type(error).__name__,
+                        error,
+                    )
 
     def tick(self) -> None:
         """Do one round of the work."""
@@ -99,18 +105,24 @@ class Watchdog:
             self._idle_since = now
             writer.word(L.MAIN_STACK_SINCE, 0)
             self._main_hash = 0
-        elif now - self._idle_since >= STACKS_EVERY_NS // 2 and now - self._stacks_at >= STACKS_EVERY_NS:
+        elif (
+            now - self._idle_since >= STACKS_EVERY_NS // 2
+            and now - self._stacks_at >= STACKS_EVERY_NS
+        ):
             self._write_stacks(now)
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
             waits = list(torch_patches.waits_in_cpp.values())
-            if oldest is not None and waits and oldest.since >= min(waits):  # issued by the C++ that waits for it
+            # issued by the C++ that waits for it
+            if oldest is not None and waits and oldest.since >= min(waits):
                 recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
             self._follow_refusal(recorder.verifier, oldest or recorder.device_queues.oldest(), now)
 
     def _follow_refusal(self, verifier: Verifier, oldest: Token | None, now: int) -> None:
-        """Wake a thread that waits in the backend's C++ for a collective that another rank refused; log the refusal if none raises it."""
+        """Wake a thread that waits in the backend's C++ for a collective that another rank refused;
+        log the refusal if none raises it.
+        """
         refusal = verifier.unraised_refusal()
         if refusal is None:
             self._refused_since = 0
@@ -125,24 +137,37 @@ class Watchdog:
         if now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
             self._reported = refusal
             log.error(
-                "commlens: refused by other ranks; this one has not reached its next collective or wait, where it raises this:\n%s", refusal
+                "commlens: refused by other ranks; this one has not reached its next collective or"
+                " wait, where it raises this:\n%s",
+                refusal,
             )
 
     def _abort_refused_groups(self, verifier: Verifier) -> None:
-        """Abort each group in which a thread waits for a refused collective, once; in a thread of its own, since NCCL's abort may block."""
+        """Abort each group in which a thread waits for a refused collective, once; in a thread of
+        its own, since NCCL's abort may block.
+        """
         # These need msgspec, which recording does without.
         from commlens.blackbox.reader import OpenBox
         from commlens.model.collective import State
 
         with OpenBox(self._recorder.writer.path) as box:
-            in_flight = [op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED]
+            in_flight = [
+                op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED
+            ]
         for process_group in verifier.refused_groups(in_flight):
             if process_group not in self._aborted:
                 self._aborted.add(process_group)
-                threading.Thread(target=connections.abort, args=(process_group,), name="commlens-abort", daemon=True).start()
+                threading.Thread(
+                    target=connections.abort,
+                    args=(process_group,),
+                    name="commlens-abort",
+                    daemon=True,
+                ).start()
 
     def _write_oldest(self, oldest: Token | None) -> None:
-        """Write the oldest collective in flight: of those that a thread may wait for, else of those on a device."""
+        """Write the oldest collective in flight: of those that a thread may wait for, else of those
+        on a device.
+        """
         writer, queues = self._recorder.writer, self._recorder.device_queues
         since = oldest.since if oldest is not None else 0
         expires = 0
@@ -151,7 +176,8 @@ class Watchdog:
             timeout_ms = oldest.args.channel.backend.timeout_ms
             if timeout_ms:
                 writer.word(L.TIMEOUT_MS, timeout_ms)
-                expires = oldest.since + timeout_ms * 1_000_000  # torch's watchdog counts from the call
+                # torch's watchdog counts from the call
+                expires = oldest.since + timeout_ms * 1_000_000
         writer.word(L.EXPIRES, expires)
         writer.word(L.OLDEST_SINCE, since)
         writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)

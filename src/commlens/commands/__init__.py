@@ -1,7 +1,8 @@
 """The command line: one file per verb, and the list of verbs.
 
-A verb's module is imported only when the verb is used, so that ``commlens --help`` starts at once. A command is a class with
-``add_arguments(parser)`` and ``run(arguments) -> exit status``; the docstring of the class is its help.
+A verb's module is imported only when the verb is used, so that ``commlens --help`` starts at once.
+A command is a class with ``add_arguments(parser)`` and ``run(arguments) -> exit status``; the
+docstring of the class is its help.
 """
 
 from __future__ import annotations
@@ -56,47 +57,100 @@ class Entry(NamedTuple):
 SUMMARY = "Find the rank, the collective and the line that stopped a distributed PyTorch job."
 
 PURPOSES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
-    ("Try it", (Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),)),
+    (
+        "Try it",
+        (Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),),
+    ),
     (
         "Run a job with recording on",
         (
             Entry("launch", "Run a script under torchrun with a black box in every worker."),
-            Entry("run", "Run a script as one worker with a black box, under any other launcher.", runs_user_code=True),
+            Entry(
+                "run",
+                "Run a script as one worker with a black box, under any other launcher.",
+                runs_user_code=True,
+            ),
         ),
     ),
     (
         "Look at a job that runs or hangs now",
         (
-            Entry("status", "Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table."),
-            Entry("top", "Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack."),
-            Entry("attach", "Look at a job that was started without commlens: say whether it is stuck, on which rank and line."),
-            Entry("stacks", "Show the stacks of all ranks of a job, merged into a few classes, the odd ones first."),
+            Entry(
+                "status",
+                "Show what every rank of a job is doing right now: one line if nothing is wrong,"
+                " otherwise a table.",
+            ),
+            Entry(
+                "top",
+                "Show live what every rank of a job is doing: sort, fold, pick a rank and see its"
+                " stack.",
+            ),
+            Entry(
+                "attach",
+                "Look at a job that was started without commlens: say whether it is stuck, on which"
+                " rank and line.",
+            ),
+            Entry(
+                "stacks",
+                "Show the stacks of all ranks of a job, merged into a few classes, the odd ones"
+                " first.",
+            ),
             Entry("dump", "Save a dump of a running, stuck or dead job on this node."),
         ),
     ),
     (
         "Find the fault in dumps",
         (
-            Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
+            Entry(
+                "diagnose",
+                "Diagnose dumps or black boxes: name the fault, the rank, the collective and the"
+                " line.",
+            ),
             Entry("convert", "Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV."),
         ),
     ),
     (
         "See what a model communicates",
         (
-            Entry("trace", "Run a script and trace its collectives: when, why, and how many bytes.", runs_user_code=True),
-            Entry("preview", "Trace one rank of a job of any size, in one process, without GPUs or a network.", runs_user_code=True),
-            Entry("view", "Show a trace: which collectives a rank issued, where, why, and how many bytes."),
-            Entry("compare", "Report what changed between two traces, or between two dumps of a job."),
+            Entry(
+                "trace",
+                "Run a script and trace its collectives: when, why, and how many bytes.",
+                runs_user_code=True,
+            ),
+            Entry(
+                "preview",
+                "Trace one rank of a job of any size, in one process, without GPUs or a network.",
+                runs_user_code=True,
+            ),
+            Entry(
+                "view",
+                "Show a trace: which collectives a rank issued, where, why, and how many bytes.",
+            ),
+            Entry(
+                "compare", "Report what changed between two traces, or between two dumps of a job."
+            ),
         ),
     ),
     (
         "Set up",
         (
-            Entry("config", "Write the settings file by asking questions; config show prints the settings in use."),
-            Entry("build-native", "Build the native engine for this torch and Python, which makes recording cheaper."),
-            Entry("doctor", "Check this environment: versions, the recording engine, and what would not work."),
-            Entry("completion", "Print a script that makes a shell complete commlens's commands and options."),
+            Entry(
+                "config",
+                "Write the settings file by asking questions; config show prints the settings in"
+                " use.",
+            ),
+            Entry(
+                "build-native",
+                "Build the native engine for this torch and Python, which makes recording cheaper.",
+            ),
+            Entry(
+                "doctor",
+                "Check this environment: versions, the recording engine, and what would not work.",
+            ),
+            Entry(
+                "completion",
+                "Print a script that makes a shell complete commlens's commands and options.",
+            ),
         ),
     ),
 )
@@ -122,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if _runs_user_code(arguments):
             raise
-        # The reader (`| head`) has closed the pipe. Without this, Python would complain again when it flushes at exit.
+        # The reader (`| head`) has closed the pipe. Without this, Python would complain again when
+        # it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -142,7 +197,9 @@ class Paragraphs(argparse.HelpFormatter):
     """Wraps each paragraph of a description to the terminal's width."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+        return "\n\n".join(
+            super(Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n")
+        )
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -150,8 +207,12 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     from commlens.launch.options import own_options
 
     parser.set_defaults(own_options=own_options(parser))
-    parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments"
+    )
 
 
 def program_of(arguments: argparse.Namespace, example: str) -> list[str]:
@@ -182,13 +243,20 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"commlens {__version__}")
         return 0
     command = _entry(verb).load()
-    parser = _Parser(prog=f"commlens {verb}", description=documentation(command), formatter_class=Paragraphs, allow_abbrev=False)
+    parser = _Parser(
+        prog=f"commlens {verb}",
+        description=documentation(command),
+        formatter_class=Paragraphs,
+        allow_abbrev=False,
+    )
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))
 
 
 def documentation(command: Command) -> str:
-    """Return the docstring without its indentation, like inspect.getdoc, which takes too long to import."""
+    """Return the docstring without its indentation, like inspect.getdoc, which takes too long to
+    import.
+    """
     first, _, rest = (type(command).__doc__ or "").partition("\n")
     return f"{first}\n{textwrap.dedent(rest)}".strip()
 
@@ -199,14 +267,23 @@ def _entry(verb: str) -> Entry:
         return COMMANDS[names.index(verb)]
     if os.path.exists(verb):  # noqa: PTH110 - pathlib takes long to import
         name = shlex.quote(verb)
-        do = f"`commlens launch {name}` runs it" if verb.endswith(".py") else f"`commlens diagnose {name}` diagnoses a dump"
+        do = (
+            f"`commlens launch {name}` runs it"
+            if verb.endswith(".py")
+            else f"`commlens diagnose {name}` diagnoses a dump"
+        )
         raise CommandError(f"commlens needs a command before {verb!r}: {do}.")
     what = "has no option" if verb.startswith("-") else "has no command"
-    raise CommandError(f"commlens {what} {verb!r}." + (did_you_mean(verb, names) or f" The commands are {', '.join(names)}."))
+    raise CommandError(
+        f"commlens {what} {verb!r}."
+        + (did_you_mean(verb, names) or f" The commands are {', '.join(names)}.")
+    )
 
 
 def _runs_user_code(arguments: list[str]) -> bool:
-    return any(entry.runs_user_code and entry.name == arguments[0] for entry in COMMANDS if arguments)
+    return any(
+        entry.runs_user_code and entry.name == arguments[0] for entry in COMMANDS if arguments
+    )
 
 
 def help_text() -> str:
@@ -214,7 +291,10 @@ def help_text() -> str:
     width = max(40, shutil.get_terminal_size().columns - 2)
 
     def rows(named: Iterable[tuple[str, str]], column: int) -> list[str]:
-        return [textwrap.fill(f"  {name:<{column}}{text}", width, subsequent_indent=" " * (column + 2)) for name, text in named]
+        return [
+            textwrap.fill(f"  {name:<{column}}{text}", width, subsequent_indent=" " * (column + 2))
+            for name, text in named
+        ]
 
     lines = [
         "usage: commlens COMMAND [options]",
@@ -226,7 +306,13 @@ def help_text() -> str:
         lines += [f"{purpose}:", *rows([(entry.name, entry.help) for entry in entries], 13), ""]
     lines += [
         "options:",
-        *rows([("-h, --help", "show this help; after a command, its help"), ("-V, --version", "show the version")], 15),
+        *rows(
+            [
+                ("-h, --help", "show this help; after a command, its help"),
+                ("-V, --version", "show the version"),
+            ],
+            15,
+        ),
         "",
         "Start with:  commlens demo",
     ]

@@ -16,28 +16,59 @@ if TYPE_CHECKING:
 
 
 class AttachCommand:
-    """Look at a job that was started without commlens: say whether it is stuck, on which rank and line.
+    """Look at a job that was started without commlens: say whether it is stuck, on which rank and
+    line.
 
-    It finds the ranks by their environment and process tree, reads their stacks from outside with py-spy at three moments, and changes
-    nothing in the job. Exit status: 0 the job moves or nothing is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could be looked at.
+    It finds the ranks by their environment and process tree, reads their stacks from outside with
+    py-spy at three moments, and changes nothing in the job. Exit status: 0 the job moves or nothing
+    is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could be looked at.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_job(parser)
-        parser.add_argument("--window", type=float, default=2.5, metavar="S", help="watch the ranks for S seconds (default: 2.5)")
-        parser.add_argument("--native", action="store_true", help="also read C++ frames; py-spy pauses each rank for some milliseconds")
-        parser.add_argument("--stacks", action="store_true", help="also print the merged stacks of all ranks, as commlens stacks does")
-        parser.add_argument("--hosts", metavar="A,B,...", help="also look on these machines, through ssh")
-        parser.add_argument("--hostfile", metavar="FILE", help="the same, from a file with one host per line")
         parser.add_argument(
-            "--remote-command", metavar="COMMAND", help="how to run commlens on the other machines (default: this Python, -m commlens)"
+            "--window",
+            type=float,
+            default=2.5,
+            metavar="S",
+            help="watch the ranks for S seconds (default: 2.5)",
         )
-        parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
-        parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)  # for --hosts, which asks each machine for them
         parser.add_argument(
-            "--inject", action="store_true",
-            help="do not look, but switch recording on in the running job, through gdb, which stops each rank for about a second",
-        )  # fmt: skip
+            "--native",
+            action="store_true",
+            help="also read C++ frames; py-spy pauses each rank for some milliseconds",
+        )
+        parser.add_argument(
+            "--stacks",
+            action="store_true",
+            help="also print the merged stacks of all ranks, as commlens stacks does",
+        )
+        parser.add_argument(
+            "--hosts", metavar="A,B,...", help="also look on these machines, through ssh"
+        )
+        parser.add_argument(
+            "--hostfile", metavar="FILE", help="the same, from a file with one host per line"
+        )
+        parser.add_argument(
+            "--remote-command",
+            metavar="COMMAND",
+            help="how to run commlens on the other machines (default: this Python, -m commlens)",
+        )
+        parser.add_argument(
+            "--json",
+            action="store_true",
+            help="print the verdict as JSON (schema commlens.verdict/1)",
+        )
+        # for --hosts, which asks each machine for them
+        parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument(
+            "--inject",
+            action="store_true",
+            help=(
+                "do not look, but switch recording on in the running job, through gdb, which stops"
+                " each rank for about a second"
+            ),
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         if not 0.2 <= arguments.window <= 3600:
@@ -53,7 +84,11 @@ class AttachCommand:
         from commlens.commands.progress import working
         from commlens.outside.verdict_with_dumps import judge_with_dumps
 
-        verdict = None if arguments.hosts or arguments.hostfile or arguments.native else _of_black_boxes(_find(arguments))
+        verdict = (
+            None
+            if arguments.hosts or arguments.hostfile or arguments.native
+            else _of_black_boxes(_find(arguments))
+        )
         hosts: list[HostSamples] = []
         if verdict is None:
             with working(f"Looking at the ranks for {arguments.window:g} s"):
@@ -71,7 +106,11 @@ def _inject(arguments: argparse.Namespace) -> int:
     if arguments.hosts or arguments.hostfile:
         raise CommandError("--inject works on this machine: run it on each node of the job.")
     resolved = load_settings()
-    settings = {name: getattr(resolved.settings, name) for name, origin in resolved.origins.items() if origin != DEFAULT}
+    settings = {
+        name: getattr(resolved.settings, name)
+        for name, origin in resolved.origins.items()
+        if origin != DEFAULT
+    }
     job = _find(arguments)
     with working("Switching recording on"):
         recorded, failed = inject(job, settings)
@@ -102,12 +141,18 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
     if arguments.job is not None:
         asked += [_name_elsewhere(here, arguments.job)]
     with ThreadPoolExecutor(1) as pool:
-        elsewhere = pool.submit(look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command)
+        elsewhere = pool.submit(
+            look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
+        )
         found = [_look_at(here, arguments)] if here is not None else []
         # A machine may be named although it is this one: its ranks are here already.
         seen = {sample.log.pid for host in found for sample in host.samples}
         for host in elsewhere.result():
-            if not (found and host.host == found[0].host and seen & {sample.log.pid for sample in host.samples}):
+            if not (
+                found
+                and host.host == found[0].host
+                and seen & {sample.log.pid for sample in host.samples}
+            ):
                 found.append(host)
     if not any(host.samples for host in found):
         notes = " ".join(note for host in found for note in host.notes)
@@ -116,7 +161,9 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
 
 
 def _of_black_boxes(job: FoundJob) -> Verdict | None:
-    """Return the verdict of a job that is recorded after all; None if it is not, or not all of its ranks here are."""
+    """Return the verdict of a job that is recorded after all; None if it is not, or not all of its
+    ranks here are.
+    """
     from commlens.config import load_settings
     from commlens.diagnosis.examine import diagnose_logs
     from commlens.watch.jobs import find_jobs
@@ -130,7 +177,10 @@ def _of_black_boxes(job: FoundJob) -> Verdict | None:
     if {log.pid for log in logs} < {one.pid for one in job.ranks}:
         return None
     verdict = diagnose_logs(logs)
-    verdict.looked_at = f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black boxes"
+    verdict.looked_at = (
+        f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black"
+        " boxes"
+    )
     return verdict
 
 
@@ -142,10 +192,15 @@ def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
     if not wanted.isdecimal():
         return wanted
     if job is None:
-        raise CommandError(f"The process {wanted} is no rank of this machine: name the job by its script or --job.")
+        raise CommandError(
+            f"The process {wanted} is no rank of this machine: name the job by its script or --job."
+        )
     script = script_of(job.ranks[0].command)
     if script == INLINE_CODE:
-        raise CommandError(f"The process {wanted} runs code that has no name on other machines: name the job by --job.")
+        raise CommandError(
+            f"The process {wanted} runs code that has no name on other machines: name the job by"
+            " --job."
+        )
     return script.partition(" ")[0]
 
 
@@ -181,4 +236,6 @@ def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verd
 
         logs = [sample.log for host in hosts for sample in host.samples]
         print()
-        print_classes(merge_stacks(logs, [notable_state(log) for log in logs]), whole=arguments.native)
+        print_classes(
+            merge_stacks(logs, [notable_state(log) for log in logs]), whole=arguments.native
+        )

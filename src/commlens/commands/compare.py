@@ -21,20 +21,35 @@ EXIT_UNREADABLE = 3
 class CompareCommand:
     """Report what changed between two traces, or between two dumps of a job.
 
-    Traces: collectives that are new, gone, moved or changed. Lines of code and the order of issue are ignored; whether time moved by
-    more than the noise is reported, but is no change. Folders with one file per rank are compared rank by rank. A golden file is a trace.
-    Dumps, from any source: which ranks progressed from the first to the second, and which did not.
-    Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor dump, 3 if no rank
-    of one of the dumps could be read.
+    Traces: collectives that are new, gone, moved or changed. Lines of code and the order of issue
+    are ignored; whether time moved by more than the noise is reported, but is no change. Folders
+    with one file per rank are compared rank by rank. A golden file is a trace. Dumps, from any
+    source: which ranks progressed from the first to the second, and which did not. Exit status: 0
+    if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor
+    dump, 3 if no rank of one of the dumps could be read.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("before", metavar="BEFORE", help="a trace file, a folder with one per rank, or a job's dump")
+        parser.add_argument(
+            "before",
+            metavar="BEFORE",
+            help="a trace file, a folder with one per rank, or a job's dump",
+        )
         parser.add_argument("after", metavar="AFTER", help="the same kind, taken later")
         parser.add_argument(
-            "--json", action="store_true", help="print the changes as JSON (schema commlens.comparison/1, for dumps commlens.movement/1)"
+            "--json",
+            action="store_true",
+            help=(
+                "print the changes as JSON (schema commlens.comparison/1, for dumps"
+                " commlens.movement/1)"
+            ),
         )
-        parser.add_argument("-o", "--html", metavar="FILE", help="write one HTML page with the changes and both traces side by side")
+        parser.add_argument(
+            "-o",
+            "--html",
+            metavar="FILE",
+            help="write one HTML page with the changes and both traces side by side",
+        )
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -44,11 +59,15 @@ class CompareCommand:
         are_dumps = [_holds_dumps(files) for files in found]
         if all(are_dumps):
             if arguments.html:
-                raise CommandError("--html is for traces; commlens diagnose --html writes a page for a dump.")
+                raise CommandError(
+                    "--html is for traces; commlens diagnose --html writes a page for a dump."
+                )
             return _compare_dumps(found, (arguments.before, arguments.after), json=arguments.json)
         if any(are_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if are_dumps[0] else -1]
-            raise CommandError(f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces.")
+            raise CommandError(
+                f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces."
+            )
         from commlens.commands.progress import working
         from commlens.traces.diff_ranks import compare_page, compare_ranks
         from commlens.traces.files import read_ranks
@@ -60,7 +79,12 @@ class CompareCommand:
         if arguments.html:
             from commlens.atomic_write import write_whole
 
-            page = compare_page(before.ranks, after.ranks, comparison, names=(printable(arguments.before), printable(arguments.after)))
+            page = compare_page(
+                before.ranks,
+                after.ranks,
+                comparison,
+                names=(printable(arguments.before), printable(arguments.after)),
+            )
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
         if arguments.json:
             from commlens.reports.json_report import print_json
@@ -84,15 +108,26 @@ def _holds_dumps(found: DumpFiles) -> bool:
 
 def _compare_dumps(found: list[DumpFiles], names: tuple[str, str], *, json: bool) -> int:
     from commlens.commands.progress import working
-    from commlens.diagnosis.views.dump_diff import compare_positions, other_job, position_of, shows_position
+    from commlens.diagnosis.views.dump_diff import (
+        compare_positions,
+        other_job,
+        position_of,
+        shows_position,
+    )
     from commlens.dumps.parallel import read_ranks
 
     problems = [text for files in found for text in files.problems]
     with working("Comparing dumps"):
-        before, after = ([position_of(rows) for rows in read_ranks(files, problems) if shows_position(rows)] for files in found)
+        before, after = (
+            [position_of(rows) for rows in read_ranks(files, problems) if shows_position(rows)]
+            for files in found
+        )
     if difference := other_job(before, after):
         first, second = map(printable, names)
-        raise CommandError(f"{first} and {second} are dumps of different jobs: {difference}. Give two dumps of one job.")
+        raise CommandError(
+            f"{first} and {second} are dumps of different jobs: {difference}. Give two dumps of one"
+            " job."
+        )
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if json:

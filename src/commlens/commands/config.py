@@ -19,20 +19,42 @@ from commlens.errors import CommandError
 class ConfigCommand:
     """Write the settings file by asking questions; config show prints the settings in use.
 
-    If a setting is given in several places, the last of these wins: its default, the YAML file, the environment, the command line.
+    If a setting is given in several places, the last of these wins: its default, the YAML file, the
+    environment, the command line.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--config-file", metavar="FILE", help="use this YAML file instead of the usual one")
-        parser.add_argument("-y", "--yes", action="store_true", help="ask nothing: keep the file's values, and default the rest")
-        parser.add_argument("-f", "--force", action="store_true", help="overwrite the file without asking")
-        parser.usage = "commlens config [-h] [--config-file FILE] [-y] [-f]\n       commlens config show [-h] [--config-file FILE]"
+        parser.add_argument(
+            "--config-file", metavar="FILE", help="use this YAML file instead of the usual one"
+        )
+        parser.add_argument(
+            "-y",
+            "--yes",
+            action="store_true",
+            help="ask nothing: keep the file's values, and default the rest",
+        )
+        parser.add_argument(
+            "-f", "--force", action="store_true", help="overwrite the file without asking"
+        )
+        parser.usage = (
+            "commlens config [-h] [--config-file FILE] [-y] [-f]\n       commlens config show [-h]"
+            " [--config-file FILE]"
+        )
         purpose = "print every setting with its value and where it was set"
         actions = parser.add_subparsers(
-            dest="action", title="instead of writing the file", metavar="show", help=purpose, prog="commlens config"
+            dest="action",
+            title="instead of writing the file",
+            metavar="show",
+            help=purpose,
+            prog="commlens config",
         )
         show = actions.add_parser("show", description=f"P{purpose[1:]}.", allow_abbrev=False)
-        show.add_argument("--config-file", metavar="FILE", default=argparse.SUPPRESS, help="read this YAML file instead of the usual one")
+        show.add_argument(
+            "--config-file",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="read this YAML file instead of the usual one",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.action == "show":
@@ -42,7 +64,10 @@ class ConfigCommand:
 
 def _show(config_file: str | None) -> int:
     resolved = config.load_settings(config_file=config_file)
-    rows = [(name, questionnaire.shown(getattr(resolved.settings, name)), resolved.origins[name]) for name in config.NAMES]
+    rows = [
+        (name, questionnaire.shown(getattr(resolved.settings, name)), resolved.origins[name])
+        for name in config.NAMES
+    ]
     print_table(rows)
     for warning in resolved.warnings:
         print(f"commlens: {warning}", file=sys.stderr)
@@ -52,22 +77,33 @@ def _show(config_file: str | None) -> int:
 def _write(config_file: str | None, *, take_defaults: bool, force: bool) -> int:
     path, _ = config.config_path(os.environ, config_file)
     if path is None:
-        raise CommandError("Neither XDG_CONFIG_HOME nor HOME is set: name the settings file with --config-file FILE.")
+        raise CommandError(
+            "Neither XDG_CONFIG_HOME nor HOME is set: name the settings file with --config-file"
+            " FILE."
+        )
     exists = path.exists()
     if exists and take_defaults and not force:
         raise CommandError(f"File already exists, will not overwrite without --force: {path}")
     if not take_defaults and not sys.stdin.isatty():
         raise CommandError(
-            "Cannot ask questions, because standard input is not a terminal. `commlens config --yes` writes the file with the defaults."
+            "Cannot ask questions, because standard input is not a terminal. `commlens config"
+            " --yes` writes the file with the defaults."
         )
     present, kept = _present(path, exists, force)
     if take_defaults:
-        answers = {question.name: getattr(present, question.name) for question in questionnaire.QUESTIONS}
+        answers = {
+            question.name: getattr(present, question.name) for question in questionnaire.QUESTIONS
+        }
     else:
         print(f"The answers go to {path}. Press Enter to keep the value in brackets.")
         try:
             answers = questionnaire.ask(present, input, print)
-            if exists and not force and input(f"\nOverwrite {path}? Comments will be lost. [y/N]: ").strip().lower() not in ("y", "yes"):
+            if (
+                exists
+                and not force
+                and input(f"\nOverwrite {path}? Comments will be lost. [y/N]: ").strip().lower()
+                not in ("y", "yes")
+            ):
                 print("Nothing was written.")
                 return 1
         except (EOFError, KeyboardInterrupt):
@@ -89,7 +125,11 @@ def _present(path: Path, exists: bool, force: bool) -> tuple[config.Settings, Ma
         if not force:
             raise CommandError(f"{error} `commlens config --force` replaces the file.") from None
         return config.Settings(), {}
-    kept = {name: getattr(resolved.settings, name) for name in config.NAMES if resolved.origins[name] == str(path)}
+    kept = {
+        name: getattr(resolved.settings, name)
+        for name in config.NAMES
+        if resolved.origins[name] == str(path)
+    }
     return resolved.settings, kept
 
 

@@ -20,16 +20,26 @@ FORMATS = ("fr-pickle", "fr-json", "perfetto", "parquet", "csv")
 class ConvertCommand:
     """Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV.
 
-    fr-pickle and fr-json are the files of PyTorch's Flight Recorder, one per rank; torchfrtrace reads the pickles. perfetto is a
-    timeline for ui.perfetto.dev, in which collectives that never ended stay open. parquet and csv are one table of all ranks.
-    Exit status: 0 everything was written, 2 wrong usage or a file could not be written, 3 too little evidence could be read.
+    fr-pickle and fr-json are the files of PyTorch's Flight Recorder, one per rank; torchfrtrace
+    reads the pickles. perfetto is a timeline for ui.perfetto.dev, in which collectives that never
+    ended stay open. parquet and csv are one table of all ranks. Exit status: 0 everything was
+    written, 2 wrong usage or a file could not be written, 3 too little evidence could be read.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("paths", nargs="+", metavar="PATH", help="dumps as for commlens diagnose: files, folders, archives, URLs, -")
+        parser.add_argument(
+            "paths",
+            nargs="+",
+            metavar="PATH",
+            help="dumps as for commlens diagnose: files, folders, archives, URLs, -",
+        )
         parser.add_argument("--to", required=True, choices=FORMATS, help="convert to this format")
         parser.add_argument(
-            "-o", "--output", required=True, metavar="OUT", help="the file to write (for fr-pickle and fr-json: the folder)"
+            "-o",
+            "--output",
+            required=True,
+            metavar="OUT",
+            help="the file to write (for fr-pickle and fr-json: the folder)",
         )
         parser.add_argument("--force", action="store_true", help="overwrite existing files")
         add_selection(parser)
@@ -56,10 +66,13 @@ class ConvertCommand:
                 yield chosen
             # Raised in here, so that a file that was begun is deleted.
             if not count[0]:
-                raise EvidenceError("There is nothing to convert, because no rank's dump could be read.")
+                raise EvidenceError(
+                    "There is nothing to convert, because no rank's dump could be read."
+                )
             if not count[1] and arguments.group:
                 raise CommandError(
-                    f"No operation belongs to group {' or '.join(arguments.group)}. Groups: {', '.join(sorted(groups)) or 'unknown'}."
+                    f"No operation belongs to group {' or '.join(arguments.group)}. Groups:"
+                    f" {', '.join(sorted(groups)) or 'unknown'}."
                 )
 
         groups: set[str] = set()
@@ -70,7 +83,9 @@ class ConvertCommand:
                 else:
                     _write_file(several(), target, arguments.to)
         except OSError as error:
-            raise OutputError(f"{target} could not be written: {error.strerror or error}.") from error
+            raise OutputError(
+                f"{target} could not be written: {error.strerror or error}."
+            ) from error
         finally:
             for text in dict.fromkeys(problems):
                 print(f"commlens: {text}", file=sys.stderr)
@@ -82,24 +97,36 @@ class ConvertCommand:
 def _check_target(target: Path, in_folder: bool, force: bool) -> None:
     if in_folder:
         if target.exists() and not target.is_dir():
-            raise OutputError(f"{target} is a file, but the output must be a folder: one file per rank is written.")
+            raise OutputError(
+                f"{target} is a file, but the output must be a folder: one file per rank is"
+                " written."
+            )
         if not force and target.is_dir() and any(target.iterdir()):
             raise OutputError(f"{target} is not empty, will not write into it without --force.")
     elif target.is_dir():
-        raise OutputError(f"{target} is a folder, but the output must be a file. Name a file in it.")
+        raise OutputError(
+            f"{target} is a folder, but the output must be a file. Name a file in it."
+        )
     elif not force and target.is_file():
         raise OutputError(f"File already exists, will not overwrite without --force: {target}")
 
 
-def _write_folder(several: Iterator[RankColumns], target: Path, to: str, problems: list[str]) -> None:
+def _write_folder(
+    several: Iterator[RankColumns], target: Path, to: str, problems: list[str]
+) -> None:
     from commlens.atomic_write import write_whole
     from commlens.reports.converted import flight_recorder
 
     for rows in several:
         if to == "fr-pickle":  # the name that torchfrtrace expects
-            write_whole(target / f"nccl_trace_rank_{rows.rank}", flight_recorder.to_pickle(rows, problems))
+            write_whole(
+                target / f"nccl_trace_rank_{rows.rank}", flight_recorder.to_pickle(rows, problems)
+            )
         else:
-            write_whole(target / f"nccl_trace_rank_{rows.rank}.json", flight_recorder.to_json(rows, problems))
+            write_whole(
+                target / f"nccl_trace_rank_{rows.rank}.json",
+                flight_recorder.to_json(rows, problems),
+            )
 
 
 def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
@@ -115,7 +142,9 @@ def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
         from commlens.reports.converted.perfetto import to_perfetto
         from commlens.reports.converted.table import to_csv
 
-        make: Callable[[Iterator[RankColumns]], Iterator[bytes]] = to_perfetto if to == "perfetto" else to_csv
+        make: Callable[[Iterator[RankColumns]], Iterator[bytes]] = (
+            to_perfetto if to == "perfetto" else to_csv
+        )
         with temporary.open("wb") as file:
             for piece in make(several):
                 file.write(piece)

@@ -26,8 +26,8 @@ _TABLES_MAX = 8  # for each name of --group
 class DiagnoseCommand:
     """Diagnose dumps or black boxes: name the fault, the rank, the collective and the line.
 
-    Exit status: 0 no fault was found (or the ranks wait for a rank that is visibly working), 1 a fault was found, 2 wrong usage,
-    3 too little evidence could be read.
+    Exit status: 0 no fault was found (or the ranks wait for a rank that is visibly working), 1 a
+    fault was found, 2 wrong usage, 3 too little evidence could be read.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -35,31 +35,54 @@ class DiagnoseCommand:
             "paths",
             nargs="+",
             metavar="PATH",
-            help="dumps: files, folders, archives or URLs, in any order; - reads a list of paths from standard input",
+            help=(
+                "dumps: files, folders, archives or URLs, in any order; - reads a list of paths"
+                " from standard input"
+            ),
         )
-        parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
         parser.add_argument(
-            "-o", "--html", type=Path, metavar="FILE", help="also write the verdict as an HTML page, which needs no network"
+            "--json",
+            action="store_true",
+            help="print the verdict as JSON (schema commlens.verdict/1)",
         )
         parser.add_argument(
-            "--stalled-after", type=_seconds, default=1.0, metavar="S",
-            help="treat a collective of a running process as stuck only after S seconds in flight (default: 1)",
-        )  # fmt: skip
+            "-o",
+            "--html",
+            type=Path,
+            metavar="FILE",
+            help="also write the verdict as an HTML page, which needs no network",
+        )
         parser.add_argument(
-            "--slow", action="store_true",
-            help="also show how long each rank of a running job waits in collectives: those that wait least make it slow",
-        )  # fmt: skip
+            "--stalled-after",
+            type=_seconds,
+            default=1.0,
+            metavar="S",
+            help=(
+                "treat a collective of a running process as stuck only after S seconds in flight"
+                " (default: 1)"
+            ),
+        )
+        parser.add_argument(
+            "--slow",
+            action="store_true",
+            help=(
+                "also show how long each rank of a running job waits in collectives: those that"
+                " wait least make it slow"
+            ),
+        )
         _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         side_by_side = arguments.entries is not None or arguments.stacks
         if arguments.json and (side_by_side or arguments.slow):
             raise CommandError(
-                "--entries, --stacks and --slow print text, so --json cannot be given with them. For data, use commlens convert --to csv."
+                "--entries, --stacks and --slow print text, so --json cannot be given with them."
+                " For data, use commlens convert --to csv."
             )
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError(
-                "--group and --ranks only select what --entries shows: give --entries, too. The verdict always uses all evidence."
+                "--group and --ranks only select what --entries shows: give --entries, too. The"
+                " verdict always uses all evidence."
             )
         from commlens.commands.progress import ProgressBar
         from commlens.diagnosis.api import examine_paths
@@ -67,7 +90,9 @@ class DiagnoseCommand:
 
         paths = name_paths(arguments.paths)
         with ProgressBar("reading dumps") as seen:
-            examined = examine_paths(paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen)
+            examined = examine_paths(
+                paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen
+            )
         verdict = examined.verdict
         if arguments.json:
             from commlens.reports.json_report import print_json
@@ -91,7 +116,9 @@ class DiagnoseCommand:
 
 
 def exit_status(verdict: Verdict) -> int:
-    """Return 1 for a fault, 3 if none was found but part of the evidence is unreadable, otherwise 0."""
+    """Return 1 for a fault, 3 if none was found but part of the evidence is unreadable, otherwise
+    0.
+    """
     if verdict.kind == "undetermined":
         return EXIT_UNDETERMINED
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
@@ -106,29 +133,53 @@ def _print_pace(examined: ExaminedJob) -> None:
     print()
     if measured is None:
         print(
-            "How long each rank waits is unknown: it needs the black boxes of at least two ranks, with records of the same time, and on "
-            "an accelerator the setting timing."
+            "How long each rank waits is unknown: it needs the black boxes of at least two ranks,"
+            " with records of the same time, and on an accelerator the setting timing."
         )
         return
-    print(f"In the last {duration(measured.window_s * 1e9)}, of which all ranks have records ({count(measured.steps, 'step')}):")
+    print(
+        f"In the last {duration(measured.window_s * 1e9)}, of which all ranks have records"
+        f" ({count(measured.steps, 'step')}):"
+    )
     rows = [(ranks_phrase(ranks), f"{share:.0%}") for share, ranks in pace.shares(measured)]
     print_table(rows, headings=("", "in collectives"), indent=2)
     least, gap = pace.waits_least(measured)
-    enough = f"From {pace.MIN_COST:.0%} on, over at least {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s, they make the job slow."
-    print(f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least, {gap:.0%} of the time less than all others. {enough}")
+    enough = (
+        f"From {pace.MIN_COST:.0%} on, over at least {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s,"
+        " they make the job slow."
+    )
+    print(
+        f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least, {gap:.0%} of the time less than"
+        f" all others. {enough}"
+    )
 
 
 def _add_entries(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--entries", nargs="?", type=_rows, const=0, metavar="N",
-        help="show N rows of records, aligned by sequence number; ranks that did the same share a column (default: as fits the screen)",
-    )  # fmt: skip
-    group.add_argument("--stacks", action="store_true", help="also show the stacks that issued them")
+        "--entries",
+        nargs="?",
+        type=_rows,
+        const=0,
+        metavar="N",
+        help=(
+            "show N rows of records, aligned by sequence number; ranks that did the same share a"
+            " column (default: as fits the screen)"
+        ),
+    )
+    group.add_argument(
+        "--stacks", action="store_true", help="also show the stacks that issued them"
+    )
     add_selection(group)
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:
-    from commlens.diagnosis.views.entries import lay_out, lay_out_groups, read_entries, select_entries, select_group
+    from commlens.diagnosis.views.entries import (
+        lay_out,
+        lay_out_groups,
+        read_entries,
+        select_entries,
+        select_group,
+    )
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()
@@ -140,9 +191,15 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
         print_entries(lay_out(entries, fault, rows=rows, columns=columns), stacks=arguments.stacks)
         return
     chosen = {name: select_group(examined.job, name, fault) for name in arguments.group}
-    found = iter(read_entries(examined.job, paths, list(chain.from_iterable(chosen.values())), prefix=arguments.prefix))
+    found = iter(
+        read_entries(
+            examined.job, paths, list(chain.from_iterable(chosen.values())), prefix=arguments.prefix
+        )
+    )
     for name, selections in chosen.items():
-        tables = lay_out_groups(list(islice(found, len(selections))), selections, rows=rows, columns=columns)
+        tables = lay_out_groups(
+            list(islice(found, len(selections))), selections, rows=rows, columns=columns
+        )
         for table in tables[:_TABLES_MAX]:
             print()
             print_entries(table, stacks=arguments.stacks)
@@ -152,7 +209,10 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
             print(f"Not shown: {groups}. --ranks selects others.")
         elif not tables:
             known = ", ".join(sorted(group_names(examined.job.channels.values())))
-            print(f"There are no entries to show of a group named {name}; the groups are: {known or 'none'}.")
+            print(
+                f"There are no entries to show of a group named {name}; the groups are:"
+                f" {known or 'none'}."
+            )
 
 
 def _rows(text: str) -> int:

@@ -14,7 +14,9 @@ class DoctorCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--config-file", metavar="FILE", help="use this YAML file instead of the usual one")
+        parser.add_argument(
+            "--config-file", metavar="FILE", help="use this YAML file instead of the usual one"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report. The exit status is 0 even if there are problems."""

@@ -15,9 +15,17 @@ class DumpCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
+            "job",
+            nargs="?",
+            metavar="JOB|PID",
+            help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)",
         )
-        parser.add_argument("-o", "--output", metavar="DIR", help="save below this folder (default: the setting dump_dir, commlens-dumps)")
+        parser.add_argument(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="save below this folder (default: the setting dump_dir, commlens-dumps)",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import load_settings
@@ -25,7 +33,13 @@ class DumpCommand:
 
         settings = load_settings(overrides={"dump_dir": arguments.output}).settings
         for job in find_recorded_jobs(arguments.job, settings.box_dir):
-            folder = dump(settings.dump_dir, job, window_s=1.0, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
+            folder = dump(
+                settings.dump_dir,
+                job,
+                window_s=1.0,
+                keep=settings.keep_dumps,
+                mode=int(settings.dump_mode, 8),
+            )
             print(folder)
             print(f"  commlens diagnose {folder}")
         return 0

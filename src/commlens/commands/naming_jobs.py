@@ -13,24 +13,38 @@ _JOBS_NAMED = 8
 def add_recorded_job(parser: argparse.ArgumentParser) -> None:
     """Declare the argument that names a recorded job."""
     parser.add_argument(
-        "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
+        "job",
+        nargs="?",
+        metavar="JOB|PID",
+        help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)",
     )
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that say which job."""
     parser.add_argument(
-        "job", nargs="?", metavar="PID|SCRIPT",
-        help="the pid of a rank or of its launcher, or a part of the ranks' command line (default: the only job that runs here)",
-    )  # fmt: skip
-    parser.add_argument("--job", dest="job_name", metavar="NAME", help="the job's name: torchrun's --rdzv-id, Slurm's job id or name")
+        "job",
+        nargs="?",
+        metavar="PID|SCRIPT",
+        help=(
+            "the pid of a rank or of its launcher, or a part of the ranks' command line (default:"
+            " the only job that runs here)"
+        ),
+    )
+    parser.add_argument(
+        "--job",
+        dest="job_name",
+        metavar="NAME",
+        help="the job's name: torchrun's --rdzv-id, Slurm's job id or name",
+    )
 
 
 def find_recorded_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     """Return the folders of recorded jobs, as :func:`commlens.watch.jobs.find_jobs` does.
 
     Raises:
-        EvidenceError: no such job is recorded. If jobs run here that nothing records, the message names them and ``commlens attach``.
+        EvidenceError: no such job is recorded. If jobs run here that nothing records, the message
+            names them and ``commlens attach``.
         CommandError: ``wanted`` matches no job, or several.
     """
     from commlens.watch.jobs import find_jobs
@@ -45,7 +59,9 @@ def find_recorded_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
 
 
 def _unrecorded(wanted: str | None) -> str:
-    """Name the distributed jobs on this machine that nothing records, and the command that looks at them; empty if there are none."""
+    """Name the distributed jobs on this machine that nothing records, and the command that looks at
+    them; empty if there are none.
+    """
     from commlens.outside.find_ranks import find_job, find_jobs
     from commlens.text import capital, verb
 
@@ -58,8 +74,14 @@ def _unrecorded(wanted: str | None) -> str:
     if len(jobs) == 1:
         job, pids = jobs[0], [one.pid for one in jobs[0].ranks]
         return (
-            f"{capital(job.label)} {verb(pids, 'runs', 'run')} here without commlens, so nothing is recorded: "
-            f"`commlens attach {pids[0]}` says whether {verb(pids, 'it is', 'they are')} stuck, and where."
+            f"{capital(job.label)} {verb(pids, 'runs', 'run')} here without commlens, so nothing is"
+            f" recorded: `commlens attach {pids[0]}` says whether {verb(pids, 'it is', 'they are')}"
+            " stuck, and where."
         )
-    names = "; ".join(job.label for job in jobs[:_JOBS_NAMED]) + (f" and {len(jobs) - _JOBS_NAMED} more" * (len(jobs) > _JOBS_NAMED))
-    return f"{len(jobs)} jobs run here without commlens, so nothing is recorded: {names}. `commlens attach PID` says whether one is stuck."
+    names = "; ".join(job.label for job in jobs[:_JOBS_NAMED]) + (
+        f" and {len(jobs) - _JOBS_NAMED} more" * (len(jobs) > _JOBS_NAMED)
+    )
+    return (
+        f"{len(jobs)} jobs run here without commlens, so nothing is recorded: {names}. `commlens"
+        " attach PID` says whether one is stuck."
+    )

@@ -22,30 +22,75 @@ EXIT_PROGRAM_FAILED = 1
 class PreviewCommand:
     """Trace one rank of a job of any size, in one process, without GPUs or a network.
 
-    The script runs unchanged on torch's fake backend, which sends nothing; every collective is traced. For example:
-    commlens preview --world-size 1024 --rank 3 --fake-tensors --network h100-ib train.py --lr 0.1
+    The script runs unchanged on torch's fake backend, which sends nothing; every collective is
+    traced. For example: commlens preview --world-size 1024 --rank 3 --fake-tensors --network
+    h100-ib train.py --lr 0.1
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from commlens.traces.network import PRESETS, parse_bandwidth, parse_duration
 
         parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
-        parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-        parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to preview (default 0)")
-        parser.add_argument("--fake-tensors", action="store_true", help="tensors without memory, for models that do not fit here")
+        parser.add_argument(
+            "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+        )
+        parser.add_argument(
+            "--rank", type=int, default=0, metavar="R", help="the rank to preview (default 0)"
+        )
+        parser.add_argument(
+            "--fake-tensors",
+            action="store_true",
+            help="tensors without memory, for models that do not fit here",
+        )
         parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
-        parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: also trace tensor ops")
-        parser.add_argument("-o", "--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
+        parser.add_argument(
+            "--depth",
+            choices=("collectives", "ops"),
+            default="collectives",
+            help="ops: also trace tensor ops",
+        )
+        parser.add_argument(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="save the trace, for commlens view and commlens compare",
+        )
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-        group = parser.add_argument_group("time estimate", "needs a preset or figures; figures replace the preset's")
+        group = parser.add_argument_group(
+            "time estimate", "needs a preset or figures; figures replace the preset's"
+        )
         group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
         bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
-        group.add_argument("--intra-bandwidth", type=bandwidth, metavar="RATE", help="per rank inside a node, in one direction: 450GB/s")
-        group.add_argument("--inter-bandwidth", type=bandwidth, metavar="RATE", help="per rank between nodes: 50GB/s or 400Gb/s")
-        group.add_argument("--intra-latency", type=duration, metavar="TIME", help="per hop inside a node: 2us")
-        group.add_argument("--inter-latency", type=duration, metavar="TIME", help="per hop between nodes: 4us")
-        group.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks per node (default: the preset's, else 8)")
-        group.add_argument("--step-time", type=duration, metavar="TIME", help="duration of a step, to show communication's share: 1.2s")
+        group.add_argument(
+            "--intra-bandwidth",
+            type=bandwidth,
+            metavar="RATE",
+            help="per rank inside a node, in one direction: 450GB/s",
+        )
+        group.add_argument(
+            "--inter-bandwidth",
+            type=bandwidth,
+            metavar="RATE",
+            help="per rank between nodes: 50GB/s or 400Gb/s",
+        )
+        group.add_argument(
+            "--intra-latency", type=duration, metavar="TIME", help="per hop inside a node: 2us"
+        )
+        group.add_argument(
+            "--inter-latency", type=duration, metavar="TIME", help="per hop between nodes: 4us"
+        )
+        group.add_argument(
+            "--ranks-per-node",
+            type=int,
+            metavar="N",
+            help="ranks per node (default: the preset's, else 8)",
+        )
+        group.add_argument(
+            "--step-time",
+            type=duration,
+            metavar="TIME",
+            help="duration of a step, to show communication's share: 1.2s",
+        )
         add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -53,9 +98,15 @@ class PreviewCommand:
         if arguments.steps is not None and arguments.steps < 1:
             raise CommandError(f"--steps {arguments.steps} would run nothing: give 1 or more.")
         if arguments.output and not arguments.force and Path(arguments.output).exists():
-            raise OutputError(f"File already exists, will not overwrite without --force: {arguments.output}")
+            raise OutputError(
+                f"File already exists, will not overwrite without --force: {arguments.output}"
+            )
         network = _network(arguments)
-        trace, error = _preview(program, arguments, network.ranks_per_node if network is not None else arguments.ranks_per_node or 8)
+        trace, error = _preview(
+            program,
+            arguments,
+            network.ranks_per_node if network is not None else arguments.ranks_per_node or 8,
+        )
         if arguments.output:
             trace.data.script = " ".join(program)
             trace.save(arguments.output)
@@ -70,12 +121,23 @@ class PreviewCommand:
             worker.show_from_program_at_exit(error)
             raise error
         if isinstance(error, SystemExit):
-            return error.code if isinstance(error.code, int) else 0 if error.code is None else EXIT_PROGRAM_FAILED
-        print("\ncommlens: the program failed; the trace covers the time before the failure.", file=sys.stderr)
+            return (
+                error.code
+                if isinstance(error.code, int)
+                else 0
+                if error.code is None
+                else EXIT_PROGRAM_FAILED
+            )
+        print(
+            "\ncommlens: the program failed; the trace covers the time before the failure.",
+            file=sys.stderr,
+        )
         return EXIT_PROGRAM_FAILED
 
 
-def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: int) -> tuple[Trace, BaseException | None]:
+def _preview(
+    program: list[str], arguments: argparse.Namespace, ranks_per_node: int
+) -> tuple[Trace, BaseException | None]:
     from commlens.launch import worker
 
     worker.check_program(program, module=arguments.module)
@@ -111,13 +173,17 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
     elif isinstance(error, Exception):
         worker.show_from_program(error)
         sys.__excepthook__(type(error), error, error.__traceback__)
-    elif isinstance(error, SystemExit) and error.code is not None and not isinstance(error.code, int):
+    elif (
+        isinstance(error, SystemExit) and error.code is not None and not isinstance(error.code, int)
+    ):
         print(error.code, file=sys.stderr)
     return trace, error
 
 
 class _FreshImports(contextlib.AbstractContextManager[None]):
-    """Removes the program's own modules afterwards, so that a run as another rank imports them again."""
+    """Removes the program's own modules afterwards, so that a run as another rank imports them
+    again.
+    """
 
     def __init__(self, program: list[str], module: bool) -> None:
         self._folder = str(Path.cwd() if module else Path(program[0]).resolve().parent)
@@ -128,7 +194,11 @@ class _FreshImports(contextlib.AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            if name not in self._before and file.startswith(self._folder) and "site-packages" not in file:
+            if (
+                name not in self._before
+                and file.startswith(self._folder)
+                and "site-packages" not in file
+            ):
                 del sys.modules[name]
 
 
@@ -137,7 +207,13 @@ def _network(arguments: argparse.Namespace) -> Network | None:
 
     given: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency", "ranks_per_node")
+        for name in (
+            "intra_bandwidth",
+            "inter_bandwidth",
+            "intra_latency",
+            "inter_latency",
+            "ranks_per_node",
+        )
     }
     network = network_from(arguments.network, given)
     if network is None and arguments.step_time is not None:

@@ -1,4 +1,6 @@
-"""Progress of long operations: shown on a terminal after two seconds, removed at the end; nothing in a pipe or a file."""
+"""Progress of long operations: shown on a terminal after two seconds, removed at the end; nothing
+in a pipe or a file.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _EVERY_S: Final = 0.2
 
 
 class ProgressBar:
-    """A progress bar that is drawn when it is called: a thread would make it unsafe to fork the process."""
+    """A progress bar that is drawn when it is called: a thread would make it unsafe to fork the
+    process.
+    """
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -38,14 +42,20 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
 @contextlib.contextmanager
 def working(label: str) -> Iterator[Callable[[str], None]]:
-    """Show that a block still works, if it is not known how much there is to do. It uses a thread: not where a process is forked.
+    """Show that a block still works, if it is not known how much there is to do. It uses a thread:
+    not where a process is forked.
 
     Yields:
         A function that adds a few words to the label, such as what has been done so far.
@@ -82,9 +92,20 @@ def working(label: str) -> Iterator[Callable[[str], None]]:
 
 def _bar(label: str, total: int) -> tuple[Any, Any]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
     bar.start()
     return bar, bar.add_task(label, total=total)

@@ -22,27 +22,32 @@ QUESTIONS: Final = (
     Question(
         "debug",
         "Verify every collective before it is issued?",
-        "A mismatched one then raises on every rank and nothing is sent. It costs time; `commlens launch --debug` does it for one run.",
+        "A mismatched one then raises on every rank and nothing is sent. It costs time; `commlens"
+        " launch --debug` does it for one run.",
     ),
     Question(
         "on_mismatch",
         "When ranks disagree, warn or abort?",
-        "The watcher always compares the collectives that the ranks issue. `warn` prints the verdict; `abort` also ends the job.",
+        "The watcher always compares the collectives that the ranks issue. `warn` prints the"
+        " verdict; `abort` also ends the job.",
     ),
     Question(
         "stall_timeout",
         "After how many seconds is an unfinished collective a stall?",
-        "The verdict is then printed: the rank, the collective and the line. Choose more than your slowest healthy step takes.",
+        "The verdict is then printed: the rank, the collective and the line. Choose more than your"
+        " slowest healthy step takes.",
     ),
     Question(
         "on_stall",
         "When the job stalls, warn or abort?",
-        "`warn` prints the verdict and lets the job go on; `abort` then ends it, which frees its machines.",
+        "`warn` prints the verdict and lets the job go on; `abort` then ends it, which frees its"
+        " machines.",
     ),
     Question(
         "dump_dir",
         "Where are dumps saved?",
-        "One folder per job below it. A relative path starts from the directory in which the job is started.",
+        "One folder per job below it. A relative path starts from the directory in which the job is"
+        " started.",
     ),
     Question(
         "keep_dumps",
@@ -53,8 +58,11 @@ QUESTIONS: Final = (
 _YES_NO: Final = {"y": "yes", "n": "no"}
 
 
-def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Ask every question, with the present values as the defaults, and return the answers by setting.
+def ask(
+    present: Settings, read: Callable[[str], str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Ask every question, with the present values as the defaults, and return the answers by
+    setting.
 
     ``read`` shows a prompt and returns a line; its EOFError and KeyboardInterrupt are passed on.
     """
@@ -69,24 +77,43 @@ def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None
                 break
             is_switch = isinstance(value, bool)
             try:
-                answers[question.name] = ACCEPTED[question.name].parse(_YES_NO.get(text.lower(), text) if is_switch else text)
+                answers[question.name] = ACCEPTED[question.name].parse(
+                    _YES_NO.get(text.lower(), text) if is_switch else text
+                )
                 break
             except (ValueError, TypeError, OverflowError):
-                say(f"  That is not accepted. Enter {'yes or no' if is_switch else ACCEPTED[question.name].words}.")
+                say(
+                    "  That is not accepted. Enter"
+                    f" {'yes or no' if is_switch else ACCEPTED[question.name].words}."
+                )
     return answers
 
 
 def settings_file(answers: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """Return the text of the settings file: the answers, and its other settings, which no question is about."""
+    """Return the text of the settings file: the answers, and its other settings, which no question
+    is about.
+    """
     lines = [
         "# Settings of commlens, written by `commlens config`. Run it again to change them.",
-        "# COMMLENS_* variables and the command line override this file; `commlens config show` prints the settings in force.",
+        (
+            "# COMMLENS_* variables and the command line override this file; `commlens config show`"
+            " prints the settings in force."
+        ),
     ]
     for question in QUESTIONS:
-        lines += ["", f"# {question.question}", f"# {question.explanation}", _line(question.name, answers[question.name])]
+        lines += [
+            "",
+            f"# {question.question}",
+            f"# {question.explanation}",
+            _line(question.name, answers[question.name]),
+        ]
     others = [name for name in NAMES if name in kept and name not in answers]
     if others:
-        lines += ["", "# Kept from the previous file:", *(_line(name, kept[name]) for name in others)]
+        lines += [
+            "",
+            "# Kept from the previous file:",
+            *(_line(name, kept[name]) for name in others),
+        ]
     return "\n".join(lines) + "\n"
 
 

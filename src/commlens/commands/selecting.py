@@ -14,12 +14,28 @@ if TYPE_CHECKING:
 
 def add_selection(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare ``--ranks``, ``--group`` and ``--prefix``."""
-    parser.add_argument("--ranks", type=ranks, metavar="RANKS", help="use only these ranks, such as 0-7,12 or 0-56:8")
     parser.add_argument(
-        "--group", action="append", default=[], metavar="NAME",
-        help="use only this process group, given by name, description or mesh dimension; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="read only files whose names begin with TEXT followed by the rank")
+        "--ranks",
+        type=ranks,
+        metavar="RANKS",
+        help="use only these ranks, such as 0-7,12 or 0-56:8",
+    )
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=(
+            "use only this process group, given by name, description or mesh dimension; may be"
+            " repeated"
+        ),
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        metavar="TEXT",
+        help="read only files whose names begin with TEXT followed by the rank",
+    )
 
 
 def ranks(text: str) -> frozenset[int]:
@@ -35,4 +51,11 @@ def ranks(text: str) -> frozenset[int]:
 
 def group_names(channels: Iterable[Channel]) -> set[str]:
     """Return the groups' names, for an error message."""
-    return {one.group.label if one.group.label == one.group.name else f"{one.group.label} ({one.group.name})" for one in channels}
+    return {
+        (
+            one.group.label
+            if one.group.label == one.group.name
+            else f"{one.group.label} ({one.group.name})"
+        )
+        for one in channels
+    }

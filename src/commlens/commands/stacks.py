@@ -16,15 +16,28 @@ if TYPE_CHECKING:
 class StacksCommand:
     """Show the stacks of all ranks of a job, merged into a few classes, the odd ones first.
 
-    Recorded ranks record their stacks themselves; those that cannot, because they are stopped or hold the GIL, and jobs that were
-    started without commlens are read with py-spy. Nothing in the job is changed.
+    Recorded ranks record their stacks themselves; those that cannot, because they are stopped or
+    hold the GIL, and jobs that were started without commlens are read with py-spy. Nothing in the
+    job is changed.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_job(parser)
-        parser.add_argument("--all", action="store_true", help="show all classes; otherwise the 20 with the fewest ranks")
-        parser.add_argument("--whole", action="store_true", help="show all frames, also torch's and Python's around your code")
-        parser.add_argument("--native", action="store_true", help="also read C++ frames; py-spy pauses each rank for some milliseconds")
+        parser.add_argument(
+            "--all",
+            action="store_true",
+            help="show all classes; otherwise the 20 with the fewest ranks",
+        )
+        parser.add_argument(
+            "--whole",
+            action="store_true",
+            help="show all frames, also torch's and Python's around your code",
+        )
+        parser.add_argument(
+            "--native",
+            action="store_true",
+            help="also read C++ frames; py-spy pauses each rank for some milliseconds",
+        )
         parser.add_argument("--json", action="store_true", help="print the classes as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -44,12 +57,20 @@ class StacksCommand:
             return 0
         script = next((log.script for log in logs if log.script), "the job")
         stand = "stands" if len(logs) == 1 else "stand"
-        print(f"{count(len(logs), 'rank')} of {script} {stand} at {count(len(classes), 'place')}:\n")
-        print_classes(classes, most=len(classes) if arguments.all else 20, whole=arguments.whole or arguments.native)
+        print(
+            f"{count(len(logs), 'rank')} of {script} {stand} at {count(len(classes), 'place')}:\n"
+        )
+        print_classes(
+            classes,
+            most=len(classes) if arguments.all else 20,
+            whole=arguments.whole or arguments.native,
+        )
         return 0
 
 
-def find_logs(wanted: str | None, job_name: str | None, *, native: bool = False) -> Sequence[RankLog]:
+def find_logs(
+    wanted: str | None, job_name: str | None, *, native: bool = False
+) -> Sequence[RankLog]:
     """Return the ranks of a job with their stacks: from its black boxes, else with py-spy.
 
     Raises:
@@ -69,13 +90,21 @@ def find_logs(wanted: str | None, job_name: str | None, *, native: bool = False)
             jobs = []  # the name may be that of a job that is not recorded
         if len(jobs) == 1:
             logs = snapshot(jobs[0], window_s=0.4)
-            stale = [log for log in logs if log.main_stack is not None and log.current_stack is None]
+            stale = [
+                log for log in logs if log.main_stack is not None and log.current_stack is None
+            ]
             if not stale:
                 return logs
             try:  # ranks that run do not record their stacks
-                return [sample.log for sample in look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples]
+                return [
+                    sample.log
+                    for sample in look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples
+                ]
             except (CommandError, EvidenceError, MissingDependency):
                 for log in stale:
                     log.stacks = []
                 return logs
-    return [sample.log for sample in look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples]
+    return [
+        sample.log
+        for sample in look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples
+    ]

@@ -16,17 +16,31 @@ _JOBS_AT_ONCE = 16
 
 
 class StatusCommand:
-    """Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table.
+    """Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a
+    table.
 
-    It reads the black boxes from outside, so it also shows ranks that are stuck, stopped or dead. Ranks that do the same share a row.
+    It reads the black boxes from outside, so it also shows ranks that are stuck, stopped or dead.
+    Ranks that do the same share a row.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_recorded_job(parser)
-        parser.add_argument("--all", action="store_true", help="show the table even if nothing is wrong, with a row for each rank")
-        parser.add_argument("--step", action="store_true", help="show where a step's communication time goes instead")
-        parser.add_argument("--watch", action="store_true", help="show it live, as commlens top does")
-        parser.add_argument("--json", action="store_true", help="print the verdict and the rows of each job as JSON")
+        parser.add_argument(
+            "--all",
+            action="store_true",
+            help="show the table even if nothing is wrong, with a row for each rank",
+        )
+        parser.add_argument(
+            "--step",
+            action="store_true",
+            help="show where a step's communication time goes instead",
+        )
+        parser.add_argument(
+            "--watch", action="store_true", help="show it live, as commlens top does"
+        )
+        parser.add_argument(
+            "--json", action="store_true", help="print the verdict and the rows of each job as JSON"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +60,13 @@ class StatusCommand:
             import msgspec
 
             shown = [
-                {"job": each.heading, "verdict": each.verdict, "steps": each.steps, "ranks": each.rows, "other_nodes": each.other_nodes}
+                {
+                    "job": each.heading,
+                    "verdict": each.verdict,
+                    "steps": each.steps,
+                    "ranks": each.rows,
+                    "other_nodes": each.other_nodes,
+                }
                 for each in found
             ]
             print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())

@@ -1,4 +1,6 @@
-"""Prints tables: as wide as the terminal, or as wide as their content where the output is no terminal."""
+"""Prints tables: as wide as the terminal, or as wide as their content where the output is no
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Final
 _NO_TERMINAL_WIDTH: Final = 100_000
 
 
-def print_table(rows: Sequence[Sequence[str]], *, headings: Sequence[str] = (), indent: int = 0) -> None:
+def print_table(
+    rows: Sequence[Sequence[str]], *, headings: Sequence[str] = (), indent: int = 0
+) -> None:
     """Print rows of cells, with two spaces between the columns."""
     from rich.console import Console
     from rich.padding import Padding
@@ -19,7 +23,9 @@ def print_table(rows: Sequence[Sequence[str]], *, headings: Sequence[str] = (), 
         console.width = _NO_TERMINAL_WIDTH
     table = Table(box=None, show_header=bool(headings), pad_edge=False, header_style="bold")
     for column in range(len(headings or (rows[0] if rows else ()))):
-        table.add_column(headings[column] if headings else "", overflow="fold", no_wrap=not console.is_terminal)
+        table.add_column(
+            headings[column] if headings else "", overflow="fold", no_wrap=not console.is_terminal
+        )
     for row in rows:
         table.add_row(*row)
     with console.capture() as captured:

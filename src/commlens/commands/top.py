@@ -27,23 +27,41 @@ log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
-_PAUSE: Final = 2  # the pause before the next look at the other nodes, as a multiple of the time that the last look took
+# the pause before the next look at the other nodes, as a multiple of the time that the last look
+# took
+_PAUSE: Final = 2
 _KEYS: Final = {
-    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
-    b"\x1b[H": "home", b"\x1b[F": "end", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
-}  # fmt: skip
+    b"\x1b[A": "up",
+    b"\x1b[B": "down",
+    b"\x1bOA": "up",
+    b"\x1bOB": "down",
+    b"\x1b[5~": "pageup",
+    b"\x1b[6~": "pagedown",
+    b"\x1b[H": "home",
+    b"\x1b[F": "end",
+    b"\r": "enter",
+    b"\n": "enter",
+    b"\x1b": "escape",
+}
 
 
 class TopCommand:
     """Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack.
 
-    It reads the black boxes from outside, like commlens status, once a second. Keys: up and down choose a row, enter shows its stack, f
-    folds equal ranks, s sorts by rank, time or state, n shows the next job, q quits.
+    It reads the black boxes from outside, like commlens status, once a second. Keys: up and down
+    choose a row, enter shows its stack, f folds equal ranks, s sorts by rank, time or state, n
+    shows the next job, q quits.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_recorded_job(parser)
-        parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="refresh every S seconds (default: 1)")
+        parser.add_argument(
+            "--interval",
+            type=float,
+            default=1.0,
+            metavar="S",
+            help="refresh every S seconds (default: 1)",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import load_settings
@@ -52,14 +70,18 @@ class TopCommand:
             raise CommandError(f"--interval takes 0.1 to 3600 seconds, not {arguments.interval:g}.")
         jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise CommandError("commlens top needs a terminal. `commlens status` prints the same once.")
+            raise CommandError(
+                "commlens top needs a terminal. `commlens status` prints the same once."
+            )
         with contextlib.suppress(KeyboardInterrupt):
             _show(jobs, arguments.interval)
         return 0
 
 
 class _OtherNodes:
-    """Asks a job's other nodes again and again, in a thread: an answer takes a second or more, and keys must not wait for it."""
+    """Asks a job's other nodes again and again, in a thread: an answer takes a second or more, and
+    keys must not wait for it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +104,9 @@ class _OtherNodes:
         try:
             self._answer = look_at_other_nodes(self._folder)
         except Exception as error:  # its traceback would cover the screen
-            log.debug("commlens: the other nodes could not be asked: %s: %s", type(error).__name__, error)
+            log.debug(
+                "commlens: the other nodes could not be asked: %s: %s", type(error).__name__, error
+            )
         finally:
             now = time.monotonic()
             self._due = now + _PAUSE * (now - began)  # an answer costs the other nodes time
@@ -102,7 +126,9 @@ class _Job:
         self.of_all_nodes: JobStatus | None = None
 
     def read(self) -> JobStatus:
-        """Return the job's status: of all nodes as of their last answer, or of this node alone until another one has answered."""
+        """Return the job's status: of all nodes as of their last answer, or of this node alone
+        until another one has answered.
+        """
         from commlens.watch.nodes.ask import has_other_nodes
 
         logs = self._read_logs()

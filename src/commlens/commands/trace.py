@@ -12,17 +12,26 @@ DIRECTORY = "commlens-trace"
 class TraceCommand:
     """Run a script and trace its collectives: when, why, and how many bytes.
 
-    Under torchrun, write one file per rank: torchrun --nproc-per-node 2 -m commlens trace train.py; or: commlens launch --trace.
+    Under torchrun, write one file per rank: torchrun --nproc-per-node 2 -m commlens trace train.py;
+    or: commlens launch --trace.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.usage = "commlens trace [options] script.py ... | commlens trace [options] -m module ..."
-        parser.add_argument("--steps", metavar="FIRST:LAST", help="trace only these optimizer steps, counted from 0; 2:4 for steps 2 and 3")
+        parser.usage = (
+            "commlens trace [options] script.py ... | commlens trace [options] -m module ..."
+        )
+        parser.add_argument(
+            "--steps",
+            metavar="FIRST:LAST",
+            help="trace only these optimizer steps, counted from 0; 2:4 for steps 2 and 3",
+        )
         parser.add_argument(
             "--depth",
             choices=("collectives", "ops"),
             default="collectives",
-            help="ops: also trace tensor ops, which slows training noticeably (default collectives)",
+            help=(
+                "ops: also trace tensor ops, which slows training noticeably (default collectives)"
+            ),
         )
         parser.add_argument(
             "-o",

@@ -20,7 +20,9 @@ _FILTERS = {
     "op": "all_reduce, all_gather, ...",
     "mesh-dim": "mesh dimension",
     "group": "mesh dimension, description or name of the process group",
-    "module": "path of a module and its children, with or without the model's class; * matches one part",
+    "module": (
+        "path of a module and its children, with or without the model's class; * matches one part"
+    ),
     "owner": "library (FSDP2, DDP) or wrapped block that owns the parameters",
     "cause": "implicit, explicit, or the op for which DTensor redistributes",
     "source": "train.py:57, train.py, or a function's name",
@@ -32,18 +34,26 @@ _FILTERS = {
 class ViewCommand:
     """Show a trace: which collectives a rank issued, where, why, and how many bytes.
 
-    Given several ranks' files, or a folder of them, first report whether all ranks issued the same collectives and where they differ,
-    then show one rank of the largest class. CommDebugMode's JSON works too. With -o, write one HTML page that works offline. Without
-    any file, write an empty page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace or
-    a module, group, op or phase to filter by does not exist.
+    Given several ranks' files, or a folder of them, first report whether all ranks issued the same
+    collectives and where they differ, then show one rank of the largest class. CommDebugMode's JSON
+    works too. With -o, write one HTML page that works offline. Without any file, write an empty
+    page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace or a
+    module, group, op or phase to filter by does not exist.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from commlens.traces.network import PRESETS
 
-        parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one per rank")
+        parser.add_argument(
+            "paths",
+            nargs="*",
+            metavar="PATH",
+            help="trace files (x.json, x.json.gz), or folders with one per rank",
+        )
         filters = parser.add_argument_group(
-            "filters", "show only collectives with these values; separate alternatives with commas, or repeat the option"
+            "filters",
+            "show only collectives with these values; separate alternatives with commas, or repeat"
+            " the option",
         )
         for name, text in _FILTERS.items():
             filters.add_argument(f"--{name}", action="append", metavar="VALUE", help=text)
@@ -53,18 +63,43 @@ class ViewCommand:
             "--profile",
             metavar="FILE",
             action="append",
-            help="take times from this trace of torch.profiler (export_chrome_trace), of the same rank",
+            help=(
+                "take times from this trace of torch.profiler (export_chrome_trace), of the same"
+                " rank"
+            ),
         )
-        timing.add_argument("--network", metavar="PRESET", help=f"also show times estimated for a network: {', '.join(PRESETS)}")
-        forms = parser.add_argument_group("output instead of the summary").add_mutually_exclusive_group()
+        timing.add_argument(
+            "--network",
+            metavar="PRESET",
+            help=f"also show times estimated for a network: {', '.join(PRESETS)}",
+        )
+        forms = parser.add_argument_group(
+            "output instead of the summary"
+        ).add_mutually_exclusive_group()
         forms.add_argument("--events", action="store_true", help="every collective, in order")
-        forms.add_argument("--ops", action="store_true", help="every tensor op, in order, if the trace has depth ops")
-        forms.add_argument("--json", action="store_true", help="the summary as JSON; a list for several ranks")
-        forms.add_argument("--rows", action="store_true", help="every collective as one line of JSON")
+        forms.add_argument(
+            "--ops",
+            action="store_true",
+            help="every tensor op, in order, if the trace has depth ops",
+        )
+        forms.add_argument(
+            "--json", action="store_true", help="the summary as JSON; a list for several ranks"
+        )
+        forms.add_argument(
+            "--rows", action="store_true", help="every collective as one line of JSON"
+        )
         files = parser.add_argument_group("files to write")
-        files.add_argument("-o", "--html", metavar="FILE", help="one HTML page with everything, for a browser")
-        files.add_argument("--csv", metavar="FILE", help="every collective as one line of CSV; - for standard output")
-        files.add_argument("--perfetto", metavar="FILE", help="Chrome trace event JSON for ui.perfetto.dev")
+        files.add_argument(
+            "-o", "--html", metavar="FILE", help="one HTML page with everything, for a browser"
+        )
+        files.add_argument(
+            "--csv",
+            metavar="FILE",
+            help="every collective as one line of CSV; - for standard output",
+        )
+        files.add_argument(
+            "--perfetto", metavar="FILE", help="Chrome trace event JSON for ui.perfetto.dev"
+        )
         files.add_argument("--force", action="store_true", help="overwrite existing files")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -86,14 +121,19 @@ class ViewCommand:
             from commlens.traces.ranks import RankTraces
 
             if arguments.rank not in ranks.by_rank:
-                raise CommandError(f"There is no trace of rank {arguments.rank}; there are traces of {ranks_phrase(ranks.ranks)}.")
+                raise CommandError(
+                    f"There is no trace of rank {arguments.rank}; there are traces of"
+                    f" {ranks_phrase(ranks.ranks)}."
+                )
             ranks = RankTraces([ranks[arguments.rank]])
         if arguments.profile:
             ranks = _with_profiles(ranks, arguments.profile)
         for name, values in wanted.items():
             check_exists([trace.data for trace in ranks], name, values)
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
-        nothing = bool(wanted) and not any(trace.ops if arguments.ops else trace.events for trace in ranks)
+        nothing = bool(wanted) and not any(
+            trace.ops if arguments.ops else trace.events for trace in ranks
+        )
         if nothing:
             _print_note(_why_nothing_matches(whole, wanted))
         wrote = self._write(ranks, arguments)
@@ -115,7 +155,11 @@ class ViewCommand:
             values = getattr(arguments, field)
             if values:
                 # A cause may contain commas: "(Shard(dim=0), Replicate())".
-                wanted[field] = values if name == "cause" else [part for value in values for part in value.split(",") if part]
+                wanted[field] = (
+                    values
+                    if name == "cause"
+                    else [part for value in values for part in value.split(",") if part]
+                )
         return wanted
 
     @staticmethod
@@ -136,18 +180,24 @@ class ViewCommand:
         if arguments.perfetto:
             from commlens.reports.trace_perfetto import to_perfetto
 
-            content, left_out = to_perfetto((trace.data.rank, trace.data.started_unix_ns, trace.to_rows()) for trace in ranks)
+            content, left_out = to_perfetto(
+                (trace.data.rank, trace.data.started_unix_ns, trace.to_rows()) for trace in ranks
+            )
             write_whole(Path(arguments.perfetto), content, overwrite=arguments.force)
             _print_note(f"Wrote {arguments.perfetto}: open it at https://ui.perfetto.dev.")
             if left_out:
-                _print_note(f"{left_out} collectives are summarised, have no times, and are left out.")
+                _print_note(
+                    f"{left_out} collectives are summarised, have no times, and are left out."
+                )
             if any(trace.data.preview for trace in ranks):
                 _print_note("This trace is a preview without a network: its times mean nothing.")
         return bool(arguments.csv or arguments.perfetto)
 
 
 def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
-    """Return the error, or one that names ``commlens diagnose`` if the paths hold dumps of a job."""
+    """Return the error, or one that names ``commlens diagnose`` if the paths hold dumps of a
+    job.
+    """
     from commlens.dumps.detect import TEXT
     from commlens.dumps.discover import discover
 
@@ -157,8 +207,15 @@ def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
         return error
     if not found.own and found.kinds.keys() <= {TEXT.name}:
         return error
-    them, is_dump = ("them", "hold dumps") if len(paths) > 1 else ("it", "is a dump" if Path(paths[0]).is_file() else "holds a dump")
-    return CommandError(f"{', '.join(paths)} {is_dump} of a job, not a trace: `commlens diagnose {shlex.join(paths)}` diagnoses {them}.")
+    them, is_dump = (
+        ("them", "hold dumps")
+        if len(paths) > 1
+        else ("it", "is a dump" if Path(paths[0]).is_file() else "holds a dump")
+    )
+    return CommandError(
+        f"{', '.join(paths)} {is_dump} of a job, not a trace: `commlens diagnose"
+        f" {shlex.join(paths)}` diagnoses {them}."
+    )
 
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
@@ -177,20 +234,39 @@ def _empty_viewer(arguments: argparse.Namespace) -> int:
     from commlens.atomic_write import write_whole
     from commlens.reports.trace_page import VIEWER_FILE, viewer_page
 
-    given = [name for name, value in vars(arguments).items() if value and name not in ("command", "html", "force", "paths")]
+    given = [
+        name
+        for name, value in vars(arguments).items()
+        if value and name not in ("command", "html", "force", "paths")
+    ]
     if given:
-        raise CommandError("Which trace? For example: commlens view x.json. Without any option, commlens view writes an empty viewer page.")
+        raise CommandError(
+            "Which trace? For example: commlens view x.json. Without any option, commlens view"
+            " writes an empty viewer page."
+        )
     path, page = Path(arguments.html or VIEWER_FILE), viewer_page()
     if not path.is_file() or path.read_bytes() != page:
         write_whole(path, page, overwrite=arguments.force)
-    opened = not arguments.html and sys.stdout.isatty() and has_browser() and webbrowser.open(path.resolve().as_uri())
-    _print_note(f"{'Opened' if opened else 'Wrote'} {path}: {'drop' if opened else 'open it in a browser and drop'} a trace on it.")
+    opened = (
+        not arguments.html
+        and sys.stdout.isatty()
+        and has_browser()
+        and webbrowser.open(path.resolve().as_uri())
+    )
+    _print_note(
+        f"{'Opened' if opened else 'Wrote'} {path}:"
+        f" {'drop' if opened else 'open it in a browser and drop'} a trace on it."
+    )
     return 0
 
 
 def has_browser() -> bool:
-    """Check for a display: without one, as on a cluster node, a text browser would take over the terminal."""
-    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    """Check for a display: without one, as on a cluster node, a text browser would take over the
+    terminal.
+    """
+    return sys.platform == "darwin" or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
+    )
 
 
 def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
@@ -210,11 +286,17 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
     else:
         from commlens.reports.trace_terminal import print_events
 
-        print_events(ranks.to_rows(), whys=[why for trace in ranks for why in trace.whys()], with_rank=len(ranks) > 1)
+        print_events(
+            ranks.to_rows(),
+            whys=[why for trace in ranks for why in trace.whys()],
+            with_rank=len(ranks) > 1,
+        )
 
 
 def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
-    """Return the traces with the times of profiles, one for each rank; a profile that does not name its rank is for the only trace."""
+    """Return the traces with the times of profiles, one for each rank; a profile that does not name
+    its rank is for the only trace.
+    """
     from commlens.formats.kineto import read_kineto
     from commlens.traces.profile import join
     from commlens.traces.ranks import RankTraces
@@ -224,7 +306,11 @@ def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
     for file in files:
         rank = read_kineto(Path(file)).rank if len(joined) > 1 else ranks.ranks[0]
         if rank not in joined:
-            about = f"is the profile of rank {rank}" if rank is not None else "does not say which rank it is of; add --rank N"
+            about = (
+                f"is the profile of rank {rank}"
+                if rank is not None
+                else "does not say which rank it is of; add --rank N"
+            )
             raise CommandError(f"{file} {about}; there are traces of {ranks_phrase(list(joined))}.")
         data, note = join(joined[rank].data, Path(file))
         joined[rank] = Trace(data)
@@ -252,7 +338,14 @@ def _why_nothing_matches(ranks: RankTraces, wanted: dict[str, Any]) -> str:
 
     for name, values in wanted.items():
         if not any(trace.filter(**{name: values}).events for trace in ranks):
-            existing = sorted({str(value) for trace in ranks for value in trace.counts(by=name) if value is not None})
+            existing = sorted(
+                {
+                    str(value)
+                    for trace in ranks
+                    for value in trace.counts(by=name)
+                    if value is not None
+                }
+            )
             return f"No collective has {name} {' or '.join(values)}. " + (
                 f"Existing values: {some_of(existing, 8)}" if existing else f"None has any {name}."
             )

@@ -1,4 +1,6 @@
-"""One parser that holds all commands: what shell completion and the manual page are generated from."""
+"""One parser that holds all commands: what shell completion and the manual page are generated
+from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ _FOLDERS: Final = {"dump_dir", "box_dir", "trace_dir"}
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return a parser with a subparser for each command. It is not used to parse: each command reads its own arguments.
+    """Return a parser with a subparser for each command. It is not used to parse: each command
+    reads its own arguments.
 
     The options of ``launch`` include torchrun's if torch is installed.
     """
@@ -25,14 +28,22 @@ def whole_parser() -> argparse.ArgumentParser:
             parser = _launch_parser(commands, entry.help)
         else:
             about = documentation(command)
-            parser = commands.add_parser(entry.name, help=entry.help, description=about, formatter_class=Paragraphs, allow_abbrev=False)
+            parser = commands.add_parser(
+                entry.name,
+                help=entry.help,
+                description=about,
+                formatter_class=Paragraphs,
+                allow_abbrev=False,
+            )
             command.add_arguments(parser)
         for action in parser._actions:
             _complete(entry.name, action)
     return whole
 
 
-def _launch_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> argparse.ArgumentParser:
+def _launch_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str
+) -> argparse.ArgumentParser:
     from commlens.launch.options import add_settings
     from commlens.launch.torchrun import torchrun_parser
 
@@ -41,7 +52,12 @@ def _launch_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     except MissingDependency:
         torchruns = []
     parser = commands.add_parser(
-        "launch", help=summary, description=summary, parents=torchruns, conflict_handler="resolve", allow_abbrev=False
+        "launch",
+        help=summary,
+        description=summary,
+        parents=torchruns,
+        conflict_handler="resolve",
+        allow_abbrev=False,
     )
     for action in parser._actions:
         if action.help:

@@ -1,4 +1,6 @@
-"""Paths in, verdict out: the work of ``commlens.diagnose(paths)`` and ``commlens diagnose PATH ...``."""
+"""Paths in, verdict out: the work of ``commlens.diagnose(paths)`` and ``commlens diagnose PATH
+...``.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,22 @@ def diagnose(
 
     Args:
         paths: dumps of any tool: files, folders, archives, URLs, in any order.
-        stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
-        prefix: read only files whose names start with it, and take the rank from the rest of the name.
-        executor: runs the reduction of other tools' dumps, a few files per task: any ``concurrent.futures`` executor, such as
-            those of Dask, Ray or MPI. Without one, processes of this machine are used if there is enough work.
+        stalled_after_s: a collective that has been in flight for less than this in a running
+            process is not stuck.
+        prefix: read only files whose names start with it, and take the rank from the rest of the
+            name.
+        executor: runs the reduction of other tools' dumps, a few files per task: any
+            ``concurrent.futures`` executor, such as those of Dask, Ray or MPI. Without one,
+            processes of this machine are used if there is enough work.
         seen: called with the number of such files read so far and their total, for a progress bar.
 
     Raises:
         CommandError: a path does not exist or cannot be read.
         EvidenceError: no file in the paths is readable as a black box or dump.
     """
-    return examine_paths(paths, stalled_after_s=stalled_after_s, prefix=prefix, executor=executor, seen=seen).verdict
+    return examine_paths(
+        paths, stalled_after_s=stalled_after_s, prefix=prefix, executor=executor, seen=seen
+    ).verdict
 
 
 def examine_paths(
@@ -63,14 +70,28 @@ def examine_paths(
     problems = list(files.problems)
     evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
     if files.kinds:
-        examined = _examine_foreign_files(files, evidence, problems, stalled_after_s, executor, seen)
+        examined = _examine_foreign_files(
+            files, evidence, problems, stalled_after_s, executor, seen
+        )
         if examined is not None:
-            if not examined.job.views and not examined.verdict.looked_at and not examined.verdict.is_fault:
-                raise EvidenceError(_nothing_readable(files.paths, examined.verdict.missing_evidence))
+            if (
+                not examined.job.views
+                and not examined.verdict.looked_at
+                and not examined.verdict.is_fault
+            ):
+                raise EvidenceError(
+                    _nothing_readable(files.paths, examined.verdict.missing_evidence)
+                )
             return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(files.paths, problems))
-    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s, slow=True, unread=evidence.unread)
+    return examine_logs(
+        evidence.logs,
+        problems=problems,
+        stalled_after_s=stalled_after_s,
+        slow=True,
+        unread=evidence.unread,
+    )
 
 
 def _examine_foreign_files(
@@ -94,7 +115,9 @@ def _examine_foreign_files(
 
     interner = Interner()
     unread = list(files.unread)
-    found = reduce_foreign(files, reduce_all, problems, executor=executor, progress=seen, unnamed=True, unread=unread)
+    found = reduce_foreign(
+        files, reduce_all, problems, executor=executor, progress=seen, unnamed=True, unread=unread
+    )
     dumps = [interner.intern(dump) for dump in found]
     boxed = {log.rank for log in evidence.logs}
     if boxed or not all(dump.is_log for dump in dumps):
@@ -102,7 +125,10 @@ def _examine_foreign_files(
     others = {dump.rank for dump in dumps} - boxed
     if boxed and len(others) < len(boxed):
         if dumps:
-            problems.append("There are black boxes and other tools' dumps; the verdict is made from the black boxes, which record more.")
+            problems.append(
+                "There are black boxes and other tools' dumps; the verdict is made from the black"
+                " boxes, which record more."
+            )
         return None
     if not dumps:
         return None
@@ -111,20 +137,40 @@ def _examine_foreign_files(
         from commlens.formats.rank_log_columns import columns_from_log
 
         dumps += reduce_all(columns_from_log(log) for log in evidence.logs)
-    return examine_dumps(dumps, problems=problems, stalled_after_s=stalled_after_s, unread=len(unread) + evidence.unread)
+    return examine_dumps(
+        dumps,
+        problems=problems,
+        stalled_after_s=stalled_after_s,
+        unread=len(unread) + evidence.unread,
+    )
 
 
-def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]) -> list[RankDump]:
-    """Return an empty dump for each rank whose dump cannot be read: unlike a rank without one, it did write a dump."""
+def _unread_dumps(
+    files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]
+) -> list[RankDump]:
+    """Return an empty dump for each rank whose dump cannot be read: unlike a rank without one, it
+    did write a dump.
+    """
     from commlens.diagnosis.index.columns import RankDump
 
     known = {dump.rank for dump in dumps} | set(boxed)
     size = max((dump.world_size for dump in dumps), default=0)
     if any(files.by_name(dump.source).rank not in (-1, dump.rank) for dump in dumps):
         return []  # the numbers in the files' names are no ranks
-    ranks = {name.rank: (source, name.host) for source in unread if (name := files.by_name(source)).rank >= 0}
+    ranks = {
+        name.rank: (source, name.host)
+        for source in unread
+        if (name := files.by_name(source)).rank >= 0
+    }
     return [
-        RankDump(rank=rank, source=source, host=host, job=dumps[0].job, problems=["its dump could not be read"], lost_entries=True)
+        RankDump(
+            rank=rank,
+            source=source,
+            host=host,
+            job=dumps[0].job,
+            problems=["its dump could not be read"],
+            lost_entries=True,
+        )
         for rank, (source, host) in sorted(ranks.items())
         if rank not in known and (rank < size or not size)
     ]
@@ -133,7 +179,14 @@ def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankD
 def _nothing_readable(paths: NamedPaths, problems: Sequence[str]) -> str:
     names = [printable(path) for path in [*paths.given, *paths.listed]]
     others = len(names) - _PATHS_NAMED
-    where = joined([*names[:_PATHS_NAMED], f"{others} more"] if others > 0 else names) or "an empty list of paths"
+    where = (
+        joined([*names[:_PATHS_NAMED], f"{others} more"] if others > 0 else names)
+        or "an empty list of paths"
+    )
     listed = "".join(f"\n  - {text}" for text in problems[:_PROBLEMS_LISTED])
-    more = f"\n  - and {len(problems) - _PROBLEMS_LISTED} more" if len(problems) > _PROBLEMS_LISTED else ""
+    more = (
+        f"\n  - and {len(problems) - _PROBLEMS_LISTED} more"
+        if len(problems) > _PROBLEMS_LISTED
+        else ""
+    )
     return f"There is nothing to diagnose in {where}: no readable black box or dump.{listed}{more}"

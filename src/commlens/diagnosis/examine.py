@@ -1,4 +1,6 @@
-"""Records in, verdict out: select the job, index it, align the ranks, build the wait-for graph, make findings. No torch, no I/O."""
+"""Records in, verdict out: select the job, index it, align the ranks, build the wait-for graph,
+make findings. No torch, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _LOGS_NAMED = 3
 
 
 class ExaminedJob(NamedTuple):
-    """A verdict, and the indexed ranks, mismatches and wait-for graph behind it. Reports draw it and diagnose nothing."""
+    """A verdict, and the indexed ranks, mismatches and wait-for graph behind it. Reports draw it
+    and diagnose nothing.
+    """
 
     verdict: Verdict
     job: JobIndex
@@ -41,10 +45,22 @@ class ExaminedJob(NamedTuple):
     graph: Graph
 
     def mismatch_at(self, key: ChannelKey, number: int) -> Disagree | None:
-        """Return how the ranks disagree under one number of a channel; None if they agree or it cannot be determined."""
-        tracks = {rank: self.job.views[rank].tracks.get(key) for rank in key[2] if rank in self.job.views}
-        args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
-        answer = compare_coalesced(args, key[2], splits_known=self.job.knows.splits) if len(args) > 1 else None
+        """Return how the ranks disagree under one number of a channel; None if they agree or it
+        cannot be determined.
+        """
+        tracks = {
+            rank: self.job.views[rank].tracks.get(key) for rank in key[2] if rank in self.job.views
+        }
+        args = {
+            rank: track.args_of(number)
+            for rank, track in tracks.items()
+            if track is not None and number in track.ops
+        }
+        answer = (
+            compare_coalesced(args, key[2], splits_known=self.job.knows.splits)
+            if len(args) > 1
+            else None
+        )
         return answer if isinstance(answer, Disagree) else None
 
     def completed_on(self, instance: Instance) -> list[int]:
@@ -56,13 +72,20 @@ class ExaminedJob(NamedTuple):
         return step_times([view.log for _, view in sorted(self.job.views.items())])
 
 
-def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+def diagnose_logs(
+    logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
+) -> Verdict:
     """Return the verdict of :func:`examine_logs`, which takes these arguments."""
     return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
 
 
 def examine_logs(
-    logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, slow: bool = False, unread: int = 0
+    logs: Sequence[RankLog],
+    *,
+    problems: Sequence[str] = (),
+    stalled_after_s: float = 1.0,
+    slow: bool = False,
+    unread: int = 0,
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -70,8 +93,10 @@ def examine_logs(
 
     Args:
         logs: the ranks' records. Of several jobs, the one with most ranks is diagnosed.
-        problems: sentences about unreadable evidence; they become part of the verdict's missing evidence.
-        stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
+        problems: sentences about unreadable evidence; they become part of the verdict's missing
+            evidence.
+        stalled_after_s: a collective that has been in flight for less than this in a running
+            process is not stuck.
         slow: if nothing is wrong, look for ranks that made the job slow.
         unread: number of files that could not be read, and may belong to ranks without a log.
     """
@@ -81,7 +106,9 @@ def examine_logs(
     chosen, more = without_contradicted_numbers(chosen)
     notes += more
     examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes], unread)
-    found = find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
+    found = (
+        find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
+    )
     if found is not None:
         missing, looked_at = examined.verdict.missing_evidence, examined.verdict.looked_at
         verdict = straggler_verdict(found, chosen)
@@ -91,14 +118,19 @@ def examine_logs(
 
 
 def examine_dumps(
-    dumps: Sequence[RankDump], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, unread: int = 0
-) -> ExaminedJob:  # fmt: skip
+    dumps: Sequence[RankDump],
+    *,
+    problems: Sequence[str] = (),
+    stalled_after_s: float = 1.0,
+    unread: int = 0,
+) -> ExaminedJob:
     """Diagnose a job from other tools' dumps, and keep the evidence.
 
     Args:
         dumps: one for each file.
         problems: sentences about unreadable evidence.
-        stalled_after_s: a collective that has been in flight for less than this in a running job is not stuck.
+        stalled_after_s: a collective that has been in flight for less than this in a running job is
+            not stuck.
         unread: number of files that could not be read, and may belong to ranks without a dump.
     """
     # These need numpy, which the diagnosis of black boxes does without.
@@ -111,7 +143,11 @@ def examine_dumps(
     told = find_told(dumps, chosen, timeouts)
     if not chosen and told is None:
         logs = [dump.source for dump in dumps if dump.is_log]
-        return _nothing_told(logs, missing) if logs else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
+        return (
+            _nothing_told(logs, missing)
+            if logs
+            else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
+        )
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
@@ -143,11 +179,16 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
     looked_at = _looked_at(job)
     unexplained = _unexplained_waits(graph) if not findings else []
     if graph.incomplete:
-        missing.append("The ranks wait in too many different collectives: only some of them were followed to their causes.")
+        missing.append(
+            "The ranks wait in too many different collectives: only some of them were followed to"
+            " their causes."
+        )
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
     elif graph.incomplete or unexplained:
-        verdict = Verdict.from_findings([_unexplained(job, graph, unexplained)], missing_evidence=missing, looked_at=looked_at)
+        verdict = Verdict.from_findings(
+            [_unexplained(job, graph, unexplained)], missing_evidence=missing, looked_at=looked_at
+        )
     else:
         verdict = _no_fault(job, missing, looked_at, unread)
     return ExaminedJob(verdict, job, mismatches, graph)
@@ -155,82 +196,153 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
 
 def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
     """Return the verdict on a job of which no rank's records are readable."""
-    verdict = Verdict(kind="undetermined", summary="there is nothing to diagnose", confidence="low", missing_evidence=missing)
+    verdict = Verdict(
+        kind="undetermined",
+        summary="there is nothing to diagnose",
+        confidence="low",
+        missing_evidence=missing,
+    )
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
 
 def _nothing_told(logs: Sequence[str], missing: list[str]) -> ExaminedJob:
     """Return the verdict on logs of a distributed job of which no line tells a rank or a fault."""
     verdict = Verdict(
-        kind="undetermined", summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank", confidence="low",
-        next_step=LOOK_AT_MORE, missing_evidence=missing, looked_at=count(len(logs), "text log"),
-    )  # fmt: skip
+        kind="undetermined",
+        summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank",
+        confidence="low",
+        next_step=LOOK_AT_MORE,
+        missing_evidence=missing,
+        looked_at=count(len(logs), "text log"),
+    )
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
 
 def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) -> Verdict:
-    """Return the verdict that nothing is wrong, or that the unreadable part of the evidence may show a fault."""
+    """Return the verdict that nothing is wrong, or that the unreadable part of the evidence may
+    show a fault.
+    """
     complete = len(job.views) == job.size
-    known = "all collectives agree and no rank waits" if any(v.history for v in job.views.values()) else "no collective was recorded"
-    summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
-    unreadable = not any(view.history for view in job.views.values()) and all(view.log.problems for view in job.views.values())
+    known = (
+        "all collectives agree and no rank waits"
+        if any(v.history for v in job.views.values())
+        else "no collective was recorded"
+    )
+    summary = (
+        f"nothing is wrong: {known}"
+        if complete
+        else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
+    )
+    unreadable = not any(view.history for view in job.views.values()) and all(
+        view.log.problems for view in job.views.values()
+    )
     cut = [rank for rank, view in job.views.items() if view.log.problems and view.lost_newest]
-    kind: Kind = "undetermined" if unreadable or cut or job.only_logs or (unread and not complete) else "healthy"
+    kind: Kind = (
+        "undetermined"
+        if unreadable or cut or job.only_logs or (unread and not complete)
+        else "healthy"
+    )
     if unreadable:
         summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"
     elif job.moving:
         kind = "healthy"
-        summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+        summary = (
+            "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+        )
     elif job.only_logs:
         summary = f"no line tells a fault of {ranks_phrase(job.views)}"
     elif cut:
         summary = f"no fault shows, but the newest records of {ranks_phrase(cut)} are unreadable"
     elif kind == "undetermined":
-        summary = f"no fault shows in what {ranks_phrase(job.views)} recorded, but {count(unread, 'file')} could not be read"
-    ended = [rank for rank, view in job.views.items() if view.exit.kind == "clean"] if job.knows.process_exit else []
+        summary = (
+            f"no fault shows in what {ranks_phrase(job.views)} recorded, but"
+            f" {count(unread, 'file')} could not be read"
+        )
+    ended = (
+        [rank for rank, view in job.views.items() if view.exit.kind == "clean"]
+        if job.knows.process_exit
+        else []
+    )
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
-        kind=kind, why="unknown", root_cause=False, culprits=[], victims=[],
-        confidence="low" if kind == "undetermined" else "high" if complete else "medium", summary=summary,
-        explanation=explanation, next_step=LOOK_AT_MORE if job.only_logs else "",
-    )  # fmt: skip
+        kind=kind,
+        why="unknown",
+        root_cause=False,
+        culprits=[],
+        victims=[],
+        confidence="low" if kind == "undetermined" else "high" if complete else "medium",
+        summary=summary,
+        explanation=explanation,
+        next_step=LOOK_AT_MORE if job.only_logs else "",
+    )
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
     verdict.findings = []
     return verdict
 
 
 def _unexplained_waits(graph: Graph) -> list[Node]:
-    """Return the stuck threads, except those that may go on: in a collective that all ranks have reached, or until a key is written."""
+    """Return the stuck threads, except those that may go on: in a collective that all ranks have
+    reached, or until a key is written.
+    """
     sinks = graph.sinks()
-    explained = graph.reaching(node for node in sinks if node.kind == "key" or (node.kind == "stuck" and not graph.is_alone(node)))
+    explained = graph.reaching(
+        node
+        for node in sinks
+        if node.kind == "key" or (node.kind == "stuck" and not graph.is_alone(node))
+    )
     return sorted(node for node in graph.blocks if node not in explained)
 
 
 def _unexplained(job: JobIndex, graph: Graph, waits: Sequence[Node]) -> Finding:
-    """Report ranks that are stuck for an unknown reason, or in too many different collectives: with no culprit."""
+    """Report ranks that are stuck for an unknown reason, or in too many different collectives: with
+    no culprit.
+    """
     stuck = sorted({node.rank for node in waits})
     if graph.incomplete:
-        stuck = [rank for rank, view in job.views.items() if not view.died and any(block.stuck for block in view.blocks.values())]
-    summary = f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the cause"
+        stuck = [
+            rank
+            for rank, view in job.views.items()
+            if not view.died and any(block.stuck for block in view.blocks.values())
+        ]
+    summary = (
+        f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the"
+        " cause"
+    )
     if not graph.incomplete:
         names = list(dict.fromkeys(op_phrase(graph.blocks[node].op) for node in waits))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         they_wait = f"{ranks_and_verb(stuck, 'waits', 'wait')} in {', '.join(names[:3])}{more}"
-        summary = f"{they_wait}; the ranks that {verb(stuck, 'it waits', 'they wait')} for are unknown"
+        summary = (
+            f"{they_wait}; the ranks that {verb(stuck, 'it waits', 'they wait')} for are unknown"
+        )
     return Finding(
-        kind="missing", why="unknown", root_cause=True, culprits=[], victims=stuck, confidence="low", summary=summary,
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=[],
+        victims=stuck,
+        confidence="low",
+        summary=summary,
         next_step="check that these are dumps of one job, and of one moment",
         would_raise_confidence="Nothing in these records shows for which rank they wait.",
-    )  # fmt: skip
+    )
 
 
 def _looked_at(job: JobIndex) -> str:
     total = sum(len(view.history) for view in job.views.values())
     ranks = count(len(job.views), "rank")
     of = f" of {job.size}" if job.size != len(job.views) else ""
-    unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in job.views.values() for text in view.log.coverage})
+    unseen = sorted(
+        {
+            text.rstrip(".").removesuffix(" are not seen")
+            for view in job.views.values()
+            for text in view.log.coverage
+        }
+    )
     without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
-    return f"{ranks}{of}, {count(total, 'record')} on {count(len(job.channels), 'channel')}{without}"
+    return (
+        f"{ranks}{of}, {count(total, 'record')} on {count(len(job.channels), 'channel')}{without}"
+    )
 
 
 def _missing_evidence(job: JobIndex) -> list[str]:
@@ -239,24 +351,34 @@ def _missing_evidence(job: JobIndex) -> list[str]:
     if lost := [rank for rank in job.no_record if rank not in job.strangers]:
         left = f"{verb(lost, 'has', 'have')} no line" if job.only_logs else "left no record"
         notes.append(f"{capital(ranks_phrase(lost))} of {job.size} {left}.")
-    notes += [f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}." for rank, log in sorted(job.strangers.items())]
+    notes += [
+        f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}."
+        for rank, log in sorted(job.strangers.items())
+    ]
     if any(view.log.joined and view.pairs for view in job.views.values()):
-        notes.append("Recording was switched on while the job ran: which send belongs to which receive is not known.")
+        notes.append(
+            "Recording was switched on while the job ran: which send belongs to which receive is"
+            " not known."
+        )
     if job.elsewhere and job.meets_here:
         notes.append(f"{capital(ranks_phrase(job.elsewhere))} of {job.size} left no record.")
     elif job.elsewhere:
         hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""
         notes.append(
-            f"There are no records of {ranks_phrase(job.elsewhere)} of {job.size}, which probably run on another node: "
-            f"only those{of} are here."
+            f"There are no records of {ranks_phrase(job.elsewhere)} of {job.size}, which probably"
+            f" run on another node: only those{of} are here."
         )
     by_text: dict[str, list[int]] = {}
     if lost := [rank for rank, view in job.views.items() if view.log.head_lost]:
-        device, entries = verb(lost, "its device waits", "their devices wait"), max(len(job.views[rank].history) for rank in lost)
+        device, entries = (
+            verb(lost, "its device waits", "their devices wait"),
+            max(len(job.views[rank].history) for rank in lost),
+        )
         notes.append(
-            f"{capital(ranks_phrase(lost))}: the collective in which {device} is overwritten, since more than {entries} were issued "
-            "after it; it is older than the one named here (COMMLENS_BOX_ENTRIES)."
+            f"{capital(ranks_phrase(lost))}: the collective in which {device} is overwritten, since"
+            f" more than {entries} were issued after it; it is older than the one named here"
+            " (COMMLENS_BOX_ENTRIES)."
         )
     for rank, view in job.views.items():
         log = view.log
@@ -265,7 +387,10 @@ def _missing_evidence(job: JobIndex) -> list[str]:
         if log.issued > len(view.history) and not log.problems:
             dropped = log.issued - len(view.history)
             active = view.columns is not None and view.columns.dump.only_active
-            overwritten = f"the oldest {count(dropped, 'record')} {'is' if dropped == 1 else 'are'} overwritten"
+            overwritten = (
+                f"the oldest {count(dropped, 'record')} {'is' if dropped == 1 else 'are'}"
+                " overwritten"
+            )
             by_text.setdefault(overwritten + " or left out of the dump" * active, []).append(rank)
     for text, ranks in by_text.items():
         notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")

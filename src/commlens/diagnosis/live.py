@@ -1,4 +1,6 @@
-"""Compare the records of a running job: find the ranks that disagree or are out of step. Nothing here is about waiting."""
+"""Compare the records of a running job: find the ranks that disagree or are out of step. Nothing
+here is about waiting.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Disagreement(NamedTuple):
     """A collective or message that ranks disagree on."""
 
     finding: Finding
-    settled: bool  # it has ended on all ranks, and their reduce ops are known: a later look would find nothing else
+    # it has ended on all ranks, and their reduce ops are known: a later look would find nothing
+    # else
+    settled: bool
 
 
 def find_disagreements(logs: Sequence[RankLog]) -> list[Disagreement]:
@@ -36,19 +40,27 @@ def find_disagreements(logs: Sequence[RankLog]) -> list[Disagreement]:
     """
     job = _index(logs)
     found = _mismatches(job) if job is not None else []
-    return [Disagreement(finding, _is_settled(mismatch)) for finding, mismatch in found if mismatch.answer is not None]
+    return [
+        Disagreement(finding, _is_settled(mismatch))
+        for finding, mismatch in found
+        if mismatch.answer is not None
+    ]
 
 
 def _is_settled(mismatch: Mismatch) -> bool:
-    """Return whether the ranks' records of a mismatch are final: a rank decodes its reduce ops some time after it issues them."""
+    """Return whether the ranks' records of a mismatch are final: a rank decodes its reduce ops some
+    time after it issues them.
+    """
     return all(
-        not op.in_flight and (op.op not in REDUCING or op.is_point_to_point or op.args.reduce_op is not None)
+        not op.in_flight
+        and (op.op not in REDUCING or op.is_point_to_point or op.args.reduce_op is not None)
         for op in mismatch.ops.values()
     )
 
 
 def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
-    """Return the ranks out of step, or else with a swapped order, where ops and shapes agree: only lines and steps show it.
+    """Return the ranks out of step, or else with a swapped order, where ops and shapes agree: only
+    lines and steps show it.
 
     Args:
         logs: the boxes of a running job, as of now.
@@ -60,9 +72,15 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
     shifts = [
         finding
         for finding, mismatch in _mismatches(job)
-        if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches >= at_least
+        if mismatch.answer is None
+        and mismatch.shift is not None
+        and mismatch.shift.matches >= at_least
     ]
-    return shifts or [_swapped(job, key, swap) for key in sorted(job.users) for swap in find_swapped_orders(job, key)]
+    return shifts or [
+        _swapped(job, key, swap)
+        for key in sorted(job.users)
+        for swap in find_swapped_orders(job, key)
+    ]
 
 
 def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Finding:
@@ -72,15 +90,28 @@ def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Finding:
     others = [rank for rank in sorted(job.users[key]) if rank != swap.rank]
     where = f"{first.op} #{swap.number} to #{last} of {group_phrase(first.channel.group)}"
     finding = Finding(
-        kind="mismatch/op", why="in-collective", root_cause=True, culprits=[swap.rank], victims=others, confidence="medium",
-        summary=f"rank {swap.rank} issued {where} in another order than the others: its collective at {frame_phrase(first.source)} "
-        f"met the others' collective at {frame_phrase(theirs.source)}",
-        explanation=f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}. "
-        f"{capital(ranks_phrase(others))}: {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. "
-        "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
+        kind="mismatch/op",
+        why="in-collective",
+        root_cause=True,
+        culprits=[swap.rank],
+        victims=others,
+        confidence="medium",
+        summary=(
+            f"rank {swap.rank} issued {where} in another order than the others: its collective at"
+            f" {frame_phrase(first.source)} met the others' collective at"
+            f" {frame_phrase(theirs.source)}"
+        ),
+        explanation=(
+            f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}."
+            f" {capital(ranks_phrase(others))}:"
+            f" {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. Ops and shapes are"
+            " the same, so nothing hangs: the results are mixed up."
+        ),
         next_step=f"find out why rank {swap.rank} reaches {frame_phrase(first.source)} first here",
-        would_raise_confidence="Only the source lines show it: the program may issue them in either order on purpose.",
-    )  # fmt: skip
+        would_raise_confidence=(
+            "Only the source lines show it: the program may issue them in either order on purpose."
+        ),
+    )
     return locate(finding, first, first.source)
 
 
@@ -91,7 +122,11 @@ def _index(logs: Sequence[RankLog]) -> JobIndex | None:
 
 def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
     """Return the mismatches whose order is certain, with their findings, the first cause first."""
-    mismatches = [mismatch for mismatch in align_records(job) if not mismatch.uncertain and not _is_with_verifier(mismatch)]
+    mismatches = [
+        mismatch
+        for mismatch in align_records(job)
+        if not mismatch.uncertain and not _is_with_verifier(mismatch)
+    ]
     if not mismatches:
         return []
     context = Context(job, mismatches, build_wait_graph(job, mismatches))
@@ -101,5 +136,7 @@ def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
 
 
 def _is_with_verifier(mismatch: Mismatch) -> bool:
-    """Return whether strict verification still holds these collectives back, or has refused them on the ranks that met."""
+    """Return whether strict verification still holds these collectives back, or has refused them on
+    the ranks that met.
+    """
     return mismatch.refused or any(op.state is State.ANNOUNCED for op in mismatch.ops.values())

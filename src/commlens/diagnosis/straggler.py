@@ -31,7 +31,11 @@ class Stretch(NamedTuple):
         """Between which lines."""
         after, before = frame_phrase(self.after.source), frame_phrase(self.before.source)
         between = f"between {self.after.op} in {after} and {self.before.op} in {before}"
-        return between if (after, self.after.op) != (before, self.before.op) else f"between one {self.after.op} in {after} and the next"
+        return (
+            between
+            if (after, self.after.op) != (before, self.before.op)
+            else f"between one {self.after.op} in {after} and the next"
+        )
 
     @property
     def phase(self) -> str:
@@ -50,7 +54,9 @@ class Stretch(NamedTuple):
 
 
 def find_stretch(logs: Sequence[RankLog], ranks: Sequence[int]) -> Stretch | None:
-    """Return the stretch between two collectives in which the ``ranks`` spend most time more than the others."""
+    """Return the stretch between two collectives in which the ``ranks`` spend most time more than
+    the others.
+    """
     own: dict[int, dict[_Ends, float]] = {}  # by rank
     examples: dict[_Ends, tuple[Collective, Collective]] = {}
     for rank, waits in find_waits(logs).items():
@@ -64,12 +70,26 @@ def find_stretch(logs: Sequence[RankLog], ranks: Sequence[int]) -> Stretch | Non
                 examples.setdefault(ends, (after.op, before.op))
     slow = [own[rank] for rank in own if rank in ranks]
     others = [own[rank] for rank in own if rank not in ranks]
-    steps = [log.collectives[-1].step - log.collectives[0].step for log in logs if log.rank in ranks and log.collectives]
+    steps = [
+        log.collectives[-1].step - log.collectives[0].step
+        for log in logs
+        if log.rank in ranks and log.collectives
+    ]
     if not others or not steps:
         return None
-    extra = {ends: median(each.get(ends, 0.0) for each in slow) - median(each.get(ends, 0.0) for each in others) for ends in examples}
+    extra = {
+        ends: (
+            median(each.get(ends, 0.0) for each in slow)
+            - median(each.get(ends, 0.0) for each in others)
+        )
+        for ends in examples
+    }
     worst = max(extra, key=lambda ends: extra[ends], default=None)
-    return Stretch(*examples[worst], extra[worst] / max(1, *steps)) if worst is not None and extra[worst] > 0 else None
+    return (
+        Stretch(*examples[worst], extra[worst] / max(1, *steps))
+        if worst is not None and extra[worst] > 0
+        else None
+    )
 
 
 _Lines = tuple[tuple[str, int], ...]
@@ -91,7 +111,9 @@ class Hotspot(NamedTuple):
     share_other: float
 
 
-def find_hotspot(profiles: Mapping[int, Mapping[Stack, int]], ranks: Sequence[int]) -> Hotspot | None:
+def find_hotspot(
+    profiles: Mapping[int, Mapping[Stack, int]], ranks: Sequence[int]
+) -> Hotspot | None:
     """Return the line in which the slow ranks' first spends most time more than another rank.
 
     Args:
@@ -106,7 +128,9 @@ def find_hotspot(profiles: Mapping[int, Mapping[Stack, int]], ranks: Sequence[in
     frame = max(ours, key=lambda each: ours[each] - theirs.get(each, 0.0), default=None)
     if frame is None:
         return None
-    stack = max((stack for stack in slow if user_frame(stack) == frame), key=lambda stack: slow[stack])
+    stack = max(
+        (stack for stack in slow if user_frame(stack) == frame), key=lambda stack: slow[stack]
+    )
     return Hotspot(stack, frame, ours[frame], other, theirs.get(frame, 0.0))
 
 
@@ -140,15 +164,24 @@ def straggler_verdict(
     hotspot = find_hotspot(profiles, slow.ranks)
     ours = [log for log in logs if log.rank in slow.ranks]
     why, cause, next_step = _cause(slow, ours)
-    they_wait = f"{ranks_and_verb(others, 'waits', 'wait')} {duration(lost_s / _NS)} longer than {who}"
-    evidence = [f"In each step of {duration(slow.step_s / _NS)}, {they_wait} ({count(slow.steps, 'step')} seen)"]
+    they_wait = (
+        f"{ranks_and_verb(others, 'waits', 'wait')} {duration(lost_s / _NS)} longer than {who}"
+    )
+    evidence = [
+        f"In each step of {duration(slow.step_s / _NS)}, {they_wait} ({count(slow.steps, 'step')}"
+        " seen)"
+    ]
     source = None
     if hotspot is not None and hotspot.other is None:
-        evidence.append(f"{who} spends {hotspot.share:.0%} of the time in {frame_phrase(hotspot.frame)}")  # which may be as it should be
+        # which may be as it should be
+        evidence.append(
+            f"{who} spends {hotspot.share:.0%} of the time in {frame_phrase(hotspot.frame)}"
+        )
     elif hotspot is not None and hotspot.share - hotspot.share_other > slow.cost / 3:
         source = hotspot.frame
         evidence.append(
-            f"{who} spends {hotspot.share:.0%} of the time in {frame_phrase(source)}, rank {hotspot.other} {hotspot.share_other:.0%}"
+            f"{who} spends {hotspot.share:.0%} of the time in {frame_phrase(source)}, rank"
+            f" {hotspot.other} {hotspot.share_other:.0%}"
         )
         kind = classify_frames(ours[0], hotspot.stack).why
         why = why if cause or kind is None else kind
@@ -156,24 +189,45 @@ def straggler_verdict(
     elif stretch is not None and stretch.extra_s > lost_s / 4:
         source = stretch.before.source
         phase = f" ({stretch.phase})" if stretch.phase else ""
-        evidence.append(f"{who} takes {duration(stretch.extra_s / _NS)} longer in each step {stretch.words}{phase}")
+        evidence.append(
+            f"{who} takes {duration(stretch.extra_s / _NS)} longer in each step"
+            f" {stretch.words}{phase}"
+        )
     if cause:
         evidence.append(f"{who} {cause}")
     if not next_step:
         place = f" before {frame_phrase(source)}" if source is not None else ""
-        next_step = f"profile {who}{place} (`py-spy record --duration 10 --pid {ours[0].pid}`), and compare it with rank {others[0]}"
-    some = logs[0].host if len({log.host for log in logs}) == 1 and logs[0].world_size > len({*others, *slow.ranks}) else ""
+        next_step = (
+            f"profile {who}{place} (`py-spy record --duration 10 --pid {ours[0].pid}`), and compare"
+            f" it with rank {others[0]}"
+        )
+    some = (
+        logs[0].host
+        if len({log.host for log in logs}) == 1 and logs[0].world_size > len({*others, *slow.ranks})
+        else ""
+    )
     finding = Finding(
-        kind="straggler", why=why, root_cause=True, culprits=slow.ranks, victims=others, confidence="medium",
-        summary=f"{ranks_and_verb(slow.ranks, 'makes', 'make')} the job slow: all others{f' on {some}' if some else ''} wait for "
-        f"{slow.cost:.0%} of the time",
-        explanation=" ".join(f"{capital(each)}." for each in evidence), next_step=next_step,
+        kind="straggler",
+        why=why,
+        root_cause=True,
+        culprits=slow.ranks,
+        victims=others,
+        confidence="medium",
+        summary=(
+            f"{ranks_and_verb(slow.ranks, 'makes', 'make')} the job slow: all"
+            f" others{f' on {some}' if some else ''} wait for {slow.cost:.0%} of the time"
+        ),
+        explanation=" ".join(f"{capital(each)}." for each in evidence),
+        next_step=next_step,
         would_raise_confidence="That others wait for a rank shows that it is later, not why.",
         source=source.where if source is not None else None,
         source_file=f"{source.file}:{source.line}" if source is not None else None,
         function=source.function if source is not None else None,
-    )  # fmt: skip
-    return Verdict.from_findings([finding], looked_at=f"{count(len(others) + len(slow.ranks), 'rank')}, {count(slow.steps, 'step')}")
+    )
+    return Verdict.from_findings(
+        [finding],
+        looked_at=f"{count(len(others) + len(slow.ranks), 'rank')}, {count(slow.steps, 'step')}",
+    )
 
 
 def _cause(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, str, str]:
@@ -181,11 +235,23 @@ def _cause(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, str, str]:
     throttled = [log.observation.throttled_fraction or 0.0 for log in logs]
     if min(throttled) > MIN_COST:
         text = f"was held back by its cgroup's CPU limit for {min(throttled):.0%} of the time"
-        return "throttled", text, "raise the CPU limit of its container, or start fewer threads there"
+        return (
+            "throttled",
+            text,
+            "raise the CPU limit of its container, or start fewer threads there",
+        )
     pressure = [log.observation.memory_pressure or 0.0 for log in logs]
     if min(pressure) > 100 * MIN_COST:
-        return "memory-pressure", f"stood still for lack of memory for {min(pressure):.0f}% of the time", "give it more memory, or use less"
+        return (
+            "memory-pressure",
+            f"stood still for lack of memory for {min(pressure):.0f}% of the time",
+            "give it more memory, or use less",
+        )
     if slow.no_cpu > slow.cost / 2 and slow.no_cpu > 2 * slow.no_cpu_others:
         text = f"was ready to run but had no CPU for {slow.no_cpu:.0%} of the time"
-        return "no-cpu", text, "find out what else runs on its cores (top, taskset), and start fewer threads"
+        return (
+            "no-cpu",
+            text,
+            "find out what else runs on its cores (top, taskset), and start fewer threads",
+        )
     return "user-code", "", ""

@@ -1,8 +1,10 @@
-"""Correct the times of hosts whose wall clocks differ, by the collectives that their ranks completed together.
+"""Correct the times of hosts whose wall clocks differ, by the collectives that their ranks
+completed together.
 
-No rank can complete a collective that needs all ranks before each of them has issued it. Every such collective bounds how far two clocks
-can be apart, from both sides; the tightest bounds of some hundred collectives are a few milliseconds wide or less. A clock that is set
-while the job runs makes no difference: all times of a black box are monotonic, with one offset to the wall clock.
+No rank can complete a collective that needs all ranks before each of them has issued it. Every such
+collective bounds how far two clocks can be apart, from both sides; the tightest bounds of some
+hundred collectives are a few milliseconds wide or less. A clock that is set while the job runs
+makes no difference: all times of a black box are monotonic, with one offset to the wall clock.
 """
 
 from __future__ import annotations
@@ -23,23 +25,28 @@ _WORTH_A_WORD_NS: Final = 100_000_000
 _NEWEST: Final = 256  # collectives of each of them: clocks drift apart by some 10 us a second
 
 _Met = dict[tuple[ChannelKey, int], tuple[int, int]]
-"""By channel and sequence number: when the last rank had issued it and when the first had completed it, Unix ns."""
+"""By channel and sequence number: when the last rank had issued it and when the first had completed
+it, Unix ns.
+"""
 
 
 def correct_clocks(logs: Sequence[RankLog]) -> list[str]:
     """Correct the times as :func:`align_clocks` does, and return what was found, in sentences."""
     ahead = align_clocks(logs)
     return [
-        f"The clock of {host} is {duration(abs(offset))} {'ahead' if offset > 0 else 'behind'}; its times are corrected."
+        f"The clock of {host} is {duration(abs(offset))} {'ahead' if offset > 0 else 'behind'}; its"
+        " times are corrected."
         for host, offset in ahead.items()
         if abs(offset) >= _WORTH_A_WORD_NS
     ]
 
 
 def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
-    """Correct the times of hosts whose clocks provably differ from that of the first log's host. The logs are changed in place.
+    """Correct the times of hosts whose clocks provably differ from that of the first log's host.
+    The logs are changed in place.
 
-    A host that has completed no collective together with the others keeps its times, and so does one whose clock may be right.
+    A host that has completed no collective together with the others keeps its times, and so does
+    one whose clock may be right.
 
     Returns:
         How far each of the corrected hosts' clocks was ahead, in ns.
@@ -80,7 +87,12 @@ def _met(logs: Sequence[RankLog]) -> _Met:
     for log in [log for log in logs if log.collectives][:_RANKS_PER_HOST]:
         for op in log.collectives[-_NEWEST:]:
             completed = op.done_ns or op.wait_ended_ns
-            if op.state is not State.COMPLETED or op.op not in NEEDS_ALL or not completed or op.concurrent:
+            if (
+                op.state is not State.COMPLETED
+                or op.op not in NEEDS_ALL
+                or not completed
+                or op.concurrent
+            ):
                 continue
             key = (op.channel.key, op.sequence_number)
             known = met.get(key, (op.announced_ns, completed))
@@ -89,11 +101,15 @@ def _met(logs: Sequence[RankLog]) -> _Met:
 
 
 def _bounds(ours: _Met, theirs: _Met) -> tuple[int, int] | None:
-    """Return how far their clock is ahead of ours at least and at most, in ns; None if they have completed nothing together."""
+    """Return how far their clock is ahead of ours at least and at most, in ns; None if they have
+    completed nothing together.
+    """
     pairs = [(ours[key], met) for key, met in theirs.items() if key in ours]
     if not pairs:
         return None
-    return max(issued - mine[1] for mine, (issued, _) in pairs), min(completed - mine[0] for mine, (_, completed) in pairs)
+    return max(issued - mine[1] for mine, (issued, _) in pairs), min(
+        completed - mine[0] for mine, (_, completed) in pairs
+    )
 
 
 def _shift(log: RankLog, by_ns: int) -> None:
@@ -102,7 +118,10 @@ def _shift(log: RankLog, by_ns: int) -> None:
     _shift_fields(log, by_ns)
     _shift_fields(log.observation, by_ns)
     for owner in (log, log.observation):
-        owner.stacks = [msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0) for stack in owner.stacks]
+        owner.stacks = [
+            msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0)
+            for stack in owner.stacks
+        ]
 
 
 def _ops(log: RankLog) -> Iterator[Collective]:

@@ -1,4 +1,6 @@
-"""Detect what a file is from its beginning. Names are not used: people rename, collect and mix files."""
+"""Detect what a file is from its beginning. Names are not used: people rename, collect and mix
+files.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,30 @@ DUMP_SCHEMA: Final = "commlens.dump/1"
 OBSERVED_SCHEMA: Final = "commlens.observed/1"
 
 OBSERVED_MAX: Final = 32 << 20
-"""Largest observed-*.json that is read, in bytes; a node's ranks with all their stacks take less than 2 MB."""
+"""Largest observed-*.json that is read, in bytes; a node's ranks with all their stacks take less
+than 2 MB.
+"""
 
 MARKER: Final = "commlens-dump.json"
 """Name of the file that marks a job folder as made by commlens, so that commlens may delete it."""
 
 BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(newest\.)?(box|new)")
-"""Names of black boxes, finished or under construction, and of copies with only the newest records."""
+"""Names of black boxes, finished or under construction, and of copies with only the newest records.
+"""
 
 REPORT_NAME: Final = re.compile(r"(index|verdict)(-[A-Za-z0-9._-]+)?\.(html|json)")
 """Names of the reports that are saved beside a dump."""
 
-HEAD_BYTES: Final = 4096  # bytes of a file's beginning that detect_kind needs, or the whole file if it is shorter
+# bytes of a file's beginning that detect_kind needs, or the whole file if it is shorter
+HEAD_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of file, and its reader.
 
-    ``read`` returns the columns of each rank in the file, opening nothing but the source; None for commlens's own files, which
-    :mod:`commlens.dumps.read` joins.
+    ``read`` returns the columns of each rank in the file, opening nothing but the source; None for
+    commlens's own files, which :mod:`commlens.dumps.read` joins.
     """
 
     name: str  # "black box", "Flight Recorder pickle"
@@ -72,18 +78,26 @@ FLIGHT_RECORDER_JSON: Final = Kind("Flight Recorder JSON", _read_json)
 TEXT: Final = Kind("text log", _read_text)
 
 _PICKLE: Final = re.compile(rb"\x80[\x02-\x05]|\}q\x00\(|\(dp0\n")
-_FLIGHT_RECORDER_KEYS: Final = re.compile(rb'"(pg_config|pg_status|comm_lib_version|nccl_version|collective_seq_id|nccl_comm_state)"\s*:')
+_FLIGHT_RECORDER_KEYS: Final = re.compile(
+    rb'"(pg_config|pg_status|comm_lib_version|nccl_version|collective_seq_id|nccl_comm_state)"\s*:'
+)
 _FLIGHT_RECORDER_ENTRIES: Final = re.compile(rb'"entries"\s*:\s*\[')
 _TEXT_BYTES: Final = bytes(range(32, 256)) + b"\t\n\r\f\b\x1b"
 
 
 def is_trace(head: bytes) -> bool:
-    """Return whether a file that begins so is a trace, of commlens or torch.profiler, which ``commlens view`` shows."""
-    return head.lstrip().startswith(b"{") and (b'"commlens.trace/' in head[:200] or b'"traceEvents"' in head)
+    """Return whether a file that begins so is a trace, of commlens or torch.profiler, which
+    ``commlens view`` shows.
+    """
+    return head.lstrip().startswith(b"{") and (
+        b'"commlens.trace/' in head[:200] or b'"traceEvents"' in head
+    )
 
 
 def detect_kind(head: bytes) -> Kind | None:
-    """Return the kind of a file from its first :data:`HEAD_BYTES` decompressed bytes; None if it holds nothing of a job."""
+    """Return the kind of a file from its first :data:`HEAD_BYTES` decompressed bytes; None if it
+    holds nothing of a job.
+    """
     if head.startswith(MAGIC) or is_packed(head):
         return BLACK_BOX
     if _PICKLE.match(head):

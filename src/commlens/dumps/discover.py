@@ -1,4 +1,6 @@
-"""Discover dump files, classify them, and infer rank and host: the first step of every command that takes dumps."""
+"""Discover dump files, classify them, and infer rank and host: the first step of every command that
+takes dumps.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, TEXT, Kind, detect_kind, is_trace
+from commlens.dumps.detect import (
+    BLACK_BOX,
+    BOX_NAME,
+    DUMP_MARKER,
+    HEAD_BYTES,
+    REPORT,
+    TEXT,
+    Kind,
+    detect_kind,
+    is_trace,
+)
 from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sources, parse_names
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
@@ -23,29 +35,40 @@ class DumpFiles:
     """The dump files at the given paths, by kind."""
 
     paths: Paths  # to walk again
-    own: list[tuple[Source, Kind]] = field(default_factory=list)  # black boxes and observations of their processes
+    # black boxes and observations of their processes
+    own: list[tuple[Source, Kind]] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)  # number of other tools' files by kind
     size: int = 0  # stored bytes of all other tools' files, as far as known
     problems: list[str] = field(default_factory=list)  # sentences about files that cannot be used
     prefix: str = ""  # of file names, as asked for
-    unread: list[str] = field(default_factory=list)  # names of files that hold nothing readable and are named like another tool's dumps
+    # names of files that hold nothing readable and are named like another tool's dumps
+    unread: list[str] = field(default_factory=list)
     _names: dict[str, FileName] = field(default_factory=dict)
-    _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)  # None if a source holds its bytes: walk again
+    # None if a source holds its bytes: walk again
+    _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)
 
     def foreign(self) -> Iterator[tuple[Source, Kind]]:
-        """Yield other tools' files. Release each before taking the next, since some hold their bytes."""
+        """Yield other tools' files. Release each before taking the next, since some hold their
+        bytes.
+        """
         if self._foreign is not None:
             return iter(self._foreign)
-        return ((source, kind) for source, kind in _classify(self.paths, self.prefix, [], []) if kind.read is not None)
+        return (
+            (source, kind)
+            for source, kind in _classify(self.paths, self.prefix, [], [])
+            if kind.read is not None
+        )
 
     def file_name(self, source: Source, kind: Kind) -> FileName:
         """Return rank and host from a file's name, inferred together with all other names.
 
-        A dump is of one rank, but a log is often of a whole job: the number in its name is the job's, unless it is said to be a rank, or
-        the files are about as many as the number.
+        A dump is of one rank, but a log is often of a whole job: the number in its name is the
+        job's, unless it is said to be a rank, or the files are about as many as the number.
         """
         name = self.by_name(source.name)
-        is_number_of_job = kind is TEXT and not name.sure and name.rank > _RANKS_PER_LOG * self.kinds[TEXT.name]
+        is_number_of_job = (
+            kind is TEXT and not name.sure and name.rank > _RANKS_PER_LOG * self.kinds[TEXT.name]
+        )
         return replace(name, rank=-1, note="") if is_number_of_job else name
 
     def by_name(self, name: str) -> FileName:
@@ -54,12 +77,15 @@ class DumpFiles:
 
 
 def discover(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, *, prefix: str = "", own_only: bool = False
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    *,
+    prefix: str = "",
+    own_only: bool = False,
 ) -> DumpFiles:
     """Walk the paths once and classify every file by its beginning.
 
-    ``prefix`` is torchfrtrace's: only files whose name begins with it are kept, and the rank is read after it. With ``own_only``, other
-    tools' dumps count as files that are not dumps.
+    ``prefix`` is torchfrtrace's: only files whose name begins with it are kept, and the rank is
+    read after it. With ``own_only``, other tools' dumps count as files that are not dumps.
 
     Raises:
         CommandError: a path does not exist or cannot be read.
@@ -94,8 +120,10 @@ def _form(name: str) -> str:
 
 def _classify(
     paths: Paths, prefix: str, problems: list[str], left_out: list[str], *, own_only: bool = False
-) -> Iterator[tuple[Source, Kind]]:  # fmt: skip
-    """Yield every dump file with its kind; add a problem for each file that is no dump or unreadable, and its name to ``left_out``."""
+) -> Iterator[tuple[Source, Kind]]:
+    """Yield every dump file with its kind; add a problem for each file that is no dump or
+    unreadable, and its name to ``left_out``.
+    """
     unknown: Counter[str] = Counter()
     for source in open_sources(paths, problems, prefix=prefix, empty=left_out):
         try:
@@ -116,7 +144,11 @@ def _classify(
             left_out.append(source.name)
             if unknown[folder] <= _NAMED_MAX:
                 view = f"a trace, which commlens view {source.name} shows"
-                problems.append(f"{source.name} is {view if is_trace(head) else 'not a dump that commlens can read'}, and is left out.")
+                problems.append(
+                    f"{source.name} is"
+                    f" {view if is_trace(head) else 'not a dump that commlens can read'}, and is"
+                    " left out."
+                )
             continue
         yield source, kind
     for folder, count in unknown.items():

@@ -1,4 +1,6 @@
-"""A dump's folder: its files are written whole or not at all, links are never followed, and only files made by commlens are deleted."""
+"""A dump's folder: its files are written whole or not at all, links are never followed, and only
+files made by commlens are deleted.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def folder_to_fill(target: Path, mode: int) -> Iterator[tuple[int, bool, bool]]:
             os.fchmod(folder, mode | (mode & 0o444) >> 2)
     except (OSError, ValueError) as error:
         raise DumpError(
-            f"No dump could be written to {target}: {reason(error)}. Choose another folder with the setting dump_dir."
+            f"No dump could be written to {target}: {reason(error)}. Choose another folder with the"
+            " setting dump_dir."
         ) from error
     try:
         yield folder, created, created or not names_in(folder) or marked_at(folder) is not None
@@ -73,8 +76,14 @@ def folder_to_fill(target: Path, mode: int) -> Iterator[tuple[int, bool, bool]]:
 
 def write(folder: int, name: str, content: bytes, mode: int) -> None:
     """Write a file whole or not at all."""
-    temporary = f".{name}.{int.from_bytes(os.urandom(6), 'little')}.tmp"  # another node may write the file, with the same pid
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    # another node may write the file, with the same pid
+    temporary = f".{name}.{int.from_bytes(os.urandom(6), 'little')}.tmp"
+    descriptor = os.open(
+        temporary,
+        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
+        dir_fd=folder,
+    )
     try:
         try:
             os.fchmod(descriptor, mode)  # not narrowed by the umask
@@ -126,7 +135,9 @@ def peek(folder: int, name: str, length: int) -> bytes | None:
     try:
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             return None
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+        )
     except OSError:
         return None
     try:
@@ -138,7 +149,9 @@ def peek(folder: int, name: str, length: int) -> bytes | None:
 
 
 def marked_at(folder: int) -> int | None:
-    """Return when commlens last saved into this folder (Unix ns), from its marker; None without one."""
+    """Return when commlens last saved into this folder (Unix ns), from its marker; None without
+    one.
+    """
     marker = read_marker(folder)
     saved_ns = marker.get("saved_ns") if marker is not None else None
     return None if marker is None else saved_ns if isinstance(saved_ns, int) else 0
@@ -170,9 +183,14 @@ def _is_own(folder: int, name: str) -> bool:
         return False
     for pattern, kind in _KIND_BY_NAME:
         if pattern.fullmatch(name):
-            return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))  # all zero: its process died creating it
+            # all zero: its process died creating it
+            return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))
     if _BOARD_NAME.fullmatch(name):
         return head[:8] == board.MAGIC.to_bytes(8, "little") or not any(head)
     if rank_claims.NAME.fullmatch(name):
         return not head
-    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == refusal_log.NAME
+    return (
+        bool(_TEMPORARY_NAME.fullmatch(name))
+        or (name in _JOB_FILES and not head)
+        or name == refusal_log.NAME
+    )

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the collector from running within: it would look through all objects made so far, again and again."""
+    """Keep the collector from running within: it would look through all objects made so far, again
+    and again.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,6 @@
-"""Read all ranks' dumps as columns: one after the other, or in parallel processes that return only a reduced form."""
+"""Read all ranks' dumps as columns: one after the other, or in parallel processes that return only
+a reduced form.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,16 @@ _PARALLEL_BYTES: Final = 128 << 20  # stored bytes that justify worker processes
 _AHEAD: Final = 4  # queued batches per process; few, since members of archives hold their bytes
 _NUMPY_THREADS: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-Reduced = tuple[list[T], list[str], list[str], int]  # results, problems, names of unreadable files, number of files
+# results, problems, names of unreadable files, number of files
+Reduced = tuple[list[T], list[str], list[str], int]
 Batch = list[tuple[Source, Kind, FileName]]
 
 
 def import_numpy_single_threaded() -> None:
     """Import numpy without its linear algebra threads, which commlens does not use.
 
-    Call it before anything imports numpy: a process with several threads cannot fork safely, and :func:`reduce_foreign` forks.
+    Call it before anything imports numpy: a process with several threads cannot fork safely, and
+    :func:`reduce_foreign` forks.
     """
     if "numpy" in sys.modules:
         return
@@ -69,15 +73,16 @@ def reduce_foreign(
     unnamed: bool = False,
     unread: list[str] | None = None,
 ) -> Iterator[T]:
-    """Read every other tool's dump and keep only what ``reduce`` returns, so that memory does not grow with the files.
+    """Read every other tool's dump and keep only what ``reduce`` returns, so that memory does not
+    grow with the files.
 
     Args:
         files: the discovered files.
-        reduce: turns the columns of several ranks, one after the other, into results. It may run in another process, so both the
-            function and its results must be picklable.
+        reduce: turns the columns of several ranks, one after the other, into results. It may run in
+            another process, so both the function and its results must be picklable.
         problems: is extended by a sentence per file that cannot be read.
-        executor: where to read: a process pool, Dask's, Ray's, MPI's. By default local processes, or this process if the files
-            are small.
+        executor: where to read: a process pool, Dask's, Ray's, MPI's. By default local processes,
+            or this process if the files are small.
         progress: called with the number of files read so far and in total.
         ranks: read only these ranks.
         unnamed: include dumps of unknown rank; otherwise each one is a problem.
@@ -89,7 +94,9 @@ def reduce_foreign(
     total = sum(files.kinds.values())
     done = 0
     read = partial(_read_batch, reduce=reduce, ranks=ranks, unnamed=unnamed)
-    for found, new_problems, failed, count in _in_order(_batches(files, ranks), read, executor, files.size):
+    for found, new_problems, failed, count in _in_order(
+        _batches(files, ranks), read, executor, files.size
+    ):
         problems += new_problems
         if unread is not None:
             unread += failed
@@ -99,7 +106,12 @@ def reduce_foreign(
         yield from found
 
 
-def _in_order(batches: Iterator[Batch], read: Callable[[Batch], Reduced[T]], executor: Executor | None, size: int) -> Iterator[Reduced[T]]:
+def _in_order(
+    batches: Iterator[Batch],
+    read: Callable[[Batch], Reduced[T]],
+    executor: Executor | None,
+    size: int,
+) -> Iterator[Reduced[T]]:
     """Yield each batch's results in order, with a bounded number of batches in flight."""
     with ExitStack() as stack:
         workers = os.cpu_count() or 1
@@ -141,18 +153,31 @@ def _batches(files: DumpFiles, ranks: Collection[int] | None) -> Iterator[Batch]
         yield batch
 
 
-def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, unnamed: bool) -> Reduced[T]:
+def _read_batch(
+    batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, unnamed: bool
+) -> Reduced[T]:
     """Read and reduce a batch, in this process or a worker."""
     problems: list[str] = []
     unread: list[str] = []
     with collector_paused():
-        return reduce(_read_files(batch, problems, unread, ranks, unnamed)), problems, unread, len(batch)
+        return (
+            reduce(_read_files(batch, problems, unread, ranks, unnamed)),
+            problems,
+            unread,
+            len(batch),
+        )
 
 
 def _read_files(
-    batch: Batch, problems: list[str], unread: list[str], ranks: Collection[int] | None, unnamed: bool = False
+    batch: Batch,
+    problems: list[str],
+    unread: list[str],
+    ranks: Collection[int] | None,
+    unnamed: bool = False,
 ) -> Iterator[RankColumns]:
-    """Yield the columns of each rank in each file, with rank and host completed from the file's name."""
+    """Yield the columns of each rank in each file, with rank and host completed from the file's
+    name.
+    """
     for source, kind, name in batch:
         if kind.read is None:
             continue
@@ -170,16 +195,21 @@ def _read_files(
             columns.problems += [*source.problems, *([note] if note else [])]
             columns.lost_entries = columns.lost_entries or bool(source.problems)
             if columns.rank < 0 and not unnamed:
-                problems.append(f"{source.name} is left out: neither its name nor its content reveals its rank.")
+                problems.append(
+                    f"{source.name} is left out: neither its name nor its content reveals its rank."
+                )
             elif ranks is None or columns.rank in ranks:
                 yield columns
 
 
-def read_ranks(files: DumpFiles, problems: list[str], *, ranks: Collection[int] | None = None) -> Iterator[RankColumns]:
-    """Yield the columns of each rank once. Only one rank's operations are in memory at a time, except for black boxes.
+def read_ranks(
+    files: DumpFiles, problems: list[str], *, ranks: Collection[int] | None = None
+) -> Iterator[RankColumns]:
+    """Yield the columns of each rank once. Only one rank's operations are in memory at a time,
+    except for black boxes.
 
-    Text logs hold few operations, so they are read only if there is nothing else. ``problems`` is extended by a sentence per file that
-    is left out.
+    Text logs hold few operations, so they are read only if there is nothing else. ``problems`` is
+    extended by a sentence per file that is left out.
     """
     from commlens.formats.rank_log_columns import columns_from_log
 
@@ -197,8 +227,9 @@ def read_ranks(files: DumpFiles, problems: list[str], *, ranks: Collection[int] 
         for columns in _read_files([(source, kind, name)], problems, [], ranks):
             if columns.rank in taken:
                 problems.append(
-                    f"{columns.source} is a second dump of {ranks_phrase([columns.rank])}, besides {taken[columns.rank]}, and is left out. "
-                    f"If the dumps are of two jobs, pass only one job's."
+                    f"{columns.source} is a second dump of {ranks_phrase([columns.rank])}, besides"
+                    f" {taken[columns.rank]}, and is left out. If the dumps are of two jobs, pass"
+                    " only one job's."
                 )
                 continue
             taken[columns.rank] = columns.source

@@ -1,6 +1,8 @@
-"""Read a job's black boxes and the observations of its processes, from files in any order and under any name.
+"""Read a job's black boxes and the observations of its processes, from files in any order and under
+any name.
 
-Standard library and msgspec only: ``diagnose`` reads dumps on a laptop, and the watcher beside a training job.
+Standard library and msgspec only: ``diagnose`` reads dumps on a laptop, and the watcher beside a
+training job.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Evidence:
     logs: list[RankLog] = field(default_factory=list)  # by rank
     problems: list[str] = field(default_factory=list)  # sentences about unreadable files
     job: str = ""
-    other_jobs: list[str] = field(default_factory=list)  # jobs whose boxes were found too and are left out
+    # jobs whose boxes were found too and are left out
+    other_jobs: list[str] = field(default_factory=list)
     unread: int = 0  # black boxes that could not be read
 
 
@@ -60,7 +63,13 @@ class _Box:
     @property
     def age(self) -> tuple[bool, int, int, int, str]:
         """Sort key of copies of one box: the most complete copy is last."""
-        return (not self.partial, self.status.issued, self.status.heartbeat_ns, len(self.log.collectives), str(self.path))
+        return (
+            not self.partial,
+            self.status.issued,
+            self.status.heartbeat_ns,
+            len(self.log.collectives),
+            str(self.path),
+        )
 
 
 @dataclass
@@ -73,18 +82,24 @@ class _Observed:
     restart: int | None = None  # of all its boxes, which may count otherwise; None: they do not
 
 
-def read_evidence(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, job: str | None = None) -> Evidence:
-    """Read all black boxes and observations at the paths: dumps, files, folders, in any order and under any name.
+def read_evidence(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, job: str | None = None
+) -> Evidence:
+    """Read all black boxes and observations at the paths: dumps, files, folders, in any order and
+    under any name.
 
-    Logs of different jobs are never mixed. Without ``job``, the job with the most boxes in a folder is read; if there are several
-    folders, the one of their jobs that was alive last.
+    Logs of different jobs are never mixed. Without ``job``, the job with the most boxes in a folder
+    is read; if there are several folders, the one of their jobs that was alive last.
     """
     files = discover(paths, own_only=True)
     return read_own_files(files.own, files.problems, job=job)
 
 
-def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *, job: str | None = None) -> Evidence:
-    """Read black boxes and observations that :func:`~commlens.dumps.discover.discover` has found, of one job.
+def read_own_files(
+    files: Iterable[tuple[Source, Kind]], problems: list[str], *, job: str | None = None
+) -> Evidence:
+    """Read black boxes and observations that :func:`~commlens.dumps.discover.discover` has found,
+    of one job.
 
     ``problems`` is extended by sentences about unreadable files, and becomes the result's.
     """
@@ -105,25 +120,43 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
     for box in boxes:
         by_job[box.log.job].append(box)
     names = sorted(by_job)
-    chosen = job if job is not None else _choose_job(boxes) if boxes else max((one.job for one in observed), default="")
+    chosen = (
+        job
+        if job is not None
+        else _choose_job(boxes)
+        if boxes
+        else max((one.job for one in observed), default="")
+    )
     if job is not None and job not in names:
-        problems.append(f"There is no black box of job {job} here" + (f", only of {', '.join(names[:5])}." if names else "."))
+        problems.append(
+            f"There is no black box of job {job} here"
+            + (f", only of {', '.join(names[:5])}." if names else ".")
+        )
     others = [name for name in names if name != chosen]
     for name in others[:_JOBS_NAMED]:
-        problems.append(_left_out([box.path for box in by_job[name]], f"another job ({name or 'without a name'}, not {chosen})"))
+        problems.append(
+            _left_out(
+                [box.path for box in by_job[name]],
+                f"another job ({name or 'without a name'}, not {chosen})",
+            )
+        )
     if len(others) > _JOBS_NAMED:
         problems.append(f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out.")
     chosen_boxes = _one_per_rank(by_job.get(chosen, []), problems)
     chosen_observed = [one for one in observed if one.job == chosen]
     _add_observations(chosen_boxes, chosen_observed)
-    logs = [box.log for box in chosen_boxes] + _logs_without_box(chosen_boxes, chosen_observed, chosen, problems)
+    logs = [box.log for box in chosen_boxes] + _logs_without_box(
+        chosen_boxes, chosen_observed, chosen, problems
+    )
     logs.sort(key=lambda log: log.rank)
     problems += correct_clocks(logs)
     return Evidence(logs, problems, chosen, others, unread)
 
 
 def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:
-    """Give the boxes of a job's nodes one name and restart count: those of the dump that one node saved for all of them."""
+    """Give the boxes of a job's nodes one name and restart count: those of the dump that one node
+    saved for all of them.
+    """
     for one in observed:
         if one.restart is not None:
             for box in boxes:
@@ -143,7 +176,9 @@ def _read_box(source: Source) -> _Box:
         log.problems += source.problems
         partial = is_partial(content)
     if log.rank < 0:
-        raise FormatError(f"{source.name} is left out: its process (pid {log.pid}) never learned its rank.")
+        raise FormatError(
+            f"{source.name} is left out: its process (pid {log.pid}) never learned its rank."
+        )
     return _Box(path, status, log, partial)
 
 
@@ -160,7 +195,9 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
     if not isinstance(schema, str) or not schema.startswith("commlens.observed/"):
         raise FormatError(f"{source.name} is not a dump that commlens can read, and is left out.")
     if schema != OBSERVED_SCHEMA:
-        raise FormatError(f"{source.name} follows {schema[:60]}, but this commlens reads {OBSERVED_SCHEMA}.")
+        raise FormatError(
+            f"{source.name} follows {schema[:60]}, but this commlens reads {OBSERVED_SCHEMA}."
+        )
     damaged = False
     ranks: dict[int, tuple[int, Observation]] = {}
     entries = whole.get("ranks")
@@ -179,19 +216,29 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
         if isinstance(moment, int) and 0 < moment < 1 << 63
     }
     notes = whole.get("problems")
-    problems += [note for note in (notes if isinstance(notes, list) else [])[:100] if isinstance(note, str)]
+    problems += [
+        note for note in (notes if isinstance(notes, list) else [])[:100] if isinstance(note, str)
+    ]
     if damaged or not isinstance(entries, dict):
-        problems.append(f"{source.name} is partly damaged: the observations of some processes are lost.")
+        problems.append(
+            f"{source.name} is partly damaged: the observations of some processes are lost."
+        )
     host, job = whole.get("host"), whole.get("job")
     restart = whole.get("restart")
     return _Observed(
-        path, host if isinstance(host, str) else "", job if isinstance(job, str) else "", ranks, moments,
+        path,
+        host if isinstance(host, str) else "",
+        job if isinstance(job, str) else "",
+        ranks,
+        moments,
         restart if isinstance(restart, int) and 0 <= restart < 1 << 31 else None,
-    )  # fmt: skip
+    )
 
 
 def _observation(entry: dict[str, Any]) -> tuple[Observation, bool]:
-    """Return an Observation from JSON, and whether all of it is valid. Invalid fields stay unknown."""
+    """Return an Observation from JSON, and whether all of it is valid. Invalid fields stay
+    unknown.
+    """
     fields: dict[str, Any] = {}
     good = True
     for name, type_ in _FIELDS.items():
@@ -199,7 +246,8 @@ def _observation(entry: dict[str, Any]) -> tuple[Observation, bool]:
             continue
         try:
             value = msgspec.convert(entry[name], type_)
-            msgspec.json.encode(value)  # rejects integers beyond 64 bits, which would break the report later
+            # rejects integers beyond 64 bits, which would break the report later
+            msgspec.json.encode(value)
         except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError):
             good = False
         else:
@@ -222,7 +270,9 @@ def _choose_job(boxes: list[_Box]) -> str:
 
 
 def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
-    """Keep one box per rank: from the last restart, of the newest process, the most complete copy."""
+    """Keep one box per rank: from the last restart, of the newest process, the most complete
+    copy.
+    """
     restart = max((box.log.restart for box in boxes), default=0)
     earlier = [box.path for box in boxes if box.log.restart < restart]
     if earlier:
@@ -238,13 +288,22 @@ def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
         for other in sorted(several, key=lambda box: str(box.path)):
             if other is not best:
                 same = other.process == best.process
-                relation = "another copy of the black box" if same else f"from another process (pid {other.log.pid}) of rank {rank} than"
-                problems.append(f"{printable(str(other.path))} is left out: it is {relation} {printable(str(best.path))}.")
+                relation = (
+                    "another copy of the black box"
+                    if same
+                    else f"from another process (pid {other.log.pid}) of rank {rank} than"
+                )
+                problems.append(
+                    f"{printable(str(other.path))} is left out: it is {relation}"
+                    f" {printable(str(best.path))}."
+                )
     return kept
 
 
 def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
-    """Add the observations, and date each log: its copy, now if the process runs, or its job's last sign of life."""
+    """Add the observations, and date each log: its copy, now if the process runs, or its job's last
+    sign of life.
+    """
     last_sign: dict[Path, int] = defaultdict(int)
     for box in boxes:
         last_sign[box.path.parent] = max(last_sign[box.path.parent], box.last_sign_ns)
@@ -254,19 +313,29 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
         for one in observed:
             pid, observation = one.ranks.get(box.log.rank, (0, None))
             weight = (observation.seen_ns, str(one.path)) if observation is not None else (0, "")
-            if observation is not None and pid in (0, box.log.pid) and (best is None or weight > best):
+            if (
+                observation is not None
+                and pid in (0, box.log.pid)
+                and (best is None or weight > best)
+            ):
                 best = weight
                 box.log.observation = observation
             if one.path.parent == box.path.parent:
                 copied_ns = max(copied_ns, one.saved.get(box.path.name, 0))
         if copied_ns:
             box.log.captured_ns = copied_ns
-        elif not (_runs_here(box.status) and box.path.resolve().parent.parent.name.startswith("commlens-")):
+        elif not (
+            _runs_here(box.status) and box.path.resolve().parent.parent.name.startswith("commlens-")
+        ):
             box.log.captured_ns = max(last_sign[box.path.parent], box.log.observation.seen_ns)
 
 
-def _logs_without_box(boxes: list[_Box], observed: list[_Observed], job: str, problems: list[str]) -> list[RankLog]:
-    """Return logs of ranks that were seen to end but have no box: a process may die before ``init_process_group``."""
+def _logs_without_box(
+    boxes: list[_Box], observed: list[_Observed], job: str, problems: list[str]
+) -> list[RankLog]:
+    """Return logs of ranks that were seen to end but have no box: a process may die before
+    ``init_process_group``.
+    """
     have = {box.log.rank for box in boxes}
     world_size = max((box.log.world_size for box in boxes), default=0)
     logs: dict[int, RankLog] = {}
@@ -288,17 +357,27 @@ def _logs_without_box(boxes: list[_Box], observed: list[_Observed], job: str, pr
                     problems=["it left no black box"],
                 )
     if logs:
-        problems.append(f"There is no black box of {ranks_phrase(logs)}, only outside observations of the process.")
+        problems.append(
+            f"There is no black box of {ranks_phrase(logs)}, only outside observations of the"
+            " process."
+        )
     return list(logs.values())
 
 
 def _runs_here(status: BoxStatus) -> bool:
     here = job_dirs.this_machine()
-    return (status.boot_id, status.pid_namespace) == here != ("", "") and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
+    return (status.boot_id, status.pid_namespace) == here != (
+        "",
+        "",
+    ) and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
 
 
 def _left_out(paths: list[Path], owner: str) -> str:
-    boxes = f"1 black box of {owner} is" if len(paths) == 1 else f"{len(paths)} black boxes of {owner} are"
+    boxes = (
+        f"1 black box of {owner} is"
+        if len(paths) == 1
+        else f"{len(paths)} black boxes of {owner} are"
+    )
     return f"{boxes} left out: {_first_few(paths)}."
 
 

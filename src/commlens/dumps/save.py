@@ -1,6 +1,8 @@
-"""Save dumps: copies of black boxes out of memory, with the observations of their processes. See docs/dumps.md.
+"""Save dumps: copies of black boxes out of memory, with the observations of their processes. See
+docs/dumps.md.
 
-Standard library and msgspec only: the watcher saves dumps beside a training job. Only files made by commlens are ever deleted.
+Standard library and msgspec only: the watcher saves dumps beside a training job. Only files made by
+commlens are ever deleted.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class _Before(NamedTuple):
 
 
 def dump_name(folders: Sequence[Path]) -> str:
-    """Return a job's name in reports, which is also that of its dump: script, start and job id. A later run may have the same id.
+    """Return a job's name in reports, which is also that of its dump: script, start and job id. A
+    later run may have the same id.
 
     Args:
         folders: of the job's live boxes, the first one named after the job.
@@ -71,29 +74,45 @@ def dump_name(folders: Sequence[Path]) -> str:
 
 
 def _name_and_start(folders: Sequence[Path]) -> tuple[str, int]:
-    """Return the name, and the Unix ns at which the first box was made; 0 if that is unknown or already in the job's name."""
+    """Return the name, and the Unix ns at which the first box was made; 0 if that is unknown or
+    already in the job's name.
+    """
     job = job_dirs.safe_name(folders[0].name)
     statuses: list[BoxStatus] = []
-    for box in () if _STAMP.search(job) else [box for folder in folders for box in job_dirs.boxes(folder)]:
+    for box in (
+        () if _STAMP.search(job) else [box for folder in folders for box in job_dirs.boxes(folder)]
+    ):
         with contextlib.suppress(FormatError), OpenBox(box) as opened:
             statuses.append(opened.status())
     if not statuses:
         return job, 0
     began_ns = min(status.created_ns for status in statuses)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began_ns // 1_000_000_000 % (1 << 36)))
-    program = Path(min(statuses, key=lambda status: status.rank).script.split(" ")[0]).stem.lstrip("-")
+    program = Path(min(statuses, key=lambda status: status.rank).script.split(" ")[0]).stem.lstrip(
+        "-"
+    )
     script = [job_dirs.safe_name(program, 40)] if program else []
     job = _NO_NAME.sub("", job, count=1)
-    return "-".join([job, stamp] if script and job.startswith(script[0]) else [*script, stamp, job]), began_ns
+    return (
+        "-".join([job, stamp] if script and job.startswith(script[0]) else [*script, stamp, job]),
+        began_ns,
+    )
 
 
-def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple[Path, dict[str, Any]]:
+def _choose_target(
+    dump_root: Path, folders: Sequence[Path], host: str
+) -> tuple[Path, dict[str, Any]]:
     """Return the folder for a job's dump and the content of its marker.
 
-    It is the one of an earlier dump of the same run, perhaps of another node; never one of another run, which may have the same id.
+    It is the one of an earlier dump of the same run, perhaps of another node; never one of another
+    run, which may have the same id.
     """
     name, began_ns = _name_and_start(folders)
-    marker: dict[str, Any] = {"schema": DUMP_SCHEMA, "job": folders[0].name, "began_ns": {host: began_ns}}
+    marker: dict[str, Any] = {
+        "schema": DUMP_SCHEMA,
+        "job": folders[0].name,
+        "began_ns": {host: began_ns},
+    }
     if not began_ns:
         return dump_root / name, marker
     taken: set[str] = set()
@@ -105,33 +124,54 @@ def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple
             if known is None or not isinstance(starts, dict):
                 continue
             taken.add(path.name)
-            nearest_ns = min((abs(start - began_ns) for start in starts.values() if isinstance(start, int)), default=_SAME_START_NS)
+            nearest_ns = min(
+                (abs(start - began_ns) for start in starts.values() if isinstance(start, int)),
+                default=_SAME_START_NS,
+            )
             if not (starts[host] == began_ns if host in starts else nearest_ns < _SAME_START_NS):
                 continue
             if known.get("job") == marker["job"] or _has_added(folder, host, folders):
                 near.append((nearest_ns, path, known))
     if near:
         _, path, known = min(near, key=lambda each: each[0])
-        return path, {**marker, "job": known.get("job"), "began_ns": {**known["began_ns"], host: began_ns}}
+        return path, {
+            **marker,
+            "job": known.get("job"),
+            "began_ns": {**known["began_ns"], host: began_ns},
+        }
     names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return dump_root / next(each for each in names if each not in taken), marker
 
 
 def _has_added(folder: int, host: str, folders: Sequence[Path]) -> bool:
-    """Return whether the node that reports has added this host's ranks to its dump, where the job may have another name."""
+    """Return whether the node that reports has added this host's ranks to its dump, where the job
+    may have another name.
+    """
     before = _saved_before(folder, _observed_name(host))
-    pids = {job_dirs.box_rank(box): job_dirs.box_pid(box) for each in folders for box in job_dirs.boxes(each)}
+    pids = {
+        job_dirs.box_rank(box): job_dirs.box_pid(box)
+        for each in folders
+        for box in job_dirs.boxes(each)
+    }
     return before.run is not None and bool(before.pids.items() & pids.items())
 
 
 def save_dump(
-    job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int,
-    mode: int = PRIVATE, folders: Sequence[Path] = (),
-) -> Path:  # fmt: skip
-    """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<name>/``, with :func:`dump_name`.
+    job_dir: Path,
+    dump_root: Path,
+    observations: Mapping[int, Observation],
+    *,
+    host: str,
+    keep: int,
+    mode: int = PRIVATE,
+    folders: Sequence[Path] = (),
+) -> Path:
+    """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<name>/``,
+    with :func:`dump_name`.
 
-    A live box is copied as it is at that moment. Saving again overwrites the run's files of the same name. Each file appears
-    whole or not at all. Only the newest ``keep`` folders made by commlens are kept.
+    A live box is copied as it is at that moment. Saving again overwrites the run's files of the
+    same name. Each file appears whole or not at all. Only the newest ``keep`` folders made by
+    commlens are kept.
 
     Args:
         job_dir: folder of the live boxes.
@@ -166,7 +206,10 @@ def save_dump(
                 name = path.name
                 size = path.lstat().st_size if path.exists() else 0
                 if size > BOX_BYTES_MAX:
-                    notes.append(f"{name} was not saved: it has {size} bytes, more than the limit of {BOX_BYTES_MAX}.")
+                    notes.append(
+                        f"{name} was not saved: it has {size} bytes, more than the limit of"
+                        f" {BOX_BYTES_MAX}."
+                    )
                     continue
                 try:
                     with OpenBox(path) as box:
@@ -187,18 +230,31 @@ def save_dump(
             more: dict[str, int] = {}
             if before.run is not None and before.pids.items() & pids.items():
                 job, more["restart"] = before.run  # as the node that reports has named them
-            times = {name: at_ns for name, at_ns in before.saved.items() if exists(folder, name)} | saved
-            content = _observed(host, job or job_dir.name, times, observations, {**before.pids, **pids}, notes, **more)
+            times = {
+                name: at_ns for name, at_ns in before.saved.items() if exists(folder, name)
+            } | saved
+            content = _observed(
+                host,
+                job or job_dir.name,
+                times,
+                observations,
+                {**before.pids, **pids},
+                notes,
+                **more,
+            )
             write(folder, name, content, mode)
         except OSError as error:
             if created and not saved:
                 discard(target)
             raise DumpError(
-                f"The dump in {target} is not complete: {name} could not be written ({reason(error)}); "
-                f"{len(saved)} of {len(boxes)} black boxes were saved. Choose another folder with the setting dump_dir."
+                f"The dump in {target} is not complete: {name} could not be written"
+                f" ({reason(error)}); {len(saved)} of {len(boxes)} black boxes were saved. Choose"
+                " another folder with the setting dump_dir."
             ) from error
     if boxes and not saved:
-        raise DumpError(f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {notes[0]}")
+        raise DumpError(
+            f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {notes[0]}"
+        )
     _prune(dump_root, keep=max(keep, 1), current=target.name)
     return target
 
@@ -213,17 +269,27 @@ class SavedRank(NamedTuple):
     captured_ns: int  # Unix ns
 
 
-def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, restart: int = 0, mode: int = PRIVATE) -> None:
+def add_node(
+    folder: Path,
+    ranks: Sequence[SavedRank],
+    *,
+    host: str,
+    job: str,
+    restart: int = 0,
+    mode: int = PRIVATE,
+) -> None:
     """Add the ranks of another node to a dump, as that node would save them.
 
-    On a shared file system that node may save its ranks in the same dump at any time. A copy with only the newest records never
-    replaces a whole one: it has a name of its own, and whoever finds both deletes it.
+    On a shared file system that node may save its ranks in the same dump at any time. A copy with
+    only the newest records never replaces a whole one: it has a name of its own, and whoever finds
+    both deletes it.
 
     Args:
         folder: of the dump.
         ranks: of the other node.
         host: its name.
-        job: the name of the job in the dump: the boxes of the other node may have another one, if nothing names the job there.
+        job: the name of the job in the dump: the boxes of the other node may have another one, if
+            nothing names the job there.
         restart: likewise: torchelastic counts a restart only on the node whose workers failed.
         mode: the files' permissions.
 
@@ -236,7 +302,9 @@ def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, r
             times = dict(before.saved)
             for each in ranks:
                 whole, partial = job_dirs.box_name(each.rank, each.pid), is_partial(each.box)
-                if each.box and not (exists(opened, whole) and (partial or times.get(whole, 0) >= each.captured_ns)):
+                if each.box and not (
+                    exists(opened, whole) and (partial or times.get(whole, 0) >= each.captured_ns)
+                ):
                     name = _partial_name(whole) if partial else whole
                     write(opened, name, each.box, mode)
                     times[name] = each.captured_ns
@@ -244,9 +312,16 @@ def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, r
             times = {name: at_ns for name, at_ns in times.items() if exists(opened, name)}
             observations = {each.rank: each.observation for each in ranks}
             pids = {each.rank: each.pid for each in ranks}
-            write(opened, _observed_name(host), _observed(host, job, times, observations, pids, [], restart=restart), mode)
+            write(
+                opened,
+                _observed_name(host),
+                _observed(host, job, times, observations, pids, [], restart=restart),
+                mode,
+            )
     except OSError as error:
-        raise DumpError(f"The ranks of {host} could not be added to the dump in {folder}: {reason(error)}.") from error
+        raise DumpError(
+            f"The ranks of {host} could not be added to the dump in {folder}: {reason(error)}."
+        ) from error
 
 
 def _partial_name(name: str) -> str:
@@ -270,10 +345,20 @@ def holds(folder: Path, names: Sequence[str]) -> bool:
         return False
 
 
-def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False, mode: int = PRIVATE) -> Path:
-    """Save a verdict (JSON) and its page (HTML) beside a dump, and return the page's path: ``verdict.json`` and ``index.html``.
+def save_reports(
+    folder: Path,
+    *,
+    host: str,
+    page: bytes,
+    verdict: bytes,
+    for_all_nodes: bool = False,
+    mode: int = PRIVATE,
+) -> Path:
+    """Save a verdict (JSON) and its page (HTML) beside a dump, and return the page's path:
+    ``verdict.json`` and ``index.html``.
 
-    If several nodes save into the folder and none reports for all of them, each has its own verdict, and the file names contain the host.
+    If several nodes save into the folder and none reports for all of them, each has its own
+    verdict, and the file names contain the host.
 
     Raises:
         DumpError: one of the files could not be written.
@@ -281,19 +366,24 @@ def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_al
     own = _observed_name(host)
     try:
         with opened_folder(folder) as opened:
-            shared = not for_all_nodes and any(OBSERVED_NAME.fullmatch(name) and name != own for name in names_in(opened))
+            shared = not for_all_nodes and any(
+                OBSERVED_NAME.fullmatch(name) and name != own for name in names_in(opened)
+            )
             suffix = f"-{job_dirs.safe_name(host)}" if shared else ""
             write(opened, f"verdict{suffix}.json", verdict, mode)
             write(opened, f"index{suffix}.html", page, mode)
     except OSError as error:
-        raise DumpError(f"The verdict could not be written beside the dump in {folder}: {reason(error)}.") from error
+        raise DumpError(
+            f"The verdict could not be written beside the dump in {folder}: {reason(error)}."
+        ) from error
     return folder / f"index{suffix}.html"
 
 
 def discard_job(job_dir: Path) -> None:
     """Delete a live job's black boxes, then its folder.
 
-    Only files made by commlens are deleted; a folder with other files stays. Other processes may do the same concurrently.
+    Only files made by commlens are deleted; a folder with other files stays. Other processes may do
+    the same concurrently.
     """
     discard(job_dir)
 
@@ -304,14 +394,26 @@ def _saved_before(folder: int, name: str) -> _Before:
     A job whose boxes are in several folders (because one was full) is saved in several calls.
     """
     try:
-        before = msgspec.json.decode(peek(folder, name, OBSERVED_MAX) or b"", type=_SavedObservations)
+        before = msgspec.json.decode(
+            peek(folder, name, OBSERVED_MAX) or b"", type=_SavedObservations
+        )
     except (ValueError, RecursionError):
         return _Before()
-    saved = {name: at_ns for name, at_ns in before.saved.items() if BOX_NAME.fullmatch(name) and exists(folder, name)}
+    saved = {
+        name: at_ns
+        for name, at_ns in before.saved.items()
+        if BOX_NAME.fullmatch(name) and exists(folder, name)
+    }
     pids = {int(rank): entry.pid for rank, entry in before.ranks.items() if rank.isdecimal()}
     boxes = {rank: job_dirs.box_name(rank, pid) for rank, pid in pids.items()}
-    kept = {rank: pid for rank, pid in pids.items() if saved.keys() & {boxes[rank], _partial_name(boxes[rank])}}
-    return _Before(kept, saved, (before.job, before.restart) if before.restart is not None else None)
+    kept = {
+        rank: pid
+        for rank, pid in pids.items()
+        if saved.keys() & {boxes[rank], _partial_name(boxes[rank])}
+    }
+    return _Before(
+        kept, saved, (before.job, before.restart) if before.restart is not None else None
+    )
 
 
 def _observed_name(host: str) -> str:
@@ -319,10 +421,18 @@ def _observed_name(host: str) -> str:
 
 
 def _observed(
-    host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int], notes: Sequence[str],
+    host: str,
+    job: str,
+    saved: Mapping[str, int],
+    observations: Mapping[int, Observation],
+    pids: Mapping[int, int],
+    notes: Sequence[str],
     **more: int,
-) -> bytes:  # fmt: skip
-    ranks = {str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())}
+) -> bytes:
+    ranks = {
+        str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)}
+        for rank, observation in sorted(observations.items())
+    }
     about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": saved}
     return _json({**about, "problems": notes, "ranks": ranks})
 

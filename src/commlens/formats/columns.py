@@ -1,7 +1,7 @@
 """One rank's operations as columns, the result of every reader and the input of diagnosis.
 
-A dump of 2,000 operations becomes a few arrays and a few dozen interned objects, so that thousands of ranks can be aligned without
-an object per operation.
+A dump of 2,000 operations becomes a few arrays and a few dozen interned objects, so that thousands
+of ranks can be aligned without an object per operation.
 
 Imports numpy, so only code that reads dumps imports this module.
 """
@@ -25,14 +25,17 @@ SCHEDULED: Final = 0
 STARTED: Final = 1
 COMPLETED: Final = 2
 RETIRED: Final = 3
-"""``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed out."""
+"""``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed
+out.
+"""
 
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
 REMARKS: Final = ("broadcast-wait", "ras-behind")
-"""vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a communicator launched fewer
-operations than others, the last up to this one."""
+"""vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a
+communicator launched fewer operations than others, the last up to this one.
+"""
 
 Status = tuple[int, int, int]
 """Last enqueued, started and completed sequence number of a process group; -1 if none."""
@@ -46,10 +49,13 @@ class StackTable(Sequence[Stack]):
 
     Args:
         frames: file, line and function of each distinct frame.
-        stacks: for each distinct stack, the indices of its frames, innermost first, as native 32-bit integers.
+        stacks: for each distinct stack, the indices of its frames, innermost first, as native
+            32-bit integers.
     """
 
-    def __init__(self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()
+    ) -> None:
         self._frames = frames
         self._stacks = stacks
 
@@ -66,7 +72,9 @@ class StackTable(Sequence[Stack]):
 
     def _stack(self, index: int) -> Stack:
         frames = self._frames
-        return tuple([_interned_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")])
+        return tuple(
+            [_interned_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")]
+        )
 
 
 def stack_of(frames: Sequence[tuple[str, int, str]]) -> Stack:
@@ -82,22 +90,47 @@ def _interned_frame(file: str, line: int, function: str) -> Frame:
 
 @lru_cache(maxsize=4096)
 def _kind_of(file: str) -> FrameKind:
-    if file in ("", "??") or file.endswith((".cpp", ".cc", ".h", ".hpp", ".cu", ".so")) or ".so." in file:
+    if (
+        file in ("", "??")
+        or file.endswith((".cpp", ".cc", ".h", ".hpp", ".cu", ".so"))
+        or ".so." in file
+    ):
         return FrameKind.NATIVE
     if file.startswith("<frozen"):
         return FrameKind.PYTHON
     if "/torch/" in file and any(
-        part in file for part in ("/torch/distributed/", "/torch/nn/", "/torch/utils/", "/torch/_", "/torch/optim/")
+        part in file
+        for part in (
+            "/torch/distributed/",
+            "/torch/nn/",
+            "/torch/utils/",
+            "/torch/_",
+            "/torch/optim/",
+        )
     ):
         return FrameKind.TORCH  # a torch that is built in its source tree is not in site-packages
     return frame_kind(file, [])
 
 
 DTYPES: Final = {
-    "channel": "int32", "args_index": "int32", "stack": "int32", "sequence": "int64", "record_id": "int64", "op_id": "int64",
-    "state": "uint8", "retired": "bool", "p2p": "bool", "peer": "int32", "created_ns": "int64", "started_ns": "int64",
-    "completed_ns": "int64", "duration_ns": "int64", "timeout_ms": "int64", "coalesced": "int32", "closes": "bool",
-}  # fmt: skip
+    "channel": "int32",
+    "args_index": "int32",
+    "stack": "int32",
+    "sequence": "int64",
+    "record_id": "int64",
+    "op_id": "int64",
+    "state": "uint8",
+    "retired": "bool",
+    "p2p": "bool",
+    "peer": "int32",
+    "created_ns": "int64",
+    "started_ns": "int64",
+    "completed_ns": "int64",
+    "duration_ns": "int64",
+    "timeout_ms": "int64",
+    "coalesced": "int32",
+    "closes": "bool",
+}
 """The columns of :class:`RankColumns` and their types."""
 
 
@@ -111,8 +144,8 @@ _BOOL = partial(np.zeros, 0, np.bool_)
 class RankColumns:
     """One rank's operations in one file, oldest first. Columns have one value per operation.
 
-    Sequence numbers are the file's: per process group for collectives, and separately for its point-to-point operations; NCCL counts
-    per pair of ranks outside batches.
+    Sequence numbers are the file's: per process group for collectives, and separately for its
+    point-to-point operations; NCCL counts per pair of ranks outside batches.
     """
 
     rank: int = -1  # global; -1 if unknown
@@ -123,26 +156,40 @@ class RankColumns:
     origin: str = "flight-recorder"  # "flight-recorder", "gloo-recorder", "torch-log", "commlens"
     version: str = ""  # of the file format
     captured_ns: int = 0  # Unix ns; 0 if unknown
-    written_ns: int = 0  # Unix ns when the file was last written, so the dump is not newer; 0 if unknown
+    # Unix ns when the file was last written, so the dump is not newer; 0 if unknown
+    written_ns: int = 0
     problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
-    lost_entries: bool = False  # some could not be read, perhaps the newest: nothing tells what the rank did not issue
-    issued: int = 0  # operations ever recorded, as far as the file shows; a ring buffer drops the oldest
-    possible_ranks: tuple[int, ...] = ()  # ranks in every group of the file, one of which wrote it; empty if unknown
+    # some could not be read, perhaps the newest: nothing tells what the rank did not issue
+    lost_entries: bool = False
+    # operations ever recorded, as far as the file shows; a ring buffer drops the oldest
+    issued: int = 0
+    # ranks in every group of the file, one of which wrote it; empty if unknown
+    possible_ranks: tuple[int, ...] = ()
     channels: list[Channel] = field(default_factory=list)
     args: list[CollectiveArgs] = field(default_factory=list)
     stacks: Sequence[Stack] = field(default_factory=StackTable)
     status: dict[str, Status] = field(default_factory=dict)  # by the process-local group id
-    status_groups: dict[str, str] = field(default_factory=dict)  # process-local group id: group name, if known
-    groups: list[Channel] = field(default_factory=list)  # all process groups in the file, used or not
-    timeouts: list[str] = field(default_factory=list)  # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
-    unplaced: list[tuple[str, int]] = field(default_factory=list)  # wire op and number of the same, where no group is named
-    timed_out: bool = False  # torch's watchdog found that a collective took longer than its timeout, according to a log
-    remarks: list[tuple[str, int]] = field(default_factory=list)  # what else a log shows, by REMARKS: kind and number
-    launcher_signal: str = ""  # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
-    stuck_watchdog_s: int = 0  # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
-    exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error
+    # process-local group id: group name, if known
+    status_groups: dict[str, str] = field(default_factory=dict)
+    # all process groups in the file, used or not
+    groups: list[Channel] = field(default_factory=list)
+    # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
+    timeouts: list[str] = field(default_factory=list)
+    # wire op and number of the same, where no group is named
+    unplaced: list[tuple[str, int]] = field(default_factory=list)
+    # torch's watchdog found that a collective took longer than its timeout, according to a log
+    timed_out: bool = False
+    # what else a log shows, by REMARKS: kind and number
+    remarks: list[tuple[str, int]] = field(default_factory=list)
+    # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
+    launcher_signal: str = ""
+    # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
+    stuck_watchdog_s: int = 0
+    # cause of the process's death in a log: the last line of a traceback, a CUDA error
+    exception: str = ""
     exception_stack: Stack = ()
-    observation: Observation = field(default_factory=Observation)  # how the process ended, according to a log
+    # how the process ended, according to a log
+    observation: Observation = field(default_factory=Observation)
 
     channel: Integers = field(default_factory=_INT32)  # index into channels
     args_index: Integers = field(default_factory=_INT32)  # index into args
@@ -159,7 +206,8 @@ class RankColumns:
     completed_ns: Integers = field(default_factory=_INT64)  # 0 if none
     duration_ns: Integers = field(default_factory=_INT64)  # -1 if none
     timeout_ms: Integers = field(default_factory=_INT64)
-    coalesced: Integers = field(default_factory=_INT32)  # number of the coalesced group in this file; 0 if not coalesced
+    # number of the coalesced group in this file; 0 if not coalesced
+    coalesced: Integers = field(default_factory=_INT32)
     closes: Flags = field(default_factory=_BOOL)  # closes a coalesced group
 
     def __len__(self) -> int:
@@ -172,7 +220,12 @@ class RankColumns:
         self.issued = max(int(self.record_id.max(initial=-1)) + 1, len(self))
 
     def in_groups(self, names: Collection[str]) -> RankColumns:
-        """Return only the operations of some process groups, given by name, description or mesh dimension."""
-        wanted = [not {one.group.name, one.group.description, one.group.label}.isdisjoint(names) for one in self.channels]
+        """Return only the operations of some process groups, given by name, description or mesh
+        dimension.
+        """
+        wanted = [
+            not {one.group.name, one.group.description, one.group.label}.isdisjoint(names)
+            for one in self.channels
+        ]
         mask = np.array([*wanted, False])[self.channel]
         return replace(self, **{name: getattr(self, name)[mask] for name in DTYPES})

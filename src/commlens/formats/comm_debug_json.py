@@ -1,4 +1,6 @@
-"""Read the JSON of CommDebugMode's ``generate_json_dump``, torch's or commlens's: counts by module, and ops if listed."""
+"""Read the JSON of CommDebugMode's ``generate_json_dump``, torch's or commlens's: counts by module,
+and ops if listed.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ import msgspec
 from commlens.errors import FormatError
 from commlens.model.collective import ProcessGroup
 from commlens.model.ops import api_wire_op
-from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
+from commlens.model.trace import (
+    Coverage,
+    Depth,
+    Phase,
+    TraceData,
+    TracedModule,
+    TracedOp,
+    TracedParameter,
+    TraceEvent,
+)
 
 _UNKNOWN: Final = (
-    "This trace is from CommDebugMode's JSON, which holds only counts by module: bytes, groups, order, times, steps, owners, causes and "
-    "lines of code are unknown. Counts of a module that are not its children's are taken as its own."
+    "This trace is from CommDebugMode's JSON, which holds only counts by module: bytes, groups,"
+    " order, times, steps, owners, causes and lines of code are unknown. Counts of a module that"
+    " are not its children's are taken as its own."
 )
 
 
@@ -33,7 +45,8 @@ class _Module(msgspec.Struct):
     parameters: list[tuple[str, Any]] = []
     collectives_forward: list[tuple[str, int]] = []
     collectives_backward: list[tuple[str, int]] = []
-    collectives_checkpointing: list[tuple[str, int]] = []  # commlens only; torch includes them in collectives_backward
+    # commlens only; torch includes them in collectives_backward
+    collectives_checkpointing: list[tuple[str, int]] = []
     collectives_optimizer: list[tuple[str, int]] = []  # commlens only
     collectives_unclassified: list[tuple[str, int]] = []
     operations_forward: list[_Op] = []
@@ -47,9 +60,14 @@ def convert(content: bytes, path: Path) -> TraceData:
     try:
         root = msgspec.json.decode(content, type=_Module)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise FormatError(f"{path} looks like CommDebugMode's JSON but is damaged: {str(error).rstrip('.')}.") from None
-    data = TraceData(groups=[ProcessGroup("unknown", (), "unknown")], coverage=Coverage(blind=[_UNKNOWN]))
-    # A module that was called several times is repeated once per call, with all its children. The first copy is complete.
+        raise FormatError(
+            f"{path} looks like CommDebugMode's JSON but is damaged: {str(error).rstrip('.')}."
+        ) from None
+    data = TraceData(
+        groups=[ProcessGroup("unknown", (), "unknown")], coverage=Coverage(blind=[_UNKNOWN])
+    )
+    # A module that was called several times is repeated once per call, with all its children. The
+    # first copy is complete.
     waiting: list[tuple[_Module, int | None]] = [(root, None)]
     seen: set[str] = set()
     while waiting:
@@ -62,8 +80,12 @@ def convert(content: bytes, path: Path) -> TraceData:
         if site is not None:
             index = len(data.modules)
             kind = module.module_type.removeprefix("class '").removesuffix("'")
-            parameters = tuple(TracedParameter(name, str(placements)) for name, placements in module.parameters)
-            data.modules.append(TracedModule(path=site, type=kind, parent=parent, parameters=parameters))
+            parameters = tuple(
+                TracedParameter(name, str(placements)) for name, placements in module.parameters
+            )
+            data.modules.append(
+                TracedModule(path=site, type=kind, parent=parent, parameters=parameters)
+            )
         children = list({child.fqn: child for child in reversed(module.children)}.values())
         _collectives(data, module, children, site)
         _ops(data, module, site)
@@ -74,7 +96,9 @@ def convert(content: bytes, path: Path) -> TraceData:
     return data
 
 
-def _collectives(data: TraceData, module: _Module, children: list[_Module], site: str | None) -> None:
+def _collectives(
+    data: TraceData, module: _Module, children: list[_Module], site: str | None
+) -> None:
     for phase, field in (
         (Phase.FORWARD, "collectives_forward"),
         (Phase.BACKWARD, "collectives_backward"),
@@ -93,7 +117,15 @@ def _collectives(data: TraceData, module: _Module, children: list[_Module], site
             # CommDebugMode counts everything outside modules as forward, even in the optimizer.
             known = None if site is None and phase is Phase.FORWARD else phase
             data.events.append(
-                TraceEvent(sequence=len(data.events) + 1, op=api_wire_op(name), api=name, phase=known, group=0, site=site, count=own)
+                TraceEvent(
+                    sequence=len(data.events) + 1,
+                    op=api_wire_op(name),
+                    api=name,
+                    phase=known,
+                    group=0,
+                    site=site,
+                    count=own,
+                )
             )
 
 
@@ -112,7 +144,9 @@ def _ops(data: TraceData, module: _Module, site: str | None) -> None:
                     before_sequence=0,
                     phase=phase,
                     site=site,
-                    input_shapes=tuple(tuple(map(int, re.findall(r"\d+", str(shape)))) for shape in op.input_shape),
+                    input_shapes=tuple(
+                        tuple(map(int, re.findall(r"\d+", str(shape)))) for shape in op.input_shape
+                    ),
                     input_placements=tuple(map(str, op.input_sharding)),
                     mesh=str(op.device_mesh) if op.device_mesh else None,
                 )

@@ -1,7 +1,9 @@
-"""The trace of torch.profiler (Kineto), as ``export_chrome_trace`` writes it: the collectives and kernels in it.
+"""The trace of torch.profiler (Kineto), as ``export_chrome_trace`` writes it: the collectives and
+kernels in it.
 
-The format is Chrome's trace event JSON. The fields that are read are those of torch 2.6 to 2.13; times are microseconds, since
-``baseTimeNanoseconds`` where the file has it (a Unix time), else since an unknown moment.
+The format is Chrome's trace event JSON. The fields that are read are those of torch 2.6 to 2.13;
+times are microseconds, since ``baseTimeNanoseconds`` where the file has it (a Unix time), else
+since an unknown moment.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from commlens.errors import FormatError
 
 _GZIP: Final = b"\x1f\x8b"
 _COLLECTIVE_KERNEL: Final = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.IGNORECASE)
-_LAUNCHES: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
+_LAUNCHES: Final = (
+    "cuda_runtime",
+    "cuda_driver",
+    "hip_runtime",
+    "xpu_runtime",
+    "privateuse1_runtime",
+)
 _GLOO: Final = "gloo:"
 
 
@@ -77,7 +85,9 @@ def read_kineto(path: Path) -> KinetoTrace:
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, EOFError, ValueError) as error:
-        raise FormatError(f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}") from None
+        raise FormatError(
+            f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}"
+        ) from None
     rank = file.distributedInfo.get("rank")
     found = KinetoTrace(
         path=str(path),
@@ -107,7 +117,11 @@ def _add(found: KinetoTrace, event: _Event, base: int, launched: dict[Any, int])
         device = event.args.get("device", 0)
         launch = launched.get(event.args.get("correlation"))
         device = device if isinstance(device, int) else 0
-        found.kernels.append(Kernel(event.name, start, end, device, launch, bool(_COLLECTIVE_KERNEL.match(event.name))))
+        found.kernels.append(
+            Kernel(
+                event.name, start, end, device, launch, bool(_COLLECTIVE_KERNEL.match(event.name))
+            )
+        )
     elif event.cat == "cpu_op" and event.name.startswith("c10d::"):
         found.issues.append(Span(event.name.removeprefix("c10d::"), start, end))
     elif event.cat == "user_annotation" and event.name.startswith(_GLOO):

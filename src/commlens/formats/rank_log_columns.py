@@ -19,10 +19,11 @@ _STATES = {
 
 
 def columns_from_log(log: RankLog) -> RankColumns:
-    """Return a log's collectives as columns, without waits, threads, steps and errors, which only a black box has.
+    """Return a log's collectives as columns, without waits, threads, steps and errors, which only a
+    black box has.
 
-    If the default group was destroyed and created again, later groups get ``@1``, ``@2``, ... after their names, since torch reuses
-    the names.
+    If the default group was destroyed and created again, later groups get ``@1``, ``@2``, ... after
+    their names, since torch reuses the names.
     """
     channels: dict[tuple[object, ...], int] = {}
     args: dict[CollectiveArgs, int] = {}
@@ -40,7 +41,9 @@ def columns_from_log(log: RankLog) -> RankColumns:
         lost_entries=log.lost_newest,
     )
     lists: dict[str, list[int]] = {name: [] for name in DTYPES}
-    point_to_point = {op.coalescing_id for op in log.collectives if op.coalescing_id and op.is_point_to_point}
+    point_to_point = {
+        op.coalescing_id for op in log.collectives if op.coalescing_id and op.is_point_to_point
+    }
     for op in log.collectives:
         key = (*op.channel.key, op.channel.group.description)
         if key not in channels:
@@ -76,4 +79,8 @@ def columns_from_log(log: RankLog) -> RankColumns:
 
 def _unique_name(channel: Channel) -> Channel:
     group = channel.group
-    return replace(channel, group=replace(group, name=f"{group.name}@{group.incarnation}")) if group.incarnation else channel
+    return (
+        replace(channel, group=replace(group, name=f"{group.name}@{group.incarnation}"))
+        if group.incarnation
+        else channel
+    )

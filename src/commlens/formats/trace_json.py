@@ -1,4 +1,5 @@
-"""Read and write trace files: a JSON object, schema ``commlens.trace/1``, gzipped if the name ends with ``.gz``. See docs/traces.md.
+"""Read and write trace files: a JSON object, schema ``commlens.trace/1``, gzipped if the name ends
+with ``.gz``. See docs/traces.md.
 
 Lists have one item per line, so that line-based tools such as diff can compare files.
 """
@@ -33,7 +34,9 @@ class _Head(msgspec.Struct):
 
 
 def encode(data: TraceData) -> bytes:
-    """Return a trace as the bytes of an uncompressed file. The size is linear in the number of events."""
+    """Return a trace as the bytes of an uncompressed file. The size is linear in the number of
+    events.
+    """
     lines = []
     for name in data.__struct_fields__:
         value = getattr(data, name)
@@ -48,7 +51,8 @@ def encode(data: TraceData) -> bytes:
 def _encoded(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
-    except UnicodeEncodeError:  # a file name that is not valid text: its invalid bytes become question marks
+    except UnicodeEncodeError:
+        # a file name that is not valid text: its invalid bytes become question marks
         return msgspec.json.encode(_text_only(msgspec.to_builtins(value))).decode()
 
 
@@ -63,7 +67,8 @@ def _text_only(value: Any) -> Any:
 
 
 def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
-    """Save a trace atomically, compressed if the name ends with ``.gz``. The folder is created if missing.
+    """Save a trace atomically, compressed if the name ends with ``.gz``. The folder is created if
+    missing.
 
     Raises:
         OutputError: the file could not be written.
@@ -84,7 +89,9 @@ def read_trace(path: Path) -> TraceData:
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.ValidationError:
-        raise FormatError(f"{path} is not a trace: it is JSON, but not one object with a schema.") from None
+        raise FormatError(
+            f"{path} is not a trace: it is JSON, but not one object with a schema."
+        ) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise FormatError(f"{path} is not a trace: {_describe(content, error)}") from None
     if head.schema is None and isinstance(head.fqn, str) and isinstance(head.children, list):
@@ -98,21 +105,32 @@ def read_trace(path: Path) -> TraceData:
     try:
         data = msgspec.json.decode(content, type=TraceData)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {str(error).rstrip('.')}.") from None
+        raise FormatError(
+            f"{path} claims to be a trace ({SCHEMA}) but is damaged: {str(error).rstrip('.')}."
+        ) from None
     contradiction = _contradiction(data)
     if contradiction:
-        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {contradiction}.")
+        raise FormatError(
+            f"{path} claims to be a trace ({SCHEMA}) but is damaged: {contradiction}."
+        )
     data.coverage.blind += cut
     return data
 
 
 def _clean_texts(content: bytes) -> tuple[bytes, list[str]]:
-    """Clean texts, and cut those of many kilobytes. Return the JSON and, if texts were cut, a sentence about them."""
+    """Clean texts, and cut those of many kilobytes. Return the JSON and, if texts were cut, a
+    sentence about them.
+    """
     # A text is not long if there is a quotation mark in every piece.
-    is_long = any(content.find(b'"', at, at + _TEXT_BYTES) < 0 for at in range(0, len(content) - _TEXT_BYTES, _TEXT_BYTES))
+    is_long = any(
+        content.find(b'"', at, at + _TEXT_BYTES) < 0
+        for at in range(0, len(content) - _TEXT_BYTES, _TEXT_BYTES)
+    )
     cleaned = clean_json(content, always=is_long)
     was_cut = len(cleaned) < len(content) - _TEXT_BYTES // 2
-    return cleaned, [f"Texts of more than {TEXT_MAX} characters were cut."] if is_long and was_cut else []
+    return cleaned, (
+        [f"Texts of more than {TEXT_MAX} characters were cut."] if is_long and was_cut else []
+    )
 
 
 def _content(path: Path) -> bytes:
@@ -120,8 +138,12 @@ def _content(path: Path) -> bytes:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
             raise FormatError(f"{path} is a folder, not a trace file.")
-        if not stat.S_ISREG(kind):  # opening a named pipe would block until another process writes to it
-            raise FormatError(f"{path} is not a trace: it is no regular file. Save its content to a file, and give that.")
+        # opening a named pipe would block until another process writes to it
+        if not stat.S_ISREG(kind):
+            raise FormatError(
+                f"{path} is not a trace: it is no regular file. Save its content to a file, and"
+                " give that."
+            )
         content = path.read_bytes()
         if not content:
             raise FormatError(f"{path} is not a trace: it is empty.")
@@ -130,10 +152,16 @@ def _content(path: Path) -> bytes:
         raise FormatError(f"There is no file {path}.") from None
     except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, gzip.BadGzipFile):
-            raise FormatError(f"{path} is not a trace: its compressed content is damaged ({error}).") from None
-        raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+            raise FormatError(
+                f"{path} is not a trace: its compressed content is damaged ({error})."
+            ) from None
+        raise FormatError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from None
     except (EOFError, zlib.error):
-        raise FormatError(f"{path} is not a whole trace: its compressed content is cut off or damaged.") from None
+        raise FormatError(
+            f"{path} is not a whole trace: its compressed content is cut off or damaged."
+        ) from None
 
 
 def _decompressed(content: bytes, path: Path) -> bytes:
@@ -143,7 +171,8 @@ def _decompressed(content: bytes, path: Path) -> bytes:
             whole.write(piece)
             if whole.tell() > UNPACKED_MAX:
                 raise FormatError(
-                    f"{path} unpacks to more than {UNPACKED_MAX >> 20} MiB, the most that is read of a compressed trace. Unpack it first."
+                    f"{path} unpacks to more than {UNPACKED_MAX >> 20} MiB, the most that is read"
+                    " of a compressed trace. Unpack it first."
                 )
     return whole.getvalue()
 
@@ -165,14 +194,19 @@ def _other_schema(schema: Any) -> str:
     family, _, version = str(schema).partition("/")
     ours, _, our_version = SCHEMA.partition("/")
     if family == ours and version.isdecimal() and int(version) > int(our_version):
-        return f"its schema is {schema!r}, written by a newer commlens; this one reads {SCHEMA!r}. Update commlens."
+        return (
+            f"its schema is {schema!r}, written by a newer commlens; this one reads {SCHEMA!r}."
+            " Update commlens."
+        )
     if family == "commlens.verdict":
         return "it is a verdict, the output of commlens diagnose --json."
     return f"its schema is {str(schema)[:80]!r}, where {SCHEMA!r} is expected."
 
 
 def _contradiction(data: TraceData) -> str | None:
-    """Return what is impossible in a trace although every field has the right type; None if nothing is."""
+    """Return what is impossible in a trace although every field has the right type; None if nothing
+    is.
+    """
     groups = len(data.groups)
     for number, event in enumerate(data.events):
         if not 0 <= event.group < groups:
@@ -182,8 +216,15 @@ def _contradiction(data: TraceData) -> str | None:
         if min(event.input_bytes, event.output_bytes, event.wire_bytes) < 0:
             return f"event {number} has a negative number of bytes"
         if event.last_step is not None and event.last_step < event.step:
-            return f"event {number} ends in step {event.last_step}, before it begins in step {event.step}"
+            return (
+                f"event {number} ends in step {event.last_step}, before it begins in step"
+                f" {event.step}"
+            )
     for number, module in enumerate(data.modules):
-        if module.parent is not None and (module.parent == number or not 0 <= module.parent < len(data.modules)):
-            return f"module {number} refers to parent {module.parent} of {len(data.modules)} modules"
+        if module.parent is not None and (
+            module.parent == number or not 0 <= module.parent < len(data.modules)
+        ):
+            return (
+                f"module {number} refers to parent {module.parent} of {len(data.modules)} modules"
+            )
     return None

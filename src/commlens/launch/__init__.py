@@ -1,1 +1,3 @@
-"""Starting programs with commlens: torchrun for a node, one worker, and the switches of recording."""
+"""Starting programs with commlens: torchrun for a node, one worker, and the switches of
+recording.
+"""

@@ -1,12 +1,16 @@
-"""Build the native engine in the background while a job runs, so that the next job of this torch and Python records natively.
+"""Build the native engine in the background while a job runs, so that the next job of this torch
+and Python records natively.
 
-Only ``commlens launch`` starts a build, in a process of its own with the lowest priority, and never waits for it. A rank never does:
-under another launcher, nothing is built. The process ends by itself
+Only ``commlens launch`` starts a build, in a process of its own with the lowest priority, and never
+waits for it. A rank never does: under another launcher, nothing is built. The process ends by
+itself
 
 * when the build is done or has failed, which :mod:`commlens.native.attempts` remembers;
-* :data:`AFTER_JOB_S` after the launcher has ended. Until then it may go on, since it disturbs nobody: it has its own session, no terminal
-  and no open pipe, takes only idle time, and without this time the machines of people who run many short jobs would never get a build;
-* when memory is short: compiling torch's headers takes 1.4 GB (torch 2.13, g++ 12), which must never be missing in the job.
+* :data:`AFTER_JOB_S` after the launcher has ended. Until then it may go on, since it disturbs
+  nobody: it has its own session, no terminal and no open pipe, takes only idle time, and without
+  this time the machines of people who run many short jobs would never get a build;
+* when memory is short: compiling torch's headers takes 1.4 GB (torch 2.13, g++ 12), which must
+  never be missing in the job.
 
 Ended early, it removes its temporary files, and the next launch begins anew.
 """
@@ -34,7 +38,9 @@ AFTER_JOB_S: Final = 120.0
 """How long a build may go on after the launcher's end."""
 
 LIMIT_S: Final = 3600.0
-"""How long a build may take in all: at the lowest priority, beside a job that uses all cores, it hardly advances."""
+"""How long a build may take in all: at the lowest priority, beside a job that uses all cores, it
+hardly advances.
+"""
 
 FREE_TO_START: Final = 4 << 30
 FREE_TO_GO_ON: Final = 1 << 30
@@ -45,12 +51,18 @@ _RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 
 def start(settings: Settings) -> str:
-    """Start a build if this launcher should. Return a sentence about it for the user; empty if nothing is built.
+    """Start a build if this launcher should. Return a sentence about it for the user; empty if
+    nothing is built.
 
     Never raises, and takes some milliseconds.
     """
     try:
-        if not settings.auto_build or settings.engine == "python" or native.find() is not None or why_not():
+        if (
+            not settings.auto_build
+            or settings.engine == "python"
+            or native.find() is not None
+            or why_not()
+        ):
             return ""
         lock = attempts.take_lock(_folder())
         if lock is None:
@@ -60,24 +72,34 @@ def start(settings: Settings) -> str:
         finally:
             os.close(lock)  # the process that builds has inherited it
     except Exception:
-        return ""  # a folder that cannot be written, no room for a process: `commlens build-native` says what is wrong
+        # a folder that cannot be written, no room for a process: `commlens build-native` says what
+        # is wrong
+        return ""
     return (
-        "the native engine is being built in the background, once for this torch and Python; the next job records with it. "
-        "COMMLENS_AUTO_BUILD=0 forbids this."
+        "the native engine is being built in the background, once for this torch and Python; the"
+        " next job records with it. COMMLENS_AUTO_BUILD=0 forbids this."
     )
 
 
 def why_not() -> str:
-    """Return why a launcher would not build here although nothing is built yet, in a clause; empty if it would."""
+    """Return why a launcher would not build here although nothing is built yet, in a clause; empty
+    if it would.
+    """
     obstacle = build.obstacle()
     if obstacle:
         return obstacle.rstrip(".")
     failed = attempts.failure(_folder(), build.find_compiler(os.environ))
     if failed is not None:
-        return f"the build of {failed.when} failed, and commlens launch tries again after a day: {failed.reason.rstrip('.')}"
+        return (
+            f"the build of {failed.when} failed, and commlens launch tries again after a day:"
+            f" {failed.reason.rstrip('.')}"
+        )
     free = memory.free()
     if free is not None and free < FREE_TO_START:
-        return f"only {free / 1e9:.1f} GB of memory are free, and a build in the background waits until {FREE_TO_START / 1e9:.1f} GB are"
+        return (
+            f"only {free / 1e9:.1f} GB of memory are free, and a build in the background waits"
+            f" until {FREE_TO_START / 1e9:.1f} GB are"
+        )
     return ""
 
 
@@ -91,29 +113,44 @@ def _folder() -> Path:
 
 
 def _start(lock: int) -> None:
-    environ = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}  # it is no rank
+    # it is no rank
+    environ = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     environ.pop("COMMLENS", None)
     source = str(Path(__file__).parents[2])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environ.get("PYTHONPATH", ""))))
     subprocess.Popen(
-        [sys.executable, "-m", "commlens.launch.background_build", str(lock), str(os.getpid()), str(job_dirs.start_ticks(os.getpid()))],
-        env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        [
+            sys.executable,
+            "-m",
+            "commlens.launch.background_build",
+            str(lock),
+            str(os.getpid()),
+            str(job_dirs.start_ticks(os.getpid())),
+        ],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
         pass_fds=(lock,),
-    )  # fmt: skip
+    )
 
 
 # --- the process that builds
 
 
 class _EndedEarlyError(BaseException):
-    """Raised in the main thread, so that a build that has to end leaves no files. Not an Exception: nothing on the way may catch it."""
+    """Raised in the main thread, so that a build that has to end leaves no files. Not an Exception:
+    nothing on the way may catch it.
+    """
 
 
 def run(lock: int, launcher: int, start_ticks: int) -> None:
     """Build, in a process of its own that leads its session."""
     _take_only_idle_time()
-    fcntl.fcntl(lock, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # held by this process alone, not by a compiler that outlives it
+    # held by this process alone, not by a compiler that outlives it
+    fcntl.fcntl(lock, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     try:
         with _ending_early(launcher, start_ticks):
             build.build()
@@ -121,17 +158,20 @@ def run(lock: int, launcher: int, start_ticks: int) -> None:
         pass
     except Exception as error:
         with contextlib.suppress(Exception):
-            attempts.remember_failure(_folder(), build.find_compiler(os.environ), str(error) or type(error).__name__)
+            attempts.remember_failure(
+                _folder(), build.find_compiler(os.environ), str(error) or type(error).__name__
+            )
 
 
 def _take_only_idle_time() -> None:
-    """Take the lowest priority for processor time and, which follows from SCHED_IDLE, for the disk. Where the kernel ends a process for
-    want of memory, this one comes first.
+    """Take the lowest priority for processor time and, which follows from SCHED_IDLE, for the disk.
+    Where the kernel ends a process for want of memory, this one comes first.
     """
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19", encoding="ascii")  # where the kernel shares processor time among sessions first
+        # where the kernel shares processor time among sessions first
+        Path("/proc/self/autogroup").write_text("19", encoding="ascii")
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):
@@ -147,7 +187,8 @@ def _ending_early(launcher: int, start_ticks: int) -> Iterator[None]:
     def end() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        os.killpg(0, signal.SIGTERM)  # the compiler and its parts, which remove their temporary files
+        # the compiler and its parts, which remove their temporary files
+        os.killpg(0, signal.SIGTERM)
         raise _EndedEarlyError
 
     def look(*_: Any) -> None:

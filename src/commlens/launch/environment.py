@@ -1,4 +1,6 @@
-"""What ``commlens doctor`` reports about this environment. The checks are independent: if one fails, the others still run."""
+"""What ``commlens doctor`` reports about this environment. The checks are independent: if one
+fails, the others still run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from commlens.text import size
 from commlens.version import __version__
 
 _EXIT: Final = (
-    "recording waits a moment before destroy_process_group, so a job that torch keeps from ending (Reducer and ProcessGroupGloo join\n"
-    "threads with the GIL held) may hang only without commlens; docs/launch.md has the details"
+    "recording waits a moment before destroy_process_group, so a job that torch keeps from ending"
+    " (Reducer and ProcessGroupGloo join\nthreads with the GIL held) may hang only without"
+    " commlens; docs/launch.md has the details"
 )
 
 
@@ -29,7 +32,8 @@ _EXIT: Final = (
 class Report:
     """Facts and problems of this environment."""
 
-    facts: list[tuple[str, str]] = field(default_factory=list)  # a name, and words in one line or more
+    # a name, and words in one line or more
+    facts: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # sentences
 
 
@@ -46,7 +50,13 @@ def examine(config_file: str | None = None) -> Report:
     report.problems += resolved.warnings
     checks: list[tuple[str, Callable[[Report], str]]] = [
         ("commlens", lambda _: f"{__version__} in {Path(__file__).parents[1]}"),
-        ("Python", lambda _: f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"),
+        (
+            "Python",
+            lambda _: (
+                f"{platform.python_version()} ({platform.python_implementation()}) at"
+                f" {sys.executable}"
+            ),
+        ),
         ("system", lambda _: _system()),
         ("torch", _torch),
         ("backends", _backends),
@@ -69,7 +79,10 @@ def examine(config_file: str | None = None) -> Report:
 
 
 def _system() -> str:
-    return f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}, {os.cpu_count()} cores"
+    return (
+        f"{platform.system()} {platform.release()}, {platform.machine()},"
+        f" {' '.join(platform.libc_ver())}, {os.cpu_count()} cores"
+    )
 
 
 def _has_torch() -> bool:
@@ -78,15 +91,30 @@ def _has_torch() -> bool:
 
 def _torch(report: Report) -> str:
     if not _has_torch():
-        report.problems.append("Recording, tracing and verifying need torch: pip install 'commlens[torch]'. Diagnosing works without it.")
+        report.problems.append(
+            "Recording, tracing and verifying need torch: pip install 'commlens[torch]'. Diagnosing"
+            " works without it."
+        )
         return "not installed"
     import torch
 
-    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+    built_for = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "CPU only"
+    )
     git = str(getattr(torch.version, "git_version", "") or "")[:12]
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
-        report.problems.append(f"torch {torch.__version__} is older than 2.6, the first version that commlens supports.")
-    return f"{torch.__version__} ({built_for}, C++11 ABI {int(torch._C._GLIBCXX_USE_CXX11_ABI)}, {git}) in {Path(torch.__file__).parent}"
+        report.problems.append(
+            f"torch {torch.__version__} is older than 2.6, the first version that commlens"
+            " supports."
+        )
+    return (
+        f"{torch.__version__} ({built_for}, C++11 ABI {int(torch._C._GLIBCXX_USE_CXX11_ABI)},"
+        f" {git}) in {Path(torch.__file__).parent}"
+    )
 
 
 def _backends(report: Report) -> str:
@@ -95,14 +123,18 @@ def _backends(report: Report) -> str:
     import torch.distributed as dist
 
     if not dist.is_available():
-        report.problems.append("This torch was built without torch.distributed, so there are no collectives to record.")
+        report.problems.append(
+            "This torch was built without torch.distributed, so there are no collectives to record."
+        )
         return "torch.distributed is not available"
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     found = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
     if "nccl" in found:
         import torch
 
-        found[found.index("nccl")] = f"nccl {'.'.join(str(part) for part in torch.cuda.nccl.version())}"
+        found[found.index("nccl")] = (
+            f"nccl {'.'.join(str(part) for part in torch.cuda.nccl.version())}"
+        )
     return ", ".join(found) or "none"
 
 
@@ -135,11 +167,16 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
     if module is None:
         if wanted == "native":
             report.problems.append(f"The setting engine is native, but {native.NOT_BUILT}.")
-        return f"python, because {_not_built(resolved.settings)}; {said}\nthe cache of builds is {cache}"
+        return (
+            f"python, because {_not_built(resolved.settings)}; {said}\nthe cache of builds is"
+            f" {cache}"
+        )
     build = native.find()
     assert build is not None
     about = f"built on {build.about['built']} with {build.about['compiler']}"
-    return f"native, because it was built for this torch and Python; {said}\n{build.library}\n{about}"
+    return (
+        f"native, because it was built for this torch and Python; {said}\n{build.library}\n{about}"
+    )
 
 
 def _torch_recorder(report: Report) -> str:
@@ -150,16 +187,20 @@ def _torch_recorder(report: Report) -> str:
     offers = torch_offers.offers()
     if not offers.dumps:
         return "this torch has none"
-    default = {None: "on or off by default, which this torch does not say", 0: "off by default, commlens switches it on"}.get(
-        offers.default_entries, f"on by default, {offers.default_entries} entries"
-    )
-    given = [name for name in reversed(config.RECORDER_VARIABLES) if os.environ.get(name, "").strip()]
+    default = {
+        None: "on or off by default, which this torch does not say",
+        0: "off by default, commlens switches it on",
+    }.get(offers.default_entries, f"on by default, {offers.default_entries} entries")
+    given = [
+        name for name in reversed(config.RECORDER_VARIABLES) if os.environ.get(name, "").strip()
+    ]
     if given:
         off = os.environ[given[0]].strip() == "0"
         default = f"{'off' if off else f'{os.environ[given[0]].strip()} entries'} by {given[0]}"
         if off:
             report.problems.append(
-                f"The recorder of torch is off ({given[0]}=0): of collectives on an accelerator, nothing tells which are complete."
+                f"The recorder of torch is off ({given[0]}=0): of collectives on an accelerator,"
+                " nothing tells which are complete."
             )
     lines = [f"torch's own: {default}; read through {' and '.join(offers.dumps)}"]
     extras = []
@@ -186,7 +227,10 @@ def _not_built(settings: config.Settings) -> str:
         return f"{not_built}, and auto_build is off; commlens build-native builds it"
     if why_not := background_build.why_not():
         return f"{not_built}; commlens launch does not build it: {why_not}"
-    return f"{not_built}; the next commlens launch builds it in the background, commlens build-native at once"
+    return (
+        f"{not_built}; the next commlens launch builds it in the background, commlens build-native"
+        " at once"
+    )
 
 
 def _shared_memory(report: Report, settings: config.Settings) -> str:
@@ -207,8 +251,9 @@ def _shared_memory(report: Report, settings: config.Settings) -> str:
         report.problems.append("Nothing is recorded, because box_entries is 0.")
     elif not room:
         report.problems.append(
-            f"Nothing is recorded, because no folder in memory has room for a rank's black box of {size(need)}. "
-            "Give the container more shared memory (docker run --shm-size=1g), or name a folder with COMMLENS_BOX_DIR."
+            "Nothing is recorded, because no folder in memory has room for a rank's black box of"
+            f" {size(need)}. Give the container more shared memory (docker run --shm-size=1g), or"
+            " name a folder with COMMLENS_BOX_DIR."
         )
     return "\n".join(lines) or "no folder in memory was found"
 
@@ -230,10 +275,14 @@ def _ptrace(report: Report) -> str:
         words += ", and this is root"
     elif scope in ("1", "2", "3"):
         report.problems.append(
-            f"The stack of a rank whose watchdog thread cannot run cannot be read: {words}. A container needs --cap-add=SYS_PTRACE."
+            f"The stack of a rank whose watchdog thread cannot run cannot be read: {words}. A"
+            " container needs --cap-add=SYS_PTRACE."
         )
     if program is None:
-        report.problems.append("The stack of a rank that holds the GIL cannot be read without py-spy: pip install 'commlens[stacks]'.")
+        report.problems.append(
+            "The stack of a rank that holds the GIL cannot be read without py-spy: pip install"
+            " 'commlens[stacks]'."
+        )
     return f"{words}; py-spy is {'at ' + program if program else 'not installed'}"
 
 
@@ -243,11 +292,24 @@ def _autoload(report: Report) -> str:
     off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0"
     on = config.is_switched_on(os.environ)
     if not installed:
-        report.problems.append("COMMLENS=1 does nothing here, because commlens's entry point is not installed: install commlens with pip.")
+        report.problems.append(
+            "COMMLENS=1 does nothing here, because commlens's entry point is not installed: install"
+            " commlens with pip."
+        )
     if off:
-        report.problems.append("COMMLENS=1 does nothing here, because TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading extensions.")
-    words = f"COMMLENS={os.environ[config.SWITCH]}" if config.SWITCH in os.environ else "COMMLENS is not set"
-    return f"{words}: processes that import torch here are {'recorded' if on and installed and not off else 'not recorded automatically'}"
+        report.problems.append(
+            "COMMLENS=1 does nothing here, because TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from"
+            " loading extensions."
+        )
+    words = (
+        f"COMMLENS={os.environ[config.SWITCH]}"
+        if config.SWITCH in os.environ
+        else "COMMLENS is not set"
+    )
+    return (
+        f"{words}: processes that import torch here are"
+        f" {'recorded' if on and installed and not off else 'not recorded automatically'}"
+    )
 
 
 def _packages(_: Report) -> str:
@@ -264,7 +326,11 @@ def _packages(_: Report) -> str:
 def _settings(resolved: config.Resolved) -> str:
     changed = [name for name in config.NAMES if resolved.origins[name] != config.DEFAULT]
     return (
-        "\n".join(f"{name} = {getattr(resolved.settings, name)} ({resolved.origins[name]})" for name in changed) or "all at their defaults"
+        "\n".join(
+            f"{name} = {getattr(resolved.settings, name)} ({resolved.origins[name]})"
+            for name in changed
+        )
+        or "all at their defaults"
     )
 
 

@@ -1,4 +1,6 @@
-"""Switch recording on in a rank of a running job, at a moment that its program knows nothing of: for ``commlens attach --inject``."""
+"""Switch recording on in a rank of a running job, at a moment that its program knows nothing of:
+for ``commlens attach --inject``.
+"""
 
 from __future__ import annotations
 
@@ -31,4 +33,8 @@ def join(settings: Mapping[str, Any]) -> str:
         return "has not called init_process_group"
     start(config.load_settings(overrides=dict(settings), strict=False).settings, joins=True)
     current = session.session()
-    return "" if current is not None and current.is_recording else "could not open its black box: its log says why"
+    return (
+        ""
+        if current is not None and current.is_recording
+        else "could not open its black box: its log says why"
+    )

@@ -1,4 +1,6 @@
-"""Warnings about settings, each printed by one process of a job: its ranks are started by one launcher, with one environment."""
+"""Warnings about settings, each printed by one process of a job: its ranks are started by one
+launcher, with one environment.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,22 @@ from collections.abc import Iterable
 from commlens.capture.rank_environment import number
 from commlens.config import WARNED_VARIABLE
 
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+_RANKS = (
+    "RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+)
 
 
 def new_warnings(warnings: Iterable[str]) -> list[str]:
-    """Return the warnings that this process is to print, and note them in its environment for the processes that it starts.
+    """Return the warnings that this process is to print, and note them in its environment for the
+    processes that it starts.
 
-    A process that started this one may have printed them. If not, rank 0 prints them, or a process that is no rank.
+    A process that started this one may have printed them. If not, rank 0 prints them, or a process
+    that is no rank.
     """
     printed = os.environ.get(WARNED_VARIABLE, "").split()
     by_mark = {f"{zlib.crc32(text.encode()):x}": text for text in warnings}

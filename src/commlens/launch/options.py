@@ -16,20 +16,44 @@ from commlens.text import joined
 from commlens.verification.sampling import EVERY
 
 OPTIONS: Final = {
-    "stall_timeout": ("SECONDS", "print the verdict after a rank has waited this long in a collective (default 60)"),
-    "on_stall": ("{warn,abort}", "on a stall, only print the verdict, or also end the job (default warn)"),
-    "debug": (None, "verify every collective across ranks before it is issued, and refuse a mismatch on all of them"),
+    "stall_timeout": (
+        "SECONDS",
+        "print the verdict after a rank has waited this long in a collective (default 60)",
+    ),
+    "on_stall": (
+        "{warn,abort}",
+        "on a stall, only print the verdict, or also end the job (default warn)",
+    ),
+    "debug": (
+        None,
+        (
+            "verify every collective across ranks before it is issued, and refuse a mismatch on all"
+            " of them"
+        ),
+    ),
     "verify_timeout": (
         "SECONDS",
         "how long a rank may be silent during verification (default: the process group's timeout)",
     ),
-    "on_mismatch": ("{warn,abort}", "when ranks disagree, only print the verdict, or also end the job (default warn)"),
+    "on_mismatch": (
+        "{warn,abort}",
+        "when ranks disagree, only print the verdict, or also end the job (default warn)",
+    ),
     "dump_dir": ("DIR", "save dumps here, in one folder per job (default commlens-dumps)"),
     "keep_dumps": ("N", "keep the dumps of this many jobs (default 10)"),
-    "on_verdict": ("COMMAND", "run this for each verdict, with the verdict as JSON on its standard input"),
+    "on_verdict": (
+        "COMMAND",
+        "run this for each verdict, with the verdict as JSON on its standard input",
+    ),
     "verdict_log": ("FILE", "append each verdict to this file, as a line of JSON"),
-    "dump_mode": ("MODE", "the permissions of a dump's files (default 0600, with a folder of 0700)"),
-    "metrics_file": ("FILE", "write Prometheus metrics to this file, or to one file per job in this folder"),
+    "dump_mode": (
+        "MODE",
+        "the permissions of a dump's files (default 0600, with a folder of 0700)",
+    ),
+    "metrics_file": (
+        "FILE",
+        "write Prometheus metrics to this file, or to one file per job in this folder",
+    ),
     "metrics_port": ("PORT", "serve Prometheus metrics on this port of 127.0.0.1, or on HOST:PORT"),
     "box_entries": ("N", "keep this many collectives per rank (default 2000; 0 records nothing)"),
     "box_dir": ("DIR", "put the black boxes here (default: shared memory)"),
@@ -41,19 +65,50 @@ OPTIONS: Final = {
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the settings that make sense on a command line, and ``--config-file``, as a group of their own."""
-    group = parser.add_argument_group("commlens", "settings, which can also be set by COMMLENS_* variables or in the settings file")
+    """Add the settings that make sense on a command line, and ``--config-file``, as a group of
+    their own.
+    """
+    group = parser.add_argument_group(
+        "commlens",
+        "settings, which can also be set by COMMLENS_* variables or in the settings file",
+    )
     for name, (metavar, help_text) in OPTIONS.items():
         flag = "--" + name.replace("_", "-")
         if metavar is None:
-            group.add_argument(flag, dest=f"commlens_{name}", action=argparse.BooleanOptionalAction, default=None, help=help_text)
-            if name == "debug":  # a whole option to argparse, since a value might be mistaken for the program, and the program for a value
-                more = f"the same for every {EVERY}th collective of a group, and for the first of each place in the program: costs less"
-                group.add_argument(f"{flag}={SAMPLE}", dest=f"commlens_{name}", action="store_const", const=SAMPLE, help=more)
+            group.add_argument(
+                flag,
+                dest=f"commlens_{name}",
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=help_text,
+            )
+            # a whole option to argparse, since a value might be mistaken for the program, and the
+            # program for a value
+            if name == "debug":
+                more = (
+                    f"the same for every {EVERY}th collective of a group, and for the first of each"
+                    " place in the program: costs less"
+                )
+                group.add_argument(
+                    f"{flag}={SAMPLE}",
+                    dest=f"commlens_{name}",
+                    action="store_const",
+                    const=SAMPLE,
+                    help=more,
+                )
         else:
-            accepts = f"; accepts {ACCEPTED[name].words}" if metavar in ("SECONDS", "N", "SIGNAL") else ""
-            group.add_argument(flag, dest=f"commlens_{name}", metavar=metavar, help=help_text + accepts)
-    group.add_argument("--config-file", dest="commlens_config_file", metavar="FILE", help="use this settings file (YAML)")
+            accepts = (
+                f"; accepts {ACCEPTED[name].words}" if metavar in ("SECONDS", "N", "SIGNAL") else ""
+            )
+            group.add_argument(
+                flag, dest=f"commlens_{name}", metavar=metavar, help=help_text + accepts
+            )
+    group.add_argument(
+        "--config-file",
+        dest="commlens_config_file",
+        metavar="FILE",
+        help="use this settings file (YAML)",
+    )
 
 
 def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
@@ -72,9 +127,11 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
 
 
 def program_from(given: Sequence[str], own_options: Collection[str], *, module: bool) -> list[str]:
-    """Return the program and its arguments. All that stands after the program is the program's, whatever it is called.
+    """Return the program and its arguments. All that stands after the program is the program's,
+    whatever it is called.
 
-    If an option of commlens is among the arguments, say so in one line on stderr, unless ``--`` marks where the program begins.
+    If an option of commlens is among the arguments, say so in one line on stderr, unless ``--``
+    marks where the program begins.
 
     Args:
         given: the program and its arguments, perhaps after ``--``.
@@ -99,25 +156,46 @@ def program_from(given: Sequence[str], own_options: Collection[str], *, module: 
 
 
 def own_options(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Return the names of the parser's options, for :func:`program_from`. Every program has ``--help``, and ``-m`` is Python's, too."""
-    return frozenset(name for action in parser._actions for name in action.option_strings) - {"-h", "--help", "-m", "--module"}
+    """Return the names of the parser's options, for :func:`program_from`. Every program has
+    ``--help``, and ``-m`` is Python's, too.
+    """
+    return frozenset(name for action in parser._actions for name in action.option_strings) - {
+        "-h",
+        "--help",
+        "-m",
+        "--module",
+    }
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
-    """Return argparse's complaint as an error of ours: a sentence, with a suggestion for a misspelt option or choice."""
+    """Return argparse's complaint as an error of ours: a sentence, with a suggestion for a misspelt
+    option or choice.
+    """
     see = f" `{parser.prog} --help` shows how to call it."
     kind, _, given = message.partition(": ")
     options = [option for action in parser._actions for option in action.option_strings]
     if kind == "unrecognized arguments":
         name = given.strip().partition(" ")[0].partition("=")[0]
         if name.startswith("-"):
-            begin_so = [option for option in options if option.startswith(name) and "=" not in option and "_" not in option]
+            begin_so = [
+                option
+                for option in options
+                if option.startswith(name) and "=" not in option and "_" not in option
+            ]
             if name.startswith("--") and begin_so:
-                return CommandError(f"{parser.prog} has no option {name!r}. Did you mean {joined(begin_so, 'or')}?")
-            return CommandError(f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see))
+                return CommandError(
+                    f"{parser.prog} has no option {name!r}. Did you mean {joined(begin_so, 'or')}?"
+                )
+            return CommandError(
+                f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see)
+            )
         return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
     if kind == "the following arguments are required":
-        one_of = {action.dest: f"one of {', '.join(action.choices)}" for action in parser._actions if action.choices}
+        one_of = {
+            action.dest: f"one of {', '.join(action.choices)}"
+            for action in parser._actions
+            if action.choices
+        }
         missing = [one_of.get(name, name) for name in given.split(", ")]
         return CommandError(f"{parser.prog} needs {', '.join(missing)}.{see}")
     kind = _plain_name(kind.removeprefix("argument "))
@@ -128,11 +206,14 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
             return CommandError(f"{parser.prog} takes {choices}, not {choice[1]!r}.{hint}")
         return CommandError(f"{kind} does not accept {choice[1]!r}.{hint} It takes {choices}.")
     if value := re.match(r"ignored explicit argument '?(.*?)'?$", given):
-        values = [option.partition("=")[2] for option in options if option.startswith(f"{kind}=")]  # see add_settings
+        # see add_settings
+        values = [option.partition("=")[2] for option in options if option.startswith(f"{kind}=")]
         if not values:
             return CommandError(f"{kind} takes no value, but was given {value[1]!r}.{see}")
         hint = did_you_mean(value[1], values)
-        return CommandError(f"{kind} does not accept {value[1]!r}.{hint} It takes {', '.join(values)}, or no value.")
+        return CommandError(
+            f"{kind} does not accept {value[1]!r}.{hint} It takes {', '.join(values)}, or no value."
+        )
     if other := re.match(r"not allowed with argument (.*)", given):
         return CommandError(f"{kind} and {_plain_name(other[1])} cannot be used together.{see}")
     if given == "expected one argument":

@@ -1,6 +1,8 @@
-"""Switch recording and verification on and off, and dump: ``commlens.enable``, ``disable``, ``verify``, ``expect_slow`` and ``dump``.
+"""Switch recording and verification on and off, and dump: ``commlens.enable``, ``disable``,
+``verify``, ``expect_slow`` and ``dump``.
 
-This module connects the recorder with the verifier and with dumping, which do not import each other. Importing it does not import torch.
+This module connects the recorder with the verifier and with dumping, which do not import each
+other. Importing it does not import torch.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ log = logging.getLogger("commlens")
 
 
 def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
-    """Record this process's collectives from its first ``init_process_group`` on (at once if that has already run).
+    """Record this process's collectives from its first ``init_process_group`` on (at once if that
+    has already run).
 
-    This does in one line of code what ``commlens launch`` does. If ``COMMLENS=1`` has already switched recording on,
-    the settings apply as long as nothing is recorded yet; after that, only verification can still be switched on.
+    This does in one line of code what ``commlens launch`` does. If ``COMMLENS=1`` has already
+    switched recording on, the settings apply as long as nothing is recorded yet; after that, only
+    verification can still be switched on.
 
     Args:
-        verify: verify every collective before it is issued, as ``commlens launch --debug`` does, or with ``"sample"`` a part of them;
-            another name for ``debug``. All ranks must do this at the same point of the program. If a group exists already, they wait
-            there for each other, for up to 10 s.
+        verify: verify every collective before it is issued, as ``commlens launch --debug`` does, or
+            with ``"sample"`` a part of them; another name for ``debug``. All ranks must do this at
+            the same point of the program. If a group exists already, they wait there for each
+            other, for up to 10 s.
         settings: any of :class:`commlens.config.Settings`, for example ``stall_timeout=30``.
 
     Raises:
@@ -46,8 +51,15 @@ def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
     """
     _require_torch("commlens.enable()")
     if verify is not None and settings.setdefault("debug", verify) != verify:
-        raise ConfigError("commlens.enable got both verify and debug, which are two names for one setting: give one of them.")
-    start(config.load_settings(overrides=settings, overrides_from="argument of commlens.enable", strict=True).settings)
+        raise ConfigError(
+            "commlens.enable got both verify and debug, which are two names for one setting: give"
+            " one of them."
+        )
+    start(
+        config.load_settings(
+            overrides=settings, overrides_from="argument of commlens.enable", strict=True
+        ).settings
+    )
 
 
 def disable() -> None:
@@ -59,9 +71,10 @@ def disable() -> None:
 def verify() -> Iterator[None]:
     """Verify every collective inside, whatever the setting outside; leaving restores it.
 
-    Use it as ``with commlens.verify(): ...`` or as a decorator, ``@commlens.verify()``. All ranks must enter at the same point of the
-    program: they wait there for each other, for up to 10 s. The log names a rank that does not arrive, and the collectives
-    inside are compared among the ranks that have entered. If nothing is recorded yet, recording starts, and continues afterwards.
+    Use it as ``with commlens.verify(): ...`` or as a decorator, ``@commlens.verify()``. All ranks
+    must enter at the same point of the program: they wait there for each other, for up to 10 s. The
+    log names a rank that does not arrive, and the collectives inside are compared among the ranks
+    that have entered. If nothing is recorded yet, recording starts, and continues afterwards.
 
     Raises:
         DistributedOperationException: inside, at a collective that would go wrong.
@@ -78,13 +91,20 @@ def verify() -> Iterator[None]:
 
 
 def dump(
-    directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None, mode: int | None = None
+    directory: str | Path,
+    *,
+    job_dir: Path | None = None,
+    window_s: float = 0.5,
+    keep: int | None = None,
+    mode: int | None = None,
 ) -> Path:
-    """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
+    """Copy a job's black boxes, and what is observed of its processes, into a folder below
+    ``directory``.
 
     Args:
         directory: the job's folder is created in it.
-        job_dir: of the job's black boxes; by default those of the job that this process is a rank of.
+        job_dir: of the job's black boxes; by default those of the job that this process is a rank
+            of.
         window_s: how long to observe the processes.
         keep: how many jobs' dumps to keep there; by default the setting keep_dumps.
         mode: permissions of the files; by default the setting dump_mode.
@@ -102,17 +122,25 @@ def dump(
     job_dir = job_dir or (current.job_dir if current is not None else None)
     if job_dir is None:
         raise CommandError(
-            "This process is not recorded, so there is nothing to dump: start it with `commlens run`, or call commlens.enable() first."
+            "This process is not recorded, so there is nothing to dump: start it with `commlens"
+            " run`, or call commlens.enable() first."
         )
-    settings = current.settings if current is not None else config.load_settings(strict=False).settings
+    settings = (
+        current.settings if current is not None else config.load_settings(strict=False).settings
+    )
     return snapshot.dump(
-        directory, job_dir, window_s=window_s, keep=settings.keep_dumps if keep is None else keep,
+        directory,
+        job_dir,
+        window_s=window_s,
+        keep=settings.keep_dumps if keep is None else keep,
         mode=int(settings.dump_mode, 8) if mode is None else mode,
-    )  # fmt: skip
+    )
 
 
 def start_from_environment() -> None:
-    """Record with the settings in force here, as the autoload entry point does. Bad settings are logged and replaced by defaults."""
+    """Record with the settings in force here, as the autoload entry point does. Bad settings are
+    logged and replaced by defaults.
+    """
     resolved = config.load_settings(strict=False)
     for warning in new_warnings(resolved.warnings):
         log.warning("commlens: %s", warning)
@@ -121,7 +149,11 @@ def start_from_environment() -> None:
 
 def start(settings: config.Settings, *, joins: bool = False) -> None:
     """Record with these settings; :func:`commlens.capture.session.start` has the details."""
-    if not session.is_started() and (alone := lone_worker(os.environ)) is not None and _is_child_of(b"accelerate"):
+    if (
+        not session.is_started()
+        and (alone := lone_worker(os.environ)) is not None
+        and _is_child_of(b"accelerate")
+    ):
         log.warning("commlens: %s", alone)
     if settings.box_entries:
         torch_recorder.switch_on_here()
@@ -133,13 +165,24 @@ def lone_worker(environ: Mapping[str, str]) -> str | None:
 
     ``accelerate launch --cpu --num_processes 2`` does that without mpirun (Accelerate 1.15).
     """
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-    if "ACCELERATE_MIXED_PRECISION" not in environ or "MASTER_PORT" not in environ or any(name in environ for name in ranks):
+    ranks = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "PMI_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+    )
+    if (
+        "ACCELERATE_MIXED_PRECISION" not in environ
+        or "MASTER_PORT" not in environ
+        or any(name in environ for name in ranks)
+    ):
         return None
     return (
-        "Accelerate was asked to start several processes but started only this one, as it does on a CPU without mpirun. "
-        "`commlens launch --nproc-per-node N script.py` starts N of them; so does `accelerate launch --multi_gpu --num_processes N` "
-        "with ACCELERATE_USE_CPU=true."
+        "Accelerate was asked to start several processes but started only this one, as it does on a"
+        " CPU without mpirun. `commlens launch --nproc-per-node N script.py` starts N of them; so"
+        " does `accelerate launch --multi_gpu --num_processes N` with ACCELERATE_USE_CPU=true."
     )
 
 
@@ -166,4 +209,6 @@ def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
 def _dump(directory: str, job_dir: Path, settings: config.Settings) -> Path:
     from commlens.watch import snapshot
 
-    return snapshot.dump(directory, job_dir, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
+    return snapshot.dump(
+        directory, job_dir, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8)
+    )

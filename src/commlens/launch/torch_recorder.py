@@ -1,4 +1,6 @@
-"""Switch torch's own recorder on: only it knows which collectives on an accelerator are complete, and nothing may query the device."""
+"""Switch torch's own recorder on: only it knows which collectives on an accelerator are complete,
+and nothing may query the device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from commlens.config import RECORDER_ENTRIES, RECORDER_MARK, RECORDER_VARIABLES
 def switch_on(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the size of torch's recorder in an environment, unless the user has set one, 0 included.
 
-    The recorder is off by default until about torch 2.10. It reads the variable when it is first used: for the first process group.
+    The recorder is off by default until about torch 2.10. It reads the variable when it is first
+    used: for the first process group.
     """
     if any(name in environ for name in RECORDER_VARIABLES):
         return
@@ -28,7 +31,9 @@ def switch_on(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def switch_on_here() -> None:
-    """Switch it on for this process and its children, if there is no process group yet. Never raises."""
+    """Switch it on for this process and its children, if there is no process group yet. Never
+    raises.
+    """
     with contextlib.suppress(Exception):
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():

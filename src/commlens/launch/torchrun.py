@@ -1,6 +1,8 @@
-"""torchrun with commlens in every worker: torchrun's own parser and agent in this process, with a watcher in a thread.
+"""torchrun with commlens in every worker: torchrun's own parser and agent in this process, with a
+watcher in a thread.
 
-Uses ``torch.distributed.run.get_args_parser`` and ``run`` (torch 2.6 to 2.15), which ``torchrun`` itself calls.
+Uses ``torch.distributed.run.get_args_parser`` and ``run`` (torch 2.6 to 2.15), which ``torchrun``
+itself calls.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import CommandError, MissingDependency
 from commlens.launch import autoload, background_build, torch_recorder, trace_summary
 from commlens.launch.new_warnings import new_warnings
-from commlens.launch.options import add_settings, own_options, program_from, settings_from, usage_error
+from commlens.launch.options import (
+    add_settings,
+    own_options,
+    program_from,
+    settings_from,
+    usage_error,
+)
 from commlens.launch.worker import check_program
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
@@ -48,45 +56,67 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise MissingDependency.torch("commlens launch", error) from None
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "commlens launch"
-    parser.allow_abbrev = False  # with abbreviations, argparse refuses a script's --metric: it could be --metrics-file or --metrics-port
+    # with abbreviations, argparse refuses a script's --metric: it could be --metrics-file or
+    # --metrics-port
+    parser.allow_abbrev = False
     torchruns = own_options(parser)
 
     def refuse(message: str) -> NoReturn:
         raise usage_error(parser, message)
 
     parser.error = refuse  # type: ignore[method-assign]
-    parser.description = "Run torchrun with commlens in every worker. All of torchrun's options are accepted and work as in torchrun."
+    parser.description = (
+        "Run torchrun with commlens in every worker. All of torchrun's options are accepted and"
+        " work as in torchrun."
+    )
     add_settings(parser)
     group = parser.add_argument_group("tracing")
     group.add_argument(
-        "--trace", dest="commlens_trace", metavar="[all|FIRST:LAST]",
-        help="trace every worker's collectives, in all optimizer steps (the default) or in these (2:4 is steps 2 and 3)",
-    )  # fmt: skip
-    group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="save the traces here (default commlens-trace)")
+        "--trace",
+        dest="commlens_trace",
+        metavar="[all|FIRST:LAST]",
+        help=(
+            "trace every worker's collectives, in all optimizer steps (the default) or in these"
+            " (2:4 is steps 2 and 3)"
+        ),
+    )
+    group.add_argument(
+        "--trace-dir",
+        dest="commlens_trace_dir",
+        metavar="DIR",
+        help="save the traces here (default commlens-trace)",
+    )
     parser.set_defaults(commlens_options=own_options(parser) - torchruns)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return torchrun's options, commlens's settings, and the program with all that stands after it.
+    """Return torchrun's options, commlens's settings, and the program with all that stands after
+    it.
 
     Raises:
         CommandError: there is no program, or an option is wrong.
     """
     parser = torchrun_parser()
     for action in parser._actions:
-        if action.dest == "training_script":  # otherwise argparse drops a "--" from the script's arguments
+        # otherwise argparse drops a "--" from the script's arguments
+        if action.dest == "training_script":
             action.nargs = argparse.REMAINDER
     arguments = parser.parse_args(_join_trace(argv))
-    program = program_from(_split_trace(arguments.training_script), arguments.commlens_options, module=arguments.module)
+    program = program_from(
+        _split_trace(arguments.training_script), arguments.commlens_options, module=arguments.module
+    )
     if not program:
-        raise CommandError("Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1")
+        raise CommandError(
+            "Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1"
+        )
     arguments.training_script, *arguments.training_script_args = program
     return arguments
 
 
 def check_counts(arguments: argparse.Namespace) -> None:
-    """Refuse numbers of nodes and of workers that torchrun cannot use: it would say so with a traceback.
+    """Refuse numbers of nodes and of workers that torchrun cannot use: it would say so with a
+    traceback.
 
     Raises:
         CommandError: one is wrong.
@@ -96,35 +126,52 @@ def check_counts(arguments: argparse.Namespace) -> None:
     workers, nodes = str(arguments.nproc_per_node), str(arguments.nnodes)
     try:
         if determine_local_world_size(workers) < 1:
-            raise CommandError(f"--nproc-per-node takes a number of workers from 1 on, not {workers}.")
+            raise CommandError(
+                f"--nproc-per-node takes a number of workers from 1 on, not {workers}."
+            )
     except ValueError as error:
         if not str(error).startswith("Unsupported"):  # there is no such device here
             raise CommandError(f"--nproc-per-node {workers}: {str(error).rstrip('.')}.") from None
-        raise CommandError(f"--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not {workers!r}.") from None
+        raise CommandError(
+            f"--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not {workers!r}."
+        ) from None
     try:
         fewest, most = parse_min_max_nnodes(nodes)
     except (ValueError, RuntimeError):
         fewest, most = 0, 0
     if not 0 < fewest <= most:
-        raise CommandError(f"--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not {nodes!r}.")
+        raise CommandError(
+            f"--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not {nodes!r}."
+        )
 
 
 def launch(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments.
 
     Returns:
-        torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without the frames of commlens.
+        torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without
+        the frames of commlens.
     """
     arguments = parse(argv)
     check_counts(arguments)
-    if arguments.training_script in ("torchrun", "torch.distributed.run") and not Path(arguments.training_script).exists():
+    if (
+        arguments.training_script in ("torchrun", "torch.distributed.run")
+        and not Path(arguments.training_script).exists()
+    ):
         rest = shlex.join(arguments.training_script_args)
-        raise CommandError(f"commlens launch takes the place of torchrun: leave it out, as in `commlens launch {rest}`.")
+        raise CommandError(
+            "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
+            f" {rest}`."
+        )
     check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
-    resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
+    resolved = settings_from(
+        arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir
+    )
     for warning in new_warnings(resolved.warnings):
         print(f"commlens: {warning}", file=sys.stderr)
-    settings = dataclasses.replace(resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True)
+    settings = dataclasses.replace(
+        resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True
+    )
     for name in [name for name in vars(arguments) if name.startswith("commlens_")]:
         delattr(arguments, name)
 
@@ -135,10 +182,14 @@ def launch(argv: Sequence[str]) -> int:
     is_running, was_aborted, why_aborted = True, False, ""
 
     def end_job(why: str) -> None:
-        """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own report is left out."""
+        """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own
+        report is left out.
+        """
         nonlocal was_aborted, why_aborted
         if not is_running:
-            return  # the workers have ended by themselves, and the signal would interrupt the watcher's last words
+            # the workers have ended by themselves, and the signal would interrupt the watcher's
+            # last words
+            return
         was_aborted, why_aborted = True, why
         logging.disable(logging.WARNING)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -160,13 +211,19 @@ def launch(argv: Sequence[str]) -> int:
             try:
                 record(run)(arguments)
             except ChildFailedError as error:
-                failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
+                failures.update(
+                    {
+                        rank: (failure.pid, failure.exitcode)
+                        for rank, failure in error.failures.items()
+                    }
+                )
                 raise
             finally:
                 is_running = False
     except Exception as error:
         if was_aborted:
-            error_file.write(os.environ, why_aborted, overwrite=True)  # torchrun has written that it was ended by SIGTERM
+            # torchrun has written that it was ended by SIGTERM
+            error_file.write(os.environ, why_aborted, overwrite=True)
             return 1
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -181,9 +238,11 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _join_trace(argv: Sequence[str]) -> list[str]:
-    """Write ``--trace`` and its value, if it has one, as one argument, since a script's name may follow ``--trace``, too.
+    """Write ``--trace`` and its value, if it has one, as one argument, since a script's name may
+    follow ``--trace``, too.
 
-    Spaces mark what was written otherwise: ``"--trace=all "`` were two arguments, ``"--trace= all "`` had no value.
+    Spaces mark what was written otherwise: ``"--trace=all "`` were two arguments, ``"--trace= all
+    "`` had no value.
     """
     joined: list[str] = []
     arguments = list(argv)
@@ -212,37 +271,54 @@ def _split_trace(argv: Sequence[str]) -> list[str]:
 def job_name(arguments: argparse.Namespace) -> str:
     """Return a name for the job, which is also that of its dump folder.
 
-    On one node, it combines the program, the time and this pid. On several nodes the launchers must agree on it, so it combines the
-    program and the rendezvous, which they share.
+    On one node, it combines the program, the time and this pid. On several nodes the launchers must
+    agree on it, so it combines the program and the rendezvous, which they share.
     """
     nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
     program = job_dirs.safe_name(Path(str(arguments.training_script)).stem, 40)
     if nodes == "1":
         return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    rendezvous = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
+    rendezvous = [
+        str(getattr(arguments, name, "") or "")
+        for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")
+    ]
     slurm = os.environ.get("SLURM_JOB_ID", "")
-    return job_dirs.safe_name("-".join([program, slurm, *(part for part in rendezvous if part not in ("none", ""))]), 120)
+    return job_dirs.safe_name(
+        "-".join([program, slurm, *(part for part in rendezvous if part not in ("none", ""))]), 120
+    )
 
 
 def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
-    """Start ``-m commlens trace script.py`` instead of ``script.py``. Return whether that is possible."""
+    """Start ``-m commlens trace script.py`` instead of ``script.py``. Return whether that is
+    possible.
+    """
     if arguments.no_python or arguments.run_path:
-        print("commlens: the workers are not traced: only a program that is started as a Python script can be traced.", file=sys.stderr)
+        print(
+            "commlens: the workers are not traced: only a program that is started as a Python"
+            " script can be traced.",
+            file=sys.stderr,
+        )
         return False
     steps = [] if settings.trace == "all" else [f"--steps={settings.trace}"]
-    options = [*steps, f"--output={os.path.abspath(settings.trace_dir)}", "--no-summary"]  # noqa: PTH100
+    folder = os.path.abspath(settings.trace_dir)  # noqa: PTH100
+    options = [*steps, f"--output={folder}", "--no-summary"]
     _start_through(arguments, ["trace", *options])
     return True
 
 
 def _record_workers(arguments: argparse.Namespace) -> None:
-    """Start ``-m commlens run script.py`` instead of ``script.py`` if torch will not load commlens."""
+    """Start ``-m commlens run script.py`` instead of ``script.py`` if torch will not load
+    commlens.
+    """
     reason = autoload.obstacle()
     if reason is None:
         return
     if arguments.no_python or arguments.run_path:
-        print(f"commlens: the workers are not recorded: {reason}, and only a program that is started as a Python script "
-              "can be recorded in another way.", file=sys.stderr)  # fmt: skip
+        print(
+            f"commlens: the workers are not recorded: {reason}, and only a program that is started"
+            " as a Python script can be recorded in another way.",
+            file=sys.stderr,
+        )
         return
     _start_through(arguments, ["run"])
 
@@ -250,20 +326,29 @@ def _record_workers(arguments: argparse.Namespace) -> None:
 def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
     """Make torchrun start a command of commlens, which starts the program."""
     module = ["-m"] if arguments.module else []
-    arguments.training_script_args = [*command, *module, "--", arguments.training_script, *arguments.training_script_args]
+    arguments.training_script_args = [
+        *command,
+        *module,
+        "--",
+        arguments.training_script,
+        *arguments.training_script_args,
+    ]
     arguments.training_script = "commlens"
     arguments.module = True
 
 
 @contextlib.contextmanager
-def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[str], None]) -> Iterator[None]:
+def _watching(
+    settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[str], None]
+) -> Iterator[None]:
     """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
     roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
-    # The watcher is also notified of this process's signals, one byte each. torchrun's handlers stay installed.
+    # The watcher is also notified of this process's signals, one byte each. torchrun's handlers
+    # stay installed.
     previous: Any = None
     with contextlib.suppress(ValueError):  # not in the main thread
         previous = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)

@@ -20,7 +20,11 @@ def print_trace_summary(directory: str, *, since: float) -> None:
     from commlens.traces.trace import Trace
 
     try:
-        files = [path for path in Path(directory).glob("trace*.json") if path.stat().st_mtime >= since - 1]
+        files = [
+            path
+            for path in Path(directory).glob("trace*.json")
+            if path.stat().st_mtime >= since - 1
+        ]
         if not files:
             print(f"commlens: no worker saved a trace in {directory}.", file=sys.stderr)
             return
@@ -28,8 +32,15 @@ def print_trace_summary(directory: str, *, since: float) -> None:
         print(short_summary(Trace.load(files[0]).to_summary()), file=sys.stderr)
         shown = os.path.relpath(directory)
         if len(files) == 1:
-            print(f"commlens: commlens view {os.path.relpath(files[0])} shows the whole trace.", file=sys.stderr)
+            print(
+                f"commlens: commlens view {os.path.relpath(files[0])} shows the whole trace.",
+                file=sys.stderr,
+            )
         else:
-            print(f"commlens: {len(files)} traces in {shown}; commlens view {shown} shows where ranks differ.", file=sys.stderr)
+            print(
+                f"commlens: {len(files)} traces in {shown}; commlens view {shown} shows where ranks"
+                " differ.",
+                file=sys.stderr,
+            )
     except (CommlensError, OSError) as error:
         print(f"commlens: the traces in {directory} could not be read: {error}", file=sys.stderr)

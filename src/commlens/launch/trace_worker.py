@@ -1,4 +1,6 @@
-"""The worker side of ``commlens trace``: run the user's program in this interpreter under a tracer."""
+"""The worker side of ``commlens trace``: run the user's program in this interpreter under a
+tracer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ if TYPE_CHECKING:
     from commlens.traces.trace import Trace
 
 
-def run(program: Sequence[str], *, module: bool, directory: str, steps: str | None, depth: str, summary: bool) -> NoReturn:
+def run(
+    program: Sequence[str],
+    *,
+    module: bool,
+    directory: str,
+    steps: str | None,
+    depth: str,
+    summary: bool,
+) -> NoReturn:
     """Run a program and save its trace.
 
     Args:
@@ -54,10 +64,17 @@ def _print_summary(trace: Trace, path: str, rank: int | None) -> None:
     try:
         if rank is not None:
             folder = os.path.relpath(os.path.dirname(path))  # noqa: PTH120 - for showing
-            more = f"One file per rank in {folder}; commlens view {os.path.relpath(path)} shows this one."
+            more = (
+                f"One file per rank in {folder}; commlens view {os.path.relpath(path)} shows this"
+                " one."
+            )
         else:
             more = f"commlens view {os.path.relpath(path)} shows the whole trace."
         sys.stdout.flush()
         print(f"{short_summary(trace.to_summary())}\ncommlens: {more}", file=sys.stderr)
     except Exception as error:
-        print(f"commlens: the trace is in {path}, but it could not be summarised: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"commlens: the trace is in {path}, but it could not be summarised:"
+            f" {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )

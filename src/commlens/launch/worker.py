@@ -21,13 +21,18 @@ from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.launch import autoload
 
 _STARTER = re.compile(
-    "|".join(map(re.escape, (str(Path(__file__).parents[1]) + os.sep, runpy.__file__, "<frozen runpy>"))) + r"|(.*/)?commlens$"
+    "|".join(
+        map(re.escape, (str(Path(__file__).parents[1]) + os.sep, runpy.__file__, "<frozen runpy>"))
+    )
+    + r"|(.*/)?commlens$"
 )
 """Files of the frames that lead to the program; the last one is the installed command."""
 
 
 def interpreter_flags() -> list[str]:
-    """Return the flags of this Python (``-u``, ``-X dev``, ``-W error`` ...), to start another one with them."""
+    """Return the flags of this Python (``-u``, ``-X dev``, ``-W error`` ...), to start another one
+    with them.
+    """
     given = len(sys.argv) - 1
     head = sys.orig_argv[1 : len(sys.orig_argv) - given] if given else sys.orig_argv[1:]
     if len(head) >= 2 and head[-2] == "-m":  # python -u -m commlens ...
@@ -41,8 +46,9 @@ def interpreter_flags() -> list[str]:
 def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str]) -> NoReturn:
     """Become the user's program.
 
-    If torch's entry point works, ``python program...`` replaces this process, and only the environment variables are ours.
-    Otherwise commlens is switched on here, and the program runs in this interpreter.
+    If torch's entry point works, ``python program...`` replaces this process, and only the
+    environment variables are ours. Otherwise commlens is switched on here, and the program runs in
+    this interpreter.
 
     Args:
         program: the script's path (or the module's name) and its arguments.
@@ -75,7 +81,9 @@ def check_program(program: Sequence[str], *, module: bool, command: bool = False
         CommandError: it does not exist.
     """
     if command and shutil.which(program[0]) is None:
-        raise CommandError(f"The command {program[0]} cannot be run: there is no such executable file.")
+        raise CommandError(
+            f"The command {program[0]} cannot be run: there is no such executable file."
+        )
     if not module and not command and not Path(program[0]).exists():
         raise CommandError(f"The program {program[0]} cannot be read: there is no such file.")
 
@@ -149,13 +157,18 @@ def _switch_on(reason: str) -> None:
 
         enable()
     except Exception as error:  # the job goes on without commlens
-        print(f"commlens: recording could not be switched on: {error} (and not by torch either: {reason})", file=sys.stderr)
+        print(
+            f"commlens: recording could not be switched on: {error} (and not by torch either:"
+            f" {reason})",
+            file=sys.stderr,
+        )
 
 
 def _run_script(program: Sequence[str]) -> None:
     """Do what ``python script.py args`` does, in this interpreter.
 
-    The module stays in ``sys.modules["__main__"]``: spawned children, pickle and exit handlers look it up there.
+    The module stays in ``sys.modules["__main__"]``: spawned children, pickle and exit handlers look
+    it up there.
     """
     path = Path(program[0])
     sys.argv = list(program)

@@ -1,7 +1,8 @@
 """Compare the ranks' arguments of one collective.
 
-The rules, per wire op, follow c10d's documentation and what gloo and NCCL do with each disagreement (torch 2.6 to 2.15):
-an illegal one hangs, aborts or corrupts data; a suspicious one runs, but its result is probably not the intended one.
+The rules, per wire op, follow c10d's documentation and what gloo and NCCL do with each disagreement
+(torch 2.6 to 2.15): an illegal one hangs, aborts or corrupts data; a suspicious one runs, but its
+result is probably not the intended one.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from commlens.model.ops import BARRIERS, REDUCING, ROOTED, UNEVEN, UNKNOWN_DTYPE
 from commlens.text import ranks_phrase, tensors_phrase
 
 
-def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = (), *, splits_known: bool = True) -> Answer:
+def compare_collectives(
+    by_rank: Mapping[int, CollectiveArgs],
+    group_ranks: Sequence[int] = (),
+    *,
+    splits_known: bool = True,
+) -> Answer:
     """Compare the arguments of one collective, by global rank.
 
     Args:
         by_rank: the arguments.
-        group_ranks: the group's global ranks in group order. Without them, all_to_all and uneven lists cannot be compared.
-        splits_known: whether the source tells splits. Without them, the sizes of uneven collectives may legally differ.
+        group_ranks: the group's global ranks in group order. Without them, all_to_all and uneven
+            lists cannot be compared.
+        splits_known: whether the source tells splits. Without them, the sizes of uneven collectives
+            may legally differ.
     """
     if len(by_rank) < 2:
         return Agree()
@@ -33,7 +41,11 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
     if op in BARRIERS:
         return Agree()
     if op in UNEVEN and not splits_known:
-        return compare_totals(by_rank, group_ranks) if op == "all_to_all" else Unknown(("root", "shape"))
+        return (
+            compare_totals(by_rank, group_ranks)
+            if op == "all_to_all"
+            else Unknown(("root", "shape"))
+        )
     unknown: list[str] = []
     suspicious: Disagree | None = None
     for compare in _ASPECTS:
@@ -50,9 +62,14 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
 
 
 def compare_coalesced(
-    members: Mapping[int, Sequence[CollectiveArgs]], group_ranks: Sequence[int] = (), *, splits_known: bool = True
+    members: Mapping[int, Sequence[CollectiveArgs]],
+    group_ranks: Sequence[int] = (),
+    *,
+    splits_known: bool = True,
 ) -> Answer:
-    """Compare coalesced collectives: their members must agree one by one, in order. A plain collective is a group of one."""
+    """Compare coalesced collectives: their members must agree one by one, in order. A plain
+    collective is a group of one.
+    """
     lengths = {rank: len(group) for rank, group in members.items()}
     ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
     if len(set(lengths.values())) > 1:
@@ -68,7 +85,7 @@ def compare_coalesced(
     return Unknown(tuple(sorted(unknown))) if unknown else Agree()
 
 
-# --- the aspects -------------------------------------------------------------------------------------------------
+# --- the aspects
 
 
 def _root(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -80,16 +97,22 @@ def _root(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> A
 def _reduce_op(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     if op not in REDUCING:
         return None
-    return _vote("reduce-op", by_rank, lambda a: a.reduce_op, lambda a: str(a.reduce_op), Severity.SUSPICIOUS)
+    return _vote(
+        "reduce-op", by_rank, lambda a: a.reduce_op, lambda a: str(a.reduce_op), Severity.SUSPICIOUS
+    )
 
 
-def _elements(op: str, by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Answer | None:
+def _elements(
+    op: str, by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
+) -> Answer | None:
     """Compare the number of elements that each rank puts on the wire."""
     if op == "all_to_all":
         return compare_splits(by_rank, group_ranks)
     if op == "all_gather" and _uneven_lists_match(by_rank, group_ranks):
         return None
-    return _vote("shape", by_rank, lambda a: _wire_sizes(op, a), lambda a: tensors_phrase(a.payload))
+    return _vote(
+        "shape", by_rank, lambda a: _wire_sizes(op, a), lambda a: tensors_phrase(a.payload)
+    )
 
 
 def _wire_sizes(op: str, args: CollectiveArgs) -> Hashable | None:
@@ -98,15 +121,21 @@ def _wire_sizes(op: str, args: CollectiveArgs) -> Hashable | None:
         return None
     if any(is_sparse(spec) for spec in specs):
         return tuple(spec.shape for spec in specs)
-    # A list of tensors and one tensor match on the wire (reduce_scatter and reduce_scatter_tensor, a list and its concatenation):
-    # only the totals must be equal.
+    # A list of tensors and one tensor match on the wire (reduce_scatter and reduce_scatter_tensor,
+    # a list and its concatenation): only the totals must be equal.
     return total(specs)
 
 
 def _uneven_lists_match(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> bool:
-    """Return whether every rank's output list has the sizes of the uneven inputs: output i is rank i's input, legal on NCCL."""
+    """Return whether every rank's output list has the sizes of the uneven inputs: output i is rank
+    i's input, legal on NCCL.
+    """
     position = {rank: i for i, rank in enumerate(group_ranks)}
-    sent = {position[rank]: total(a.inputs) for rank, a in by_rank.items() if rank in position and a.inputs}
+    sent = {
+        position[rank]: total(a.inputs)
+        for rank, a in by_rank.items()
+        if rank in position and a.inputs
+    }
     if len(set(sent.values())) < 2:
         return False
     for a in by_rank.values():
@@ -126,38 +155,72 @@ def _dtype(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
 
 
 def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("device", by_rank, lambda a: _property(a, lambda spec: spec.device), lambda a: f"a tensor on {a.payload[0].device}")
+    return _vote(
+        "device",
+        by_rank,
+        lambda a: _property(a, lambda spec: spec.device),
+        lambda a: f"a tensor on {a.payload[0].device}",
+    )
 
 
 def _sparsity(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("layout", by_rank, lambda a: _property(a, lambda spec: spec.layout), lambda a: tensors_phrase(a.payload))
+    return _vote(
+        "layout",
+        by_rank,
+        lambda a: _property(a, lambda spec: spec.layout),
+        lambda a: tensors_phrase(a.payload),
+    )
 
 
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    """Compare shapes: the same number of elements in a different shape runs but scrambles them. Flat views and dimensions of 1 are fine."""
+    """Compare shapes: the same number of elements in a different shape runs but scrambles them.
+    Flat views and dimensions of 1 are fine.
+    """
     sizes = {rank: _sizes(a) for rank, a in by_rank.items()}
     counts = {len(each) for each in sizes.values()}
-    if op != "all_to_all" and len(counts) == 1 and counts.pop() > 1 and len(set(sizes.values())) > 1:
-        # Equal numbers of tensors and of elements in all, but different sizes: coalesced tensors in a different order.
-        return _vote("shape", by_rank, _sizes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
+    if (
+        op != "all_to_all"
+        and len(counts) == 1
+        and counts.pop() > 1
+        and len(set(sizes.values())) > 1
+    ):
+        # Equal numbers of tensors and of elements in all, but different sizes: coalesced tensors in
+        # a different order.
+        return _vote(
+            "shape", by_rank, _sizes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS
+        )
     if op not in ("all_reduce", "broadcast", "reduce"):
         return None
-    flat = {rank for rank, a in by_rank.items() if all(len(shape) < 2 for shape in _squeezed_shapes(a))}
+    flat = {
+        rank for rank, a in by_rank.items() if all(len(shape) < 2 for shape in _squeezed_shapes(a))
+    }
     shaped = {rank: a for rank, a in by_rank.items() if rank not in flat}
     if len({_squeezed_shapes(a) for a in shaped.values()}) < 2:
         return None
-    return _vote("shape", shaped, _squeezed_shapes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
+    return _vote(
+        "shape", shaped, _squeezed_shapes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS
+    )
 
 
-def _memory_order(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    """Compare memory order: the wire carries raw memory, so tensors of equal shape but different memory order are silently scrambled."""
+def _memory_order(
+    op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]
+) -> Answer | None:
+    """Compare memory order: the wire carries raw memory, so tensors of equal shape but different
+    memory order are silently scrambled.
+    """
 
     def order(a: CollectiveArgs) -> Hashable | None:
         specs = a.payload
-        return tuple((spec.shape, spec.memory_order) for spec in specs if not is_sparse(spec)) if specs else None
+        return (
+            tuple((spec.shape, spec.memory_order) for spec in specs if not is_sparse(spec))
+            if specs
+            else None
+        )
 
     if len({tuple(spec.shape for spec in a.payload) for a in by_rank.values() if a.payload}) > 1:
-        return None  # the shapes differ, which is reported already, or one is a flat view, whose order is unknown
+        # the shapes differ, which is reported already, or one is a flat view, whose order is
+        # unknown
+        return None
     return _vote("layout", by_rank, order, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
 
 
@@ -170,14 +233,25 @@ def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
 
 
 _Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
-_ASPECTS: tuple[_Compare, ...] = (_root, _sparsity, _elements, _dtype, _device, _reduce_op, _shape, _memory_order)
+_ASPECTS: tuple[_Compare, ...] = (
+    _root,
+    _sparsity,
+    _elements,
+    _dtype,
+    _device,
+    _reduce_op,
+    _shape,
+    _memory_order,
+)
 
 
-# --- voting ------------------------------------------------------------------------------------------------------
+# --- voting
 
 
 def _property(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> frozenset[str] | None:
-    """Return the values of one property over all of a rank's tensors, as a set: a list and one tensor may match on the wire."""
+    """Return the values of one property over all of a rank's tensors, as a set: a list and one
+    tensor may match on the wire.
+    """
     specs = args.payload
     return frozenset(read(spec) for spec in specs) if specs else None
 
@@ -193,12 +267,17 @@ def _vote(
     values = {rank: value for rank, a in by_rank.items() if (value := read(a)) is not None}
     if len(set(values.values())) < 2:
         return Unknown((aspect,)) if len(values) < len(by_rank) else None
-    shown = {values[rank]: show(by_rank[rank]) for rank in sorted(values, reverse=True)}  # in the wording of the first rank of each side
+    # in the wording of the first rank of each side
+    shown = {values[rank]: show(by_rank[rank]) for rank in sorted(values, reverse=True)}
     return _disagree(aspect, severity, values, lambda value: shown[value])
 
 
-def _disagree(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], show: Callable[..., str]) -> Disagree:
-    """Return the parties of a disagreement, the largest first. The others are the minority, if the largest holds most of the ranks."""
+def _disagree(
+    aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], show: Callable[..., str]
+) -> Disagree:
+    """Return the parties of a disagreement, the largest first. The others are the minority, if the
+    largest holds most of the ranks.
+    """
     sides: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
         sides.setdefault(values[rank], []).append(rank)
@@ -206,4 +285,10 @@ def _disagree(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable]
     parties = tuple(Party(tuple(ranks), show(value)) for value, ranks in ordered)
     tie = len(ordered[0][1]) * 2 <= len(values)
     minority = () if tie else tuple(sorted(rank for _, ranks in ordered[1:] for rank in ranks))
-    return Disagree(aspect, severity, minority, parties, "; ".join(f"{ranks_phrase(p.ranks)}: {p.phrase}" for p in parties))
+    return Disagree(
+        aspect,
+        severity,
+        minority,
+        parties,
+        "; ".join(f"{ranks_phrase(p.ranks)}: {p.phrase}" for p in parties),
+    )

@@ -1,4 +1,5 @@
-"""Read the ranks that an error's text names: what it says that they did, where the text is one that a library is known to raise.
+"""Read the ranks that an error's text names: what it says that they did, where the text is one that
+a library is known to raise.
 
 The texts are those of torch's sources (C++ and Python), versions as noted at each.
 """
@@ -11,8 +12,10 @@ from typing import Final, Literal, NamedTuple
 from commlens.model.ops import watchdog_wire_op
 
 About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker", "sizes"]
-"""The subject of a claim: ranks differ in an op, its shapes or dtypes, or in a model's parameters; a rank failed in a checkpoint; a
-data loader's worker ended; a message had another size than its receiver expects."""
+"""The subject of a claim: ranks differ in an op, its shapes or dtypes, or in a model's parameters;
+a rank failed in a checkpoint; a data loader's worker ended; a message had another size than its
+receiver expects.
+"""
 
 _TEXT_MAX: Final = 4000
 _RANKS_MAX: Final = 10_000
@@ -30,11 +33,14 @@ class Claim(NamedTuple):
 
 _FINGERPRINT: Final = (
     r"CollectiveFingerPrint\(SequenceNumber=\d+,? ?OpType=(?P<NAME_op>\w+)"
-    r"(?:, TensorShape=(?P<NAME_shape>\[[\d, \[\]]{0,200}\])(?:, TensorDtypes=(?P<NAME_dtype>\w+))?)?"
+    r"(?:, TensorShape=(?P<NAME_shape>\[[\d, \[\]]{0,200}\])(?:,"
+    r" TensorDtypes=(?P<NAME_dtype>\w+))?)?"
 )
 
-_DETAIL: Final = re.compile(  # torch 1.10 to 2.15 with TORCH_DISTRIBUTED_DEBUG=DETAIL: ProcessGroupWrapper.cpp
-    r"Detected mismatch between collectives on ranks\. Rank (?P<own>\d{1,7}) is running collective: "
+# torch 1.10 to 2.15 with TORCH_DISTRIBUTED_DEBUG=DETAIL: ProcessGroupWrapper.cpp
+_DETAIL: Final = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank (?P<own>\d{1,7}) is running"
+    r" collective: "
     + _FINGERPRINT.replace("NAME", "own")
     + r".*?, but Rank (?P<other>\d{1,7}) is running collective: "
     + _FINGERPRINT.replace("NAME", "other"),
@@ -43,15 +49,18 @@ _DETAIL: Final = re.compile(  # torch 1.10 to 2.15 with TORCH_DISTRIBUTED_DEBUG=
 _ASPECTS: Final[tuple[About, ...]] = ("op", "shape", "dtype")
 
 _PARAMETERS: Final = re.compile(  # torch 1.11 to 2.15: reducer.cpp, verify_params_across_processes
-    r"DDP expects same model across all ranks, but Rank (?P<own>\d{1,7}) has (?P<mine>\d{1,12}) params, "
+    r"DDP expects same model across all ranks, but Rank (?P<own>\d{1,7}) has (?P<mine>\d{1,12})"
+    r" params, "
     r"while rank (?P<other>\d{1,7}) has inconsistent (?P<theirs>\d{1,12}) params"
 )
 _CHECKPOINT: Final = re.compile(  # torch 2.0 to 2.15: torch/distributed/checkpoint/api.py
-    r"CheckpointException ranks: ?dict_keys\(\[(?P<ranks>\d{1,7}(?:, \d{1,7})*)\]\)(?P<rest>.*)", re.DOTALL
+    r"CheckpointException ranks: ?dict_keys\(\[(?P<ranks>\d{1,7}(?:, \d{1,7})*)\]\)(?P<rest>.*)",
+    re.DOTALL,
 )
 _OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\) (?P<error>[^\n;]+)")
 _WORKER: Final = re.compile(  # torch 1.0 to 2.15: DataLoader.cpp, torch/utils/data/dataloader.py
-    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]{1,200})\) (?P<end>is killed by signal: \w+|exited unexpectedly)"
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]{1,200})\) (?P<end>is killed by signal:"
+    r" \w+|exited unexpectedly)"
 )
 
 _SIZES: Final = re.compile(  # torch 1.8 to 2.15: gloo's transport/tcp/pair.cc
@@ -59,13 +68,16 @@ _SIZES: Final = re.compile(  # torch 1.8 to 2.15: gloo's transport/tcp/pair.cc
 )
 
 _BACKENDS: Final = re.compile(
-    r"gloo[/:]|\[gloo|ncclRemoteError|ncclSystemError|NCCL error|ProcessGroup(?:NCCL|Gloo)|TCPStore|DistNetworkError|DistBackendError"
+    r"gloo[/:]|\[gloo|ncclRemoteError|ncclSystemError|NCCL"
+    r" error|ProcessGroup(?:NCCL|Gloo)|TCPStore|DistNetworkError|DistBackendError"
 )
 """Marks of the code of torch's backends and stores in an error."""
 
 
 def names_backend(text: str) -> bool:
-    """Return whether an error's text shows that a backend or a store of torch raised it, whatever the stack."""
+    """Return whether an error's text shows that a backend or a store of torch raised it, whatever
+    the stack.
+    """
     return _BACKENDS.search(text) is not None
 
 
@@ -90,11 +102,15 @@ def _of_detail(text: str) -> Claim | None:
     if found is None:
         return None
     alike: About = "op"
-    about = next((aspect for aspect in _ASPECTS if found[f"own_{aspect}"] != found[f"other_{aspect}"]), alike)
+    about = next(
+        (aspect for aspect in _ASPECTS if found[f"own_{aspect}"] != found[f"other_{aspect}"]), alike
+    )
     values = [found[f"{name}_{about}"] or "unknown" for name in ("own", "other")]
     if about == "op":
         values = [watchdog_wire_op(value) for value in values]
-    return Claim(about, int(found["own"]), ((int(found["own"]), values[0]), (int(found["other"]), values[1])))
+    return Claim(
+        about, int(found["own"]), ((int(found["own"]), values[0]), (int(found["other"]), values[1]))
+    )
 
 
 def _of_parameters(text: str) -> Claim | None:
@@ -102,7 +118,11 @@ def _of_parameters(text: str) -> Claim | None:
     if found is None:
         return None
     own, other = int(found["own"]), int(found["other"])
-    return Claim("parameters", own, ((own, f"{found['mine']} parameters"), (other, f"{found['theirs']} parameters")))
+    return Claim(
+        "parameters",
+        own,
+        ((own, f"{found['mine']} parameters"), (other, f"{found['theirs']} parameters")),
+    )
 
 
 def _of_checkpoint(text: str) -> Claim | None:
@@ -111,12 +131,20 @@ def _of_checkpoint(text: str) -> Claim | None:
         return None
     error = _OF_RANK.search(found["rest"])
     ranks = tuple(int(rank) for rank in found["ranks"].split(", "))
-    return Claim("checkpoint", ranks=ranks[:_RANKS_MAX], error=error["error"].strip() if error is not None else "")
+    return Claim(
+        "checkpoint",
+        ranks=ranks[:_RANKS_MAX],
+        error=error["error"].strip() if error is not None else "",
+    )
 
 
 def _of_sizes(text: str) -> Claim | None:
     found = _SIZES.search(text)
-    return Claim("sizes", error=f"{found['sent']} bytes where it expects {found['expected']}") if found is not None else None
+    return (
+        Claim("sizes", error=f"{found['sent']} bytes where it expects {found['expected']}")
+        if found is not None
+        else None
+    )
 
 
 def _of_worker(text: str) -> Claim | None:

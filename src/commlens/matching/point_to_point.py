@@ -15,11 +15,14 @@ Pair = tuple[Collective | None, Collective | None]
 """A send and its receive; None for the side that is missing."""
 
 
-def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *, complete: bool) -> list[Pair]:
+def pair_messages(
+    sends: Sequence[Collective], receives: Sequence[Collective], *, complete: bool
+) -> list[Pair]:
     """Pair the messages from one rank to another, both in order of issue.
 
-    Sequence numbers count from the first message, so with a single tag they align even if older records were overwritten. With
-    several tags they only align if no record is missing: if both are complete.
+    Sequence numbers count from the first message, so with a single tag they align even if older
+    records were overwritten. With several tags they only align if no record is missing: if both are
+    complete.
 
     Returns:
         All pairs, including those with only one side; none if the pairing cannot be determined.
@@ -41,7 +44,9 @@ def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *
     return pairs
 
 
-def compare_pair(sender: int, sent: CollectiveArgs, receiver: int, received: CollectiveArgs) -> Answer:
+def compare_pair(
+    sender: int, sent: CollectiveArgs, receiver: int, received: CollectiveArgs
+) -> Answer:
     """Compare a send with its receive. ``minority`` is empty: of two ranks, neither is the odd one.
 
     Tags are not compared: they decide which send meets which receive (gloo), or are ignored (NCCL).
@@ -50,8 +55,13 @@ def compare_pair(sender: int, sent: CollectiveArgs, receiver: int, received: Col
     into = received.outputs or received.inputs
     if not out or not into:
         return Unknown(("shape", "dtype"))
-    parties = (Party((sender,), f"sends {tensors_phrase(out)}"), Party((receiver,), f"receives {tensors_phrase(into)}"))
+    parties = (
+        Party((sender,), f"sends {tensors_phrase(out)}"),
+        Party((receiver,), f"receives {tensors_phrase(into)}"),
+    )
     detail = "; ".join(f"rank {party.ranks[0]} {party.phrase}" for party in parties)
-    if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {wire_dtype(spec) for spec in into}:
+    if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {
+        wire_dtype(spec) for spec in into
+    }:
         return Disagree("p2p", Severity.ILLEGAL, (), parties, detail)
     return Agree()

@@ -1,4 +1,6 @@
-"""Compare the splits of an all_to_all: each rank must send to each other rank as much as that rank expects."""
+"""Compare the splits of an all_to_all: each rank must send to each other rank as much as that rank
+expects.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from commlens.text import ranks_phrase, tensors_phrase
 _SHOWN = 8  # ranks with their numbers of elements
 
 
-def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
-    """Compare the elements sent and expected for every pair of ranks. Blame the ranks involved in the most mismatched pairs."""
+def compare_splits(
+    by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
+) -> Disagree | Unknown | None:
+    """Compare the elements sent and expected for every pair of ranks. Blame the ranks involved in
+    the most mismatched pairs.
+    """
     size = len(group_ranks)
     sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
     receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
@@ -28,7 +34,10 @@ def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[
     if refused:
         valid = tuple(sorted(set(by_rank) - set(refused)))
         sides = tuple(Party(ranks, _show(by_rank[ranks[0]])) for ranks in (valid, refused))
-        detail = f"the splits of {ranks_phrase(refused)} do not fit {'its' if len(refused) == 1 else 'their'} own tensors"
+        detail = (
+            f"the splits of {ranks_phrase(refused)} do not fit"
+            f" {'its' if len(refused) == 1 else 'their'} own tensors"
+        )
         return Disagree("splits", Severity.ILLEGAL, refused, sides, detail)
     incomplete = False
     broken: list[tuple[int, int, int, int]] = []
@@ -37,54 +46,89 @@ def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[
             if parts is None or expected is None:
                 incomplete = True
             elif parts[position[receiver]] != expected[position[sender]]:
-                broken.append((sender, receiver, parts[position[receiver]], expected[position[sender]]))
+                broken.append(
+                    (sender, receiver, parts[position[receiver]], expected[position[sender]])
+                )
     if not broken:
         return Unknown(("splits",)) if incomplete else None
     counts = Counter(rank for sender, receiver, _, _ in broken for rank in {sender, receiver})
     most = max(counts.values())
     worst = tuple(sorted(rank for rank, count in counts.items() if count == most))
     minority = worst if len(worst) < len(by_rank) and len(worst) * 2 < len(by_rank) else ()
-    sender, receiver, sent, expected_count = min(broken, key=lambda pair: (not set(pair[:2]) & set(worst), pair))
+    sender, receiver, sent, expected_count = min(
+        broken, key=lambda pair: (not set(pair[:2]) & set(worst), pair)
+    )
     others = tuple(sorted(set(by_rank) - set(minority)))
     parties = [Party(others, _show(by_rank[others[0]]))]
     if minority:
         parties.append(Party(minority, _show(by_rank[minority[0]])))
-    detail = f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected_count}"
+    detail = (
+        f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected_count}"
+    )
     if len(broken) > 1:
         detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
     return Disagree("splits", Severity.ILLEGAL, minority, tuple(parties), detail)
 
 
-def compare_totals(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown:
-    """Compare the elements that all ranks together send and expect, where a source does not tell the splits.
+def compare_totals(
+    by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
+) -> Disagree | Unknown:
+    """Compare the elements that all ranks together send and expect, where a source does not tell
+    the splits.
 
-    If the totals differ, no splits fit; whose are wrong, they do not tell. If they are equal, the splits may still not fit.
+    If the totals differ, no splits fit; whose are wrong, they do not tell. If they are equal, the
+    splits may still not fit.
     """
     complete = bool(group_ranks) and set(group_ranks) <= set(by_rank)
-    if not complete or not all(args.inputs and args.outputs and tells_totals(args.dispatcher_op) for args in by_rank.values()):
+    if not complete or not all(
+        args.inputs and args.outputs and tells_totals(args.dispatcher_op)
+        for args in by_rank.values()
+    ):
         return Unknown(("splits",))
-    totals = {rank: (total(args.inputs), total(args.outputs)) for rank, args in sorted(by_rank.items())}
+    totals = {
+        rank: (total(args.inputs), total(args.outputs)) for rank, args in sorted(by_rank.items())
+    }
     sent, expected = (sum(each) for each in zip(*totals.values(), strict=True))
     if sent == expected:
         return Unknown(("splits",))
-    uneven = [f"rank {rank} sends {out} and expects {into}" for rank, (out, into) in totals.items() if out != into]
-    more = [f"{len(uneven) - _SHOWN} more ranks send and expect different numbers"] if len(uneven) > _SHOWN else []
+    uneven = [
+        f"rank {rank} sends {out} and expects {into}"
+        for rank, (out, into) in totals.items()
+        if out != into
+    ]
+    more = (
+        [f"{len(uneven) - _SHOWN} more ranks send and expect different numbers"]
+        if len(uneven) > _SHOWN
+        else []
+    )
     phrase = f"together, they send {sent} elements and expect {expected}"
-    return Disagree("splits", Severity.ILLEGAL, (), (Party(tuple(totals), phrase),), "; ".join([*uneven[:_SHOWN], *more]))
+    return Disagree(
+        "splits",
+        Severity.ILLEGAL,
+        (),
+        (Party(tuple(totals), phrase),),
+        "; ".join([*uneven[:_SHOWN], *more]),
+    )
 
 
 def _fit(args: CollectiveArgs, size: int) -> bool:
-    """Return whether a rank's own splits and tensors fit each other, as gloo and NCCL check before they send."""
+    """Return whether a rank's own splits and tensors fit each other, as gloo and NCCL check before
+    they send.
+    """
     if len(args.inputs) != 1 or len(args.outputs) != 1:
         return True  # the list form
     if not args.input_splits and not args.output_splits:
         return wire_numel(args.inputs[0]) == wire_numel(args.outputs[0])
     pairs = ((args.inputs[0], args.input_splits), (args.outputs[0], args.output_splits))
-    return all(splits_fit(spec.shape[0] if spec.shape else 0, splits, size) for spec, splits in pairs)
+    return all(
+        splits_fit(spec.shape[0] if spec.shape else 0, splits, size) for spec, splits in pairs
+    )
 
 
 def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> list[int] | None:
-    """Return the number of elements for each rank of the group; None if unknown. Empty splits mean even splits."""
+    """Return the number of elements for each rank of the group; None if unknown. Empty splits mean
+    even splits.
+    """
     if not specs or not size:
         return None
     if len(specs) == size and not splits and size > 1:  # the list form
@@ -103,4 +147,6 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
 
 def _show(args: CollectiveArgs) -> str:
     text = tensors_phrase(args.inputs)
-    return f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"
+    return (
+        f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"
+    )

@@ -25,7 +25,9 @@ def total(specs: Sequence[TensorSpec]) -> int:
 
 
 def is_sparse(spec: TensorSpec) -> bool:
-    """Return whether a tensor is sparse: then only its dense shape is compared, and the number of non-zeros may differ."""
+    """Return whether a tensor is sparse: then only its dense shape is compared, and the number of
+    non-zeros may differ.
+    """
     return spec.layout.startswith("sparse")
 
 

@@ -32,7 +32,8 @@ class LearnedHow(str, Enum):
     POLL = "poll"  # Work.is_completed()
     NATIVE_RECORDER = "native-recorder"  # torch's own recorder, of what runs on a device
     UNKNOWN = "unknown"
-    ENQUEUED = "enqueued"  # in flight: torch's own recorder knows that the device has not started it
+    # in flight: torch's own recorder knows that the device has not started it
+    ENQUEUED = "enqueued"
     STARTED = "started"  # in flight: torch's own recorder knows that the device has started it
 
 
@@ -74,7 +75,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dtype: str  # "float32"
     device: str = "cpu"  # type only: "cpu", "cuda"
     layout: str = "strided"
-    memory_order: tuple[int, ...] | None = None  # dimensions from slowest to fastest; None: dense and row-major
+    # dimensions from slowest to fastest; None: dense and row-major
+    memory_order: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -100,7 +102,9 @@ class CollectiveArgs(msgspec.Struct, frozen=True):
 
     @property
     def payload(self) -> tuple[TensorSpec, ...]:
-        """The tensors that every rank has: its contribution or, if only the root contributes, its share."""
+        """The tensors that every rank has: its contribution or, if only the root contributes, its
+        share.
+        """
         if self.op == "scatter":
             return self.outputs or self.inputs[:1]
         return self.inputs or self.outputs
@@ -148,15 +152,21 @@ class ChannelKey(tuple[int, str, tuple[int, ...], str]):
 
 
 SETUP = "setup"
-"""The device type of the channels on which process groups are made: one for each call of ``init_process_group`` and ``new_group``."""
+"""The device type of the channels on which process groups are made: one for each call of
+``init_process_group`` and ``new_group``.
+"""
 
 
 STORE = "store"
-"""The device type of a key in the job's store, which is the name of the "group": its ranks are all that may wait for the key."""
+"""The device type of a key in the job's store, which is the name of the "group": its ranks are all
+that may wait for the key.
+"""
 
 
 class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
-    """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
+    """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has
+    two channels.
+    """
 
     group: ProcessGroup
     device: str  # "cpu", "cuda"
@@ -169,11 +179,14 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
 
 class Collective(msgspec.Struct, gc=False):
-    """One rank's record of a collective or point-to-point op. Times are Unix ns; 0 if it has not happened or is unknown."""
+    """One rank's record of a collective or point-to-point op. Times are Unix ns; 0 if it has not
+    happened or is unknown.
+    """
 
     index: int  # 1, 2, ... over all ops of the rank
     channel: Channel
-    sequence_number: int  # from 1; per channel, and per (channel, peer, direction) for point-to-point
+    # from 1; per channel, and per (channel, peer, direction) for point-to-point
+    sequence_number: int
     args: CollectiveArgs
     state: State
     announced_ns: int
@@ -193,8 +206,10 @@ class Collective(msgspec.Struct, gc=False):
     coalesced_members: int = 0  # number of members, on the record that closes a coalesced group
     duration_ns: int | None = None  # on the device; only with the setting timing
     error: str | None = None  # text of the exception
-    concurrent: bool = False  # another thread issued on the same channel at the same time, so the order is uncertain
-    module: str | None = None  # label of the issuing library region, if known ("FSDP::all_gather (layers.0)")
+    # another thread issued on the same channel at the same time, so the order is uncertain
+    concurrent: bool = False
+    # label of the issuing library region, if known ("FSDP::all_gather (layers.0)")
+    module: str | None = None
     captured: bool = False  # into a CUDA graph, so it did not run
 
     @property
@@ -219,7 +234,9 @@ class Collective(msgspec.Struct, gc=False):
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is announced or issued and not known to have ended. ``unknown`` is not in flight."""
+        """Whether it is announced or issued and not known to have ended. ``unknown`` is not in
+        flight.
+        """
         return self.state in (State.ANNOUNCED, State.ISSUED)
 
     @property

@@ -44,11 +44,14 @@ class EntryTable(msgspec.Struct):
     columns: list[Column]  # culprits first
     fault: int = 0  # sequence number in the verdict; 0 if none
     messages: bool = False
-    elsewhere: list[tuple[list[int], str]] = []  # ranks, and their ops in flight that the table does not show
+    # ranks, and their ops in flight that the table does not show
+    elsewhere: list[tuple[list[int], str]] = []
     left_out: list[int] = []  # ranks whose columns were left out
     kinds_left_out: int = 0
 
     @property
     def has_open(self) -> bool:
         """Whether an entry is in flight."""
-        return any(cell is not None and cell.is_open for column in self.columns for cell in column.cells)
+        return any(
+            cell is not None and cell.is_open for column in self.columns for cell in column.cells
+        )

@@ -1,4 +1,6 @@
-"""Which code a source file belongs to: the user's, an installed library, torch, commlens or Python."""
+"""Which code a source file belongs to: the user's, an installed library, torch, commlens or
+Python.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from typing import Any, Final
 
 
 class FrameKind(str, Enum):
-    """The owner of the code in a stack frame. Reports show the user's frames and fold the others."""
+    """The owner of the code in a stack frame. Reports show the user's frames and fold the
+    others.
+    """
 
     USER = "user"
-    LIBRARY = "library"  # an installed package other than torch: shown if the stack has no user frame
+    # an installed package other than torch: shown if the stack has no user frame
+    LIBRARY = "library"
     TORCH = "torch"
     COMMLENS = "commlens"
     PYTHON = "python"
@@ -38,11 +43,14 @@ def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
     """Return the prefixes by which to classify this process's own files."""
     paths = sysconfig.get_paths()
     python = [paths["stdlib"], paths["platstdlib"]]
-    return kind_prefixes({"prefixes": {"commlens": commlens_folder, "torch": torch_folder, "python": python}})
+    return kind_prefixes(
+        {"prefixes": {"commlens": commlens_folder, "torch": torch_folder, "python": python}}
+    )
 
 
 def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
-    """Return the prefixes by which to classify a process's files, from ``"prefixes"`` in the JSON about the process.
+    """Return the prefixes by which to classify a process's files, from ``"prefixes"`` in the JSON
+    about the process.
 
     Packages beside torch in site-packages are libraries: shown if the stack has no user frame.
     """
@@ -51,8 +59,15 @@ def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
 
     def folders(key: str) -> list[str]:
         value = named.get(key, [])
-        found = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
-        return [text if text.startswith("<") else text.rstrip("/") + "/" for text in found[:_MOST_FOLDERS]]
+        found = [
+            text
+            for text in (value if isinstance(value, list) else [value])
+            if isinstance(text, str) and text
+        ]
+        return [
+            text if text.startswith("<") else text.rstrip("/") + "/"
+            for text in found[:_MOST_FOLDERS]
+        ]
 
     commlens, torch, python = folders("commlens"), folders("torch"), folders("python")
     result = [(f"{folder}scenarios/", FrameKind.USER) for folder in commlens]
@@ -60,7 +75,10 @@ def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
     result += [(folder, FrameKind.TORCH) for folder in torch]
     for folder in python:
         if not folder.startswith("<"):
-            result += [(f"{folder}site-packages/", FrameKind.LIBRARY), (f"{folder}dist-packages/", FrameKind.LIBRARY)]
+            result += [
+                (f"{folder}site-packages/", FrameKind.LIBRARY),
+                (f"{folder}dist-packages/", FrameKind.LIBRARY),
+            ]
     result += [(folder, FrameKind.PYTHON) for folder in python]
     result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
     return result
@@ -75,7 +93,9 @@ def frame_kind(file: str, prefixes: KindPrefixes) -> FrameKind:
         _, found, inside = file.rpartition(packages)
         if found:
             own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
-            return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
+            return {"torch": FrameKind.TORCH, "commlens": own}.get(
+                inside.split("/")[0], FrameKind.LIBRARY
+            )
     if file.startswith("<"):
         return FrameKind.USER if file.startswith(_TYPED) else FrameKind.LIBRARY
     if _STDLIB.search(file):

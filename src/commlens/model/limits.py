@@ -5,4 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 WORLD_MAX: Final = 1 << 18
-"""Most ranks of a job, more than any job has had. A larger number in a file means damage; reading it would cost gigabytes."""
+"""Most ranks of a job, more than any job has had. A larger number in a file means damage; reading
+it would cost gigabytes.
+"""

@@ -16,7 +16,8 @@ class Place(msgspec.Struct, frozen=True, omit_defaults=True):
     """The position of a rank in a dump."""
 
     issued: int  # operations that the rank ever issued
-    in_flight: str = ""  # the oldest operation in flight: "all_reduce #41 of group dp [0-3]"; "" if none
+    # the oldest operation in flight: "all_reduce #41 of group dp [0-3]"; "" if none
+    in_flight: str = ""
     line: str = ""  # the user's line that issued it: "train.py:81 step"
 
 
@@ -24,7 +25,9 @@ class Moved(msgspec.Struct):
     """Ranks that made the same progress."""
 
     ranks: list[int]
-    kind: MovementKind  # finished: the op in flight has ended and no new one was issued. again: fewer operations than before, so restarted
+    # finished: the op in flight has ended and no new one was issued. again: fewer operations than
+    # before, so restarted
+    kind: MovementKind
     sentence: str
     before: Place | None = None  # position of the first of these ranks
     after: Place | None = None
@@ -37,7 +40,8 @@ class Movement(msgspec.Struct, kw_only=True):
     answer: str = ""  # in one sentence
     apart_s: float = 0.0  # seconds between the last signs of life in the two dumps; 0 if unknown
     ranks: list[Moved] = []  # ranks with the same progress together, ranks that stand still first
-    notes: list[str] = []  # sentences about ranks that were not compared or files that could not be read
+    # sentences about ranks that were not compared or files that could not be read
+    notes: list[str] = []
 
     def __bool__(self) -> bool:
         return any(one.kind != "still" for one in self.ranks)

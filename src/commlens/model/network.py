@@ -10,7 +10,9 @@ US: Final = 1e-6
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """A network. Bandwidths are per rank and direction, in bytes per second; latencies are per hop, in seconds."""
+    """A network. Bandwidths are per rank and direction, in bytes per second; latencies are per hop,
+    in seconds.
+    """
 
     name: str = "your network"
     intra_bandwidth: float

@@ -36,32 +36,41 @@ class ThreadStack(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct):
-    """Outside observations of a rank's process. Every field may be missing (None or 0), which means unknown."""
+    """Outside observations of a rank's process. Every field may be missing (None or 0), which means
+    unknown.
+    """
 
     end: End = End.UNKNOWN
     exit_code: int | None = None
     signal: str | None = None  # "SIGKILL"
     oom_killed: bool | None = None
-    ended_alone: bool | None = None  # by a signal that stops jobs, when no other rank was being ended
+    # by a signal that stops jobs, when no other rank was being ended
+    ended_alone: bool | None = None
     ended_ns: int = 0  # Unix ns when the end was noticed
     seen_ns: int = 0  # Unix ns of the last observation
     window_s: float = 0.0  # seconds over which the fields below were observed
     proc_state: str | None = None  # /proc/PID/stat of the main thread: "R", "S", "D", "T", "Z"
     cpu_s: float | None = None  # CPU time used within the window, all threads
-    running_fraction: float | None = None  # of the observations in the window that found its main thread in state R
+    # of the observations in the window that found its main thread in state R
+    running_fraction: float | None = None
     io_bytes: int | None = None  # read and written within the window, also by its child processes
     children_cpu_s: float | None = None  # CPU time that its child processes used within the window
-    children_running_fraction: float | None = None  # of the observations in the window that found one of them in state R
-    net_bytes: int | None = None  # sent and received over TCP within the window, without connections that hardly move
+    # of the observations in the window that found one of them in state R
+    children_running_fraction: float | None = None
+    # sent and received over TCP within the window, without connections that hardly move
+    net_bytes: int | None = None
     unsent_bytes: int | None = None  # written to TCP connections, and not taken by the other side
-    waits_for: str = ""  # what its main thread waited for in the kernel at the last observation, in words
+    # what its main thread waited for in the kernel at the last observation, in words
+    waits_for: str = ""
     waits_for_pid: int = 0  # the process that holds the lock that it waited for, if it is known
     stack_moved: bool | None = None  # the main thread's stack changed within the window
     holds_gil: bool | None = None  # alive, but its watchdog thread could not run
     throttled_fraction: float | None = None  # of the window, by the cgroup's CPU limit
-    stopped_fraction: float | None = None  # of the observations in the window that found it in state T
+    # of the observations in the window that found it in state T
+    stopped_fraction: float | None = None
     memory_pressure: float | None = None  # PSI "full avg10" of its cgroup, percent
-    stacks: list[ThreadStack] = []  # taken from outside (py-spy); used if the process's own are stale
+    # taken from outside (py-spy); used if the process's own are stale
+    stacks: list[ThreadStack] = []
     stacks_note: str | None = None  # why there are no stacks, in words
 
 
@@ -78,26 +87,35 @@ class RankLog(msgspec.Struct):
     launcher: str = ""  # "torchrun", "srun", "mpirun"; empty if its environment shows none
     size_in_environment: int | None = None  # WORLD_SIZE, 0 if it is not set; None: not recorded
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
-    twins: list[tuple[int, int]] = []  # processes that have this rank: the pid, and that of the launcher's rank which started it
-    unrecorded: str = ""  # why the process keeps no black box although it has loaded torch, and what to do, in a clause
-    setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"
-    store_wait: Collective | None = None  # the present wait for a key in the job's store; its group's name is the key
-    keys_written: list[Collective] = []  # the first write of each kind of key, which are the same but for numbers; named like that
+    # processes that have this rank: the pid, and that of the launcher's rank which started it
+    twins: list[tuple[int, int]] = []
+    # why the process keeps no black box although it has loaded torch, and what to do, in a clause
+    unrecorded: str = ""
+    # calls that make process groups, oldest first; their arguments are the group and the label in
+    # "module"
+    setups: list[Collective] = []
+    # the present wait for a key in the job's store; its group's name is the key
+    store_wait: Collective | None = None
+    # the first write of each kind of key, which are the same but for numbers; named like that
+    keys_written: list[Collective] = []
     issued: int = 0  # number ever recorded; more than len(collectives) if the ring buffer wrapped
     stacks: list[ThreadStack] = []  # taken by the rank's own watchdog thread
     stacks_ns: int = 0  # Unix ns
-    main_stack_since_ns: int = 0  # Unix ns of the last change of the main thread's stack; 0 if unknown
+    # Unix ns of the last change of the main thread's stack; 0 if unknown
+    main_stack_since_ns: int = 0
     heartbeat_ns: int = 0  # Unix ns of the watchdog thread's last sign of life
     captured_ns: int = 0  # Unix ns when the box was read or dumped
     head_lost: bool = False  # the collective that its device waits in is overwritten
     steps: int = 0  # optimizer steps completed
     expecting: str | None = None  # label of an open `with commlens.expect_slow(...)`
     closed: bool = False  # the process ran its atexit handlers
-    left: bool = False  # the process has destroyed its last process group, and not ended yet or without atexit handlers
+    # the process has destroyed its last process group, and not ended yet or without atexit handlers
+    left: bool = False
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
     initialised: bool = False  # init_process_group has returned
-    joined: bool = False  # recording was switched on while the job ran, on each rank at another moment
+    # recording was switched on while the job ran, on each rank at another moment
+    joined: bool = False
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)
@@ -109,30 +127,53 @@ class RankLog(msgspec.Struct):
 
     @property
     def lost_newest(self) -> bool:
-        """Whether the newest records are unreadable, so that the rank may have issued anything since."""
+        """Whether the newest records are unreadable, so that the rank may have issued anything
+        since.
+        """
         return self.issued > (self.collectives[-1].index if self.collectives else 0)
 
     @property
     def current_collective(self) -> Collective | None:
         """The oldest collective in flight, otherwise the last one."""
-        return next((each for each in self.collectives if each.in_flight), self.collectives[-1] if self.collectives else None)
+        return next(
+            (each for each in self.collectives if each.in_flight),
+            self.collectives[-1] if self.collectives else None,
+        )
 
     @property
     def main_stack(self) -> ThreadStack | None:
-        """The most recent stack of the main thread; of the thread that runs the user's code if the main one runs only a library's."""
+        """The most recent stack of the main thread; of the thread that runs the user's code if the
+        main one runs only a library's.
+        """
         everything = [*self.observation.stacks, *self.stacks]
-        main = max((stack for stack in everything if stack.is_main), key=lambda stack: stack.taken_ns, default=None)
+        main = max(
+            (stack for stack in everything if stack.is_main),
+            key=lambda stack: stack.taken_ns,
+            default=None,
+        )
         if main is None or not main.frames or any(user_lines(main.frames)):
             return main
-        others = [stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))]
+        others = [
+            stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))
+        ]
         issuing = self.collectives[-1].issue_thread if self.collectives else 0
         of_thread = [stack for stack in others if stack.thread == issuing] or others
         newest = max(of_thread, key=lambda stack: stack.taken_ns, default=None)
-        return newest if newest is not None and len({stack.thread for stack in of_thread}) == 1 else main
+        return (
+            newest
+            if newest is not None and len({stack.thread for stack in of_thread}) == 1
+            else main
+        )
 
     @property
     def current_stack(self) -> ThreadStack | None:
-        """The main thread's stack if it was taken after the rank issued and left its newest collective; None: it has moved since."""
+        """The main thread's stack if it was taken after the rank issued and left its newest
+        collective; None: it has moved since.
+        """
         stack, newest = self.main_stack, self.collectives[-1] if self.collectives else None
-        moved_ns = max(newest.announced_ns, newest.done_ns, newest.wait_ended_ns) if newest is not None else 0
+        moved_ns = (
+            max(newest.announced_ns, newest.done_ns, newest.wait_ended_ns)
+            if newest is not None
+            else 0
+        )
         return stack if stack is not None and stack.taken_ns > moved_ns else None

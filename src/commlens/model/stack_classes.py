@@ -1,4 +1,6 @@
-"""The stacks of all ranks, merged: ranks whose main threads stand at the same place form a class."""
+"""The stacks of all ranks, merged: ranks whose main threads stand at the same place form a
+class.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,37 @@ class StackClass(msgspec.Struct, frozen=True):
     frames: Stack  # innermost first
     state: str = ""  # of their processes, in words
     note: str = ""  # why there is no stack
-    others: list[str] = []  # other threads that run the user's code: "rank 2, Thread-3: train.py:57 load_batch"
+    # other threads that run the user's code: "rank 2, Thread-3: train.py:57 load_batch"
+    others: list[str] = []
 
     @property
     def shown(self) -> list[Frame]:
-        """The frames worth showing: without commlens's own, and of torch and Python only the innermost ones."""
+        """The frames worth showing: without commlens's own, and of torch and Python only the
+        innermost ones.
+        """
         inner = True
         found: list[Frame] = []
         for frame in self.frames:
             if frame.kind in (FrameKind.USER, FrameKind.LIBRARY):
                 inner = False
                 found.append(frame)
-            elif inner and frame.kind is not FrameKind.COMMLENS and not frame.function.endswith("wrapper"):
+            elif (
+                inner
+                and frame.kind is not FrameKind.COMMLENS
+                and not frame.function.endswith("wrapper")
+            ):
                 found.append(frame)
         return found
 
 
 def merge_stacks(logs: Sequence[RankLog], states: Sequence[str]) -> list[StackClass]:
-    """Group ranks by the stack of their main thread and their state. The classes with the fewest ranks come first.
+    """Group ranks by the stack of their main thread and their state. The classes with the fewest
+    ranks come first.
 
     Args:
         logs: the ranks.
-        states: of their processes in words, such as "stopped"; ranks in different states are in different classes.
+        states: of their processes in words, such as "stopped"; ranks in different states are in
+            different classes.
     """
     found: dict[tuple[object, ...], list[tuple[RankLog, Stack, str]]] = {}
     for log, state in zip(logs, states, strict=True):
@@ -49,7 +60,11 @@ def merge_stacks(logs: Sequence[RankLog], states: Sequence[str]) -> list[StackCl
         found.setdefault((_key(frames), state, note), []).append((log, frames, note))
     classes = [
         StackClass(
-            sorted(log.rank for log, _, _ in members), members[0][1], str(key[1]), members[0][2], _others(log for log, _, _ in members)
+            sorted(log.rank for log, _, _ in members),
+            members[0][1],
+            str(key[1]),
+            members[0][2],
+            _others(log for log, _, _ in members),
         )
         for key, members in found.items()
     ]
@@ -57,8 +72,14 @@ def merge_stacks(logs: Sequence[RankLog], states: Sequence[str]) -> list[StackCl
 
 
 def _key(frames: Stack) -> tuple[object, ...]:
-    """Return the frames that decide: addresses in C++ frames and commlens's own frames differ between equal ranks."""
-    return tuple((frame.file, frame.line, frame.function) for frame in frames if frame.kind not in (FrameKind.COMMLENS, FrameKind.NATIVE))
+    """Return the frames that decide: addresses in C++ frames and commlens's own frames differ
+    between equal ranks.
+    """
+    return tuple(
+        (frame.file, frame.line, frame.function)
+        for frame in frames
+        if frame.kind not in (FrameKind.COMMLENS, FrameKind.NATIVE)
+    )
 
 
 def _others(logs: Iterable[RankLog]) -> list[str]:
@@ -67,8 +88,15 @@ def _others(logs: Iterable[RankLog]) -> list[str]:
         main = log.main_stack
         for stack in [*log.observation.stacks, *log.stacks]:
             line = next((frame for frame in stack.frames if frame.kind is FrameKind.USER), None)
-            if line is not None and not stack.is_main and (main is None or stack.thread != main.thread):
-                text = f"rank {log.rank}, {stack.name or f'thread {stack.thread}'}: {line.where} {line.function}"
+            if (
+                line is not None
+                and not stack.is_main
+                and (main is None or stack.thread != main.thread)
+            ):
+                text = (
+                    f"rank {log.rank}, {stack.name or f'thread {stack.thread}'}: {line.where}"
+                    f" {line.function}"
+                )
                 if text not in found:
                     found.append(text)
     return found[:8]

@@ -1,4 +1,6 @@
-"""A trace as data: the collectives of one rank, with their times, causes and sizes. Needs no torch."""
+"""A trace as data: the collectives of one rank, with their times, causes and sizes. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +32,49 @@ class Depth(str, Enum):
 
 
 class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The owner of the parameters in a library's collective. Not always the issuing module: FSDP2 prefetches one block inside another."""
+    """The owner of the parameters in a library's collective. Not always the issuing module: FSDP2
+    prefetches one block inside another.
+    """
 
     library: str  # "FSDP2", "FSDP", "DDP"
     name: str  # FSDP2: path of the wrapped block; DDP: "bucket 0"
-    parameters: tuple[str, ...] = ()  # their names in the wrapped model, if the library reports them
+    # their names in the wrapped model, if the library reports them
+    parameters: tuple[str, ...] = ()
 
 
 class Cause(msgspec.Struct, frozen=True, omit_defaults=True):
     """The DTensor redistribution that a collective performs."""
 
-    op: str | None  # "aten.addmm.default"; None if the redistribution was requested and not needed by an op
+    # "aten.addmm.default"; None if the redistribution was requested and not needed by an op
+    op: str | None
     before: str  # "(Shard(dim=0),)"
     after: str  # "(Replicate(),)"
-    implicit: bool  # DTensor redistributed to run the op; else the program (or a parallel plan) called redistribute()
+    # DTensor redistributed to run the op; else the program (or a parallel plan) called
+    # redistribute()
+    implicit: bool
     mesh: str = ""  # "DeviceMesh((4,), ...)" as torch prints it
 
 
 class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One collective; in the summarised part of a long trace, all collectives that differ only in time."""
+    """One collective; in the summarised part of a long trace, all collectives that differ only in
+    time.
+    """
 
     sequence: int  # 1, 2, ... in order of issue, over all collectives of the traced rank
     op: str  # the wire op: "all_reduce"
     api: str  # as CommDebugMode names it: "c10d.allreduce_", "c10d_functional.all_reduce"
     phase: Phase | None  # None: unknown (unclassified)
     group: int  # index into TraceData.groups
-    site: str | None = None  # path of the module whose forward or backward issued it: "Transformer.layers.0.attention"
+    # path of the module whose forward or backward issued it: "Transformer.layers.0.attention"
+    site: str | None = None
     call: int = 0  # number of the module's call within the trace, from 1; 0 outside modules
     microbatch: int | None = None  # of a pipeline schedule, from 0; None outside of one
     owner: Owner | None = None
     cause: Cause | None = None
     source: Frame | None = None  # the user's line
-    through: str | None = None  # the library function that the user's line called: "clip_grad_norm_"; None if it called torch.distributed
+    # the library function that the user's line called: "clip_grad_norm_"; None if it called
+    # torch.distributed
+    through: str | None = None
     dtype: str = ""  # of the first tensor; "" for ops without tensors
     input_bytes: int = 0
     output_bytes: int = 0
@@ -72,13 +85,15 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     tag: int = 0
     asynchronous: bool | None = None  # None if torch does not say
     members: int = 0  # number of ops in the coalesced group; 0 if not coalesced
-    thread: int = 0  # index of the issuing thread in order of appearance; 0 is usually the main thread
+    # index of the issuing thread in order of appearance; 0 is usually the main thread
+    thread: int = 0
     step: int = 0  # optimizer steps completed before it, since the trace began
     started_ns: int = 0  # ns since the trace began, like the next three; 0 in summarised events
     returned_ns: int = 0
     wait_began_ns: int = 0  # 0: no thread was seen waiting for it
     wait_ended_ns: int = 0
-    duration_ns: int = 0  # the collective's own time, as the backend or a profiler measured it; 0 if unknown
+    # the collective's own time, as the backend or a profiler measured it; 0 if unknown
+    duration_ns: int = 0
     overlapped_ns: int | None = None  # the part of it in which other work ran, by the profiler
     count: int = 1  # more than 1 in summarised events only
     last_step: int | None = None  # step of the last collective in a summarised event
@@ -107,9 +122,11 @@ class TracedModule(msgspec.Struct, omit_defaults=True):
     path: str  # root class name and child path: "MLPModule.net1"
     type: str  # "torch.nn.modules.linear.Linear"
     calls: int = 0
-    parent: int | None = None  # index into TraceData.modules: the module whose call contained its first call
+    # index into TraceData.modules: the module whose call contained its first call
+    parent: int | None = None
     parameters: tuple[TracedParameter, ...] = ()  # its own, not its children's
-    other_paths: tuple[str, ...] = ()  # of a shared module: its other paths, where they do not have a row of their own
+    # of a shared module: its other paths, where they do not have a row of their own
+    other_paths: tuple[str, ...] = ()
 
 
 class TracedOp(msgspec.Struct, omit_defaults=True):
@@ -130,7 +147,8 @@ class Coverage(msgspec.Struct):
     dispatched: int = 0  # collectives that passed the dispatcher while traced
     recorded: int = 0  # of these, collectives in the trace, summarised ones counted in full
     unclassified: int = 0  # of the recorded ones, those of unknown phase or module
-    blind: list[str] = msgspec.field(default_factory=list)  # sentences about what the trace cannot see here
+    # sentences about what the trace cannot see here
+    blind: list[str] = msgspec.field(default_factory=list)
 
 
 class TraceData(msgspec.Struct, kw_only=True):
@@ -147,7 +165,9 @@ class TraceData(msgspec.Struct, kw_only=True):
     started_unix_ns: int = 0
     steps: int = 0  # optimizer steps that completed while traced
     whole_steps: int | None = None  # events of later steps are summarised; None: no events are
-    setup_until: int | None = None  # sequence number of the last collective before the first forward; 0: there was none; None: unknown
+    # sequence number of the last collective before the first forward; 0: there was none; None:
+    # unknown
+    setup_until: int | None = None
     groups: list[ProcessGroup] = msgspec.field(default_factory=list)
     modules: list[TracedModule] = msgspec.field(default_factory=list)
     events: list[TraceEvent] = msgspec.field(default_factory=list)
@@ -159,5 +179,7 @@ class TraceData(msgspec.Struct, kw_only=True):
         return self.groups[event.group]
 
     def is_setup(self, event: TraceEvent) -> bool:
-        """Tell whether an event belongs to the setup before the first forward, which no step repeats."""
+        """Tell whether an event belongs to the setup before the first forward, which no step
+        repeats.
+        """
         return self.setup_until is not None and event.sequence <= self.setup_until

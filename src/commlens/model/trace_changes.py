@@ -18,22 +18,30 @@ class Change(msgspec.Struct, kw_only=True):
     phase: str | None = None
     module: str | None = None  # folded: "Transformer.layers.0-31.attention"
     group: str = ""  # mesh dimension or other label of the group
-    changed: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)  # of "changed" and "moved": field -> before, after
+    # of "changed" and "moved": field -> before, after
+    changed: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
     calls_before: float = 0
     calls_after: float = 0
     wire_bytes_before: float = 0
     wire_bytes_after: float = 0
     modules: int = 1  # number of modules that changed alike and differ only in a number
-    ranks: list[int] = msgspec.field(default_factory=list)  # if traces of several ranks were compared: the ranks with this change
+    # if traces of several ranks were compared: the ranks with this change
+    ranks: list[int] = msgspec.field(default_factory=list)
 
     @property
     def weight(self) -> float:
         """Affected bytes on the wire, by which changes are sorted."""
-        return max(abs(self.wire_bytes_after - self.wire_bytes_before), self.wire_bytes_before, self.wire_bytes_after)
+        return max(
+            abs(self.wire_bytes_after - self.wire_bytes_before),
+            self.wire_bytes_before,
+            self.wire_bytes_after,
+        )
 
 
 class TimeChange(msgspec.Struct, kw_only=True):
-    """The time of something in a step, in both traces: medians over the steps, with their 95 % confidence intervals."""
+    """The time of something in a step, in both traces: medians over the steps, with their 95 %
+    confidence intervals.
+    """
 
     subject: str  # "a step", "waiting in collectives", "all_reduce on tp"
     before_ns: int
@@ -48,18 +56,23 @@ class Comparison(msgspec.Struct, kw_only=True):
 
     schema: str = COMPARISON_SCHEMA
     answer: str = ""  # in one sentence
-    per_step: bool = False  # the traces cover different numbers of steps, so calls and bytes are per step
+    # the traces cover different numbers of steps, so calls and bytes are per step
+    per_step: bool = False
     calls_before: float = 0
     calls_after: float = 0
     wire_bytes_before: float = 0
     wire_bytes_after: float = 0
     changes: list[Change] = msgspec.field(default_factory=list)
     time: str = ""  # whether time moved, in one sentence; empty if it is unknown
-    times: list[TimeChange] = msgspec.field(default_factory=list)  # those that moved; they are no changes
-    notes: list[str] = msgspec.field(default_factory=list)  # sentences about what was not compared, or is not a change of the model
+    # those that moved; they are no changes
+    times: list[TimeChange] = msgspec.field(default_factory=list)
+    # sentences about what was not compared, or is not a change of the model
+    notes: list[str] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.changes)
 
     def __str__(self) -> str:
-        return "\n".join([self.answer, *(f"- {change.sentence}" for change in self.changes), *self.notes])
+        return "\n".join(
+            [self.answer, *(f"- {change.sentence}" for change in self.changes), *self.notes]
+        )

@@ -20,7 +20,8 @@ class Total(msgspec.Struct):
     wire_bytes: int = 0
     group_size: int = 0  # ranks per group, in the breakdown by mesh dimension; 0 if sizes differ
     time_ns: int | None = None  # of the calls whose time is known, from issue to end
-    waited_ns: int | None = None  # the part in which the issuing thread was blocked, or in which an accelerator ran nothing else
+    # the part in which the issuing thread was blocked, or in which an accelerator ran nothing else
+    waited_ns: int | None = None
     timed: int = 0  # calls whose time is known
     wait_known: int = 0  # calls whose waiting is known
 
@@ -39,7 +40,8 @@ class ModuleTotal(msgspec.Struct):
     waited_ns: int | None = None
     timed: int = 0
     wait_known: int = 0
-    other_paths: list[str] = msgspec.field(default_factory=list)  # of a shared module: its other paths, unless its parent is shared too
+    # of a shared module: its other paths, unless its parent is shared too
+    other_paths: list[str] = msgspec.field(default_factory=list)
 
 
 class Why(msgspec.Struct):
@@ -51,7 +53,9 @@ class Why(msgspec.Struct):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The summary of a trace. Breakdowns list the costliest row first; bytes are bytes on the wire (model/wire_bytes.py)."""
+    """The summary of a trace. Breakdowns list the costliest row first; bytes are bytes on the wire
+    (model/wire_bytes.py).
+    """
 
     schema: str = SUMMARY_SCHEMA
     answer: str  # number of collectives and bytes, over how many steps, on which rank
@@ -66,7 +70,8 @@ class Summary(msgspec.Struct, kw_only=True):
     by_mesh_dim: list[Total] = msgspec.field(default_factory=list)
     by_phase: list[Total] = msgspec.field(default_factory=list)
     by_op: list[Total] = msgspec.field(default_factory=list)
-    by_module: list[ModuleTotal] = msgspec.field(default_factory=list)  # in the order of the model, parents before children
+    # in the order of the model, parents before children
+    by_module: list[ModuleTotal] = msgspec.field(default_factory=list)
     why: list[Why] = msgspec.field(default_factory=list)
     estimate: Estimate | None = None  # of the time on the network that was named; None without one
     times: Times | None = None  # None in a preview, and if there are no collectives

@@ -1,4 +1,6 @@
-"""The verdict: what is wrong, which ranks are to blame, and what to do next. Text, JSON and HTML render it."""
+"""The verdict: what is wrong, which ranks are to blame, and what to do next. Text, JSON and HTML
+render it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Kind = Literal[
     "healthy",
     "undetermined",
 ]
-"""The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and ``undetermined`` (evidence is unreadable)."""
+"""The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and
+``undetermined`` (evidence is unreadable).
+"""
 
 NOTHING_FOUND: Final[tuple[Kind, ...]] = ("healthy", "undetermined")
 
@@ -77,19 +81,24 @@ class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
 
     op: str
     sequence_number: Annotated[int, msgspec.Meta(ge=0)]
-    peer: int | None = None  # point-to-point only: the other rank, as the culprit or its victim names it
+    # point-to-point only: the other rank, as the culprit or its victim names it
+    peer: int | None = None
 
 
 class Finding(msgspec.Struct, kw_only=True):
     """One fault, wait or anomaly."""
 
-    kind: Kind  # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
+    # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
+    kind: Kind
     why: Why  # the class of the cause
     root_cause: bool  # false: a consequence of another finding, or nothing is wrong
-    culprits: list[Rank]  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    culprits: list[Rank]
     victims: list[Rank]  # global ranks that wait or ended because of it, sorted
     confidence: Confidence
-    certain: bool = False  # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one has ended
+    # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one
+    # has ended
+    certain: bool = False
     summary: str  # the answer in one sentence
     explanation: str = ""  # where the culprit is, since when, and what the others wait for
     next_step: str = ""
@@ -108,16 +117,22 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root causes first."""
+    """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root
+    causes first.
+    """
 
     schema: str = SCHEMA
-    kind: Kind = "healthy"  # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
+    # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
+    kind: Kind = "healthy"
     why: Why = "unknown"  # the class of the cause
     root_cause: bool = False  # false: a consequence of another finding, or nothing is wrong
-    culprits: list[Rank] = []  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    culprits: list[Rank] = []
     victims: list[Rank] = []  # global ranks that wait or ended because of it, sorted
     confidence: Confidence = "high"
-    certain: bool = False  # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one has ended
+    # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one
+    # has ended
+    certain: bool = False
     summary: str = ""  # the answer in one sentence
     explanation: str = ""
     group: GroupRef | None = None
@@ -147,9 +162,15 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     @classmethod
     def from_findings(cls, findings: list[Finding], **about: Any) -> Verdict:
-        """Build a verdict from findings, the most important first. ``about`` sets the other fields, such as looked_at."""
+        """Build a verdict from findings, the most important first. ``about`` sets the other fields,
+        such as looked_at.
+        """
         if not findings:
             return cls(**about)
         first = findings[0]
-        top = {name: getattr(first, name) for name in Finding.__struct_fields__ if name in cls.__struct_fields__}
+        top = {
+            name: getattr(first, name)
+            for name in Finding.__struct_fields__
+            if name in cls.__struct_fields__
+        }
         return cls(**{**top, "findings": findings, **about})

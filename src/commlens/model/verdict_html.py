@@ -1,6 +1,8 @@
-"""Render a verdict as text for ``print``, and as an HTML fragment for notebooks, which is escaped and has no script.
+"""Render a verdict as text for ``print``, and as an HTML fragment for notebooks, which is escaped
+and has no script.
 
-The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do not import each other.
+The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do
+not import each other.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ _MOST = 8  # sentences of each list
 
 
 def verdict_html(verdict: Any) -> str:
-    """Return the answer, the cause and the next step, with evidence and unknowns in collapsible sections."""
+    """Return the answer, the cause and the next step, with evidence and unknowns in collapsible
+    sections.
+    """
     colour = _COLOURS.get(verdict.kind, "#cf222e")
-    rows = [("Verdict", _sentence(verdict.summary)), ("Why", verdict.explanation), ("Next", _sentence(verdict.next_step))]
+    rows = [
+        ("Verdict", _sentence(verdict.summary)),
+        ("Why", verdict.explanation),
+        ("Next", _sentence(verdict.next_step)),
+    ]
     cells = "".join(
         f'<tr><th style="text-align:left;vertical-align:top;padding-right:1em">{label}</th>'
         f'<td style="text-align:left;white-space:normal">{escape(text)}</td></tr>'
@@ -25,8 +33,16 @@ def verdict_html(verdict: Any) -> str:
         if text
     )
     parts = [_details(title, sentences) for title, sentences in _sections(verdict)]
-    looked = f"<small>Looked at {escape(verdict.looked_at)}. Confidence: {escape(verdict.confidence)}.</small>" if verdict.looked_at else ""
-    return f'<div style="border-left:4px solid {colour};padding-left:1em"><table>{cells}</table>{"".join(parts)}{looked}</div>'
+    looked = (
+        f"<small>Looked at {escape(verdict.looked_at)}. Confidence:"
+        f" {escape(verdict.confidence)}.</small>"
+        if verdict.looked_at
+        else ""
+    )
+    return (
+        '<div style="border-left:4px solid'
+        f' {colour};padding-left:1em"><table>{cells}</table>{"".join(parts)}{looked}</div>'
+    )
 
 
 def verdict_text(verdict: Any) -> str:
@@ -39,8 +55,17 @@ def verdict_text(verdict: Any) -> str:
     lines = [fill(text, 80, first=f"{label:<9}", indent=" " * 9) for label, text in rows if text]
     for title, sentences in _sections(verdict):
         if sentences:
-            lines += ["", title, *(fill(_sentence(text), 80, first="  - ", indent="    ") for text in sentences[:_MOST])]
-    return "\n".join([*lines, "", f"Looked at {verdict.looked_at}."] if verdict.looked_at else lines)
+            lines += [
+                "",
+                title,
+                *(
+                    fill(_sentence(text), 80, first="  - ", indent="    ")
+                    for text in sentences[:_MOST]
+                ),
+            ]
+    return "\n".join(
+        [*lines, "", f"Looked at {verdict.looked_at}."] if verdict.looked_at else lines
+    )
 
 
 def _sections(verdict: Any) -> list[tuple[str, list[str]]]:
@@ -54,13 +79,18 @@ def _sections(verdict: Any) -> list[tuple[str, list[str]]]:
 def _details(title: str, sentences: list[str]) -> str:
     if not sentences:
         return ""
-    shown = [*sentences[:_MOST], *([f"{len(sentences) - _MOST} more"] if len(sentences) > _MOST else [])]
+    shown = [
+        *sentences[:_MOST],
+        *([f"{len(sentences) - _MOST} more"] if len(sentences) > _MOST else []),
+    ]
     items = "".join(f"<li>{escape(_sentence(text))}</li>" for text in shown)
     return f"<details><summary>{title} ({len(sentences)})</summary><ul>{items}</ul></details>"
 
 
 def _with_ranks(finding: Any) -> str:
-    return str(finding.summary) + (f" ({finding.source})" if finding.source and finding.source not in finding.summary else "")
+    return str(finding.summary) + (
+        f" ({finding.source})" if finding.source and finding.source not in finding.summary else ""
+    )
 
 
 def _sentence(text: str) -> str:

@@ -11,7 +11,9 @@ _NO_BREAK: Final = "\ue000"  # in place of a blank: rich wraps lines at no-break
 
 
 def unbroken(text: str) -> str:
-    """Return a text that wraps at no blank between a number and its unit. Pass the wrapped text to :func:`rejoined`."""
+    """Return a text that wraps at no blank between a number and its unit. Pass the wrapped text to
+    :func:`rejoined`.
+    """
     return _BEFORE_UNIT.sub(_NO_BREAK, text)
 
 
@@ -21,8 +23,15 @@ def rejoined(text: str) -> str:
 
 
 def fill(text: str, width: int, *, first: str = "", indent: str = "") -> str:
-    """Wrap a text: ``first`` begins its first line, ``indent`` its further ones. Paths are not broken."""
+    """Wrap a text: ``first`` begins its first line, ``indent`` its further ones. Paths are not
+    broken.
+    """
     lines = textwrap.wrap(
-        unbroken(text), width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        unbroken(text),
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return rejoined("\n".join(lines))

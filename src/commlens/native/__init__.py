@@ -1,8 +1,7 @@
 """The native engine: its C++ sources, building them, and finding and loading a build.
 
-A build is for one torch, one Python and one version of the sources. ``commlens build-native`` makes one, and ``commlens launch`` in the
-background; never a rank.
-docs/native.md explains.
+A build is for one torch, one Python and one version of the sources. ``commlens build-native`` makes
+one, and ``commlens launch`` in the background; never a rank. docs/native.md explains.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Builds that nobody asked for, as files in the cache: the lock of the build that runs now, and why the last one failed.
+"""Builds that nobody asked for, as files in the cache: the lock of the build that runs now, and why
+the last one failed.
 
     <cache>/<identity>/.background.lock   locked while a process builds in the background
     <cache>/<identity>/.background.json   the reason and the time of a failure, and the compiler
 
-Both belong to one identity (:func:`commlens.native.cache.identity`). A failure is forgotten after a day, when another compiler is
-installed, and when a build succeeds.
+Both belong to one identity (:func:`commlens.native.cache.identity`). A failure is forgotten after a
+day, when another compiler is installed, and when a build succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Final
 LOCK: Final = ".background.lock"
 FAILURE: Final = ".background.json"
 KEEP_S: Final = 86_400.0
-"""How long a failure keeps other launches from trying: a full disk is emptied, a package is installed."""
+"""How long a failure keeps other launches from trying: a full disk is emptied, a package is
+installed.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Failure:
 
 
 def take_lock(folder: Path) -> int | None:
-    """Lock a folder for a build in the background. Return the open file, which a child may inherit; None if another process builds.
+    """Lock a folder for a build in the background. Return the open file, which a child may inherit;
+    None if another process builds.
 
     Raises:
         OSError: the folder cannot be written.
@@ -83,7 +87,11 @@ def failure(folder: Path, compiler: list[str]) -> Failure | None:
     """Return the failure of the last day with this compiler."""
     try:
         about = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
-        reason, unix_s, of_compiler = str(about["reason"]), float(about["unix_s"]), about["compiler"]
+        reason, unix_s, of_compiler = (
+            str(about["reason"]),
+            float(about["unix_s"]),
+            about["compiler"],
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if of_compiler != _compiler_id(compiler) or not 0 <= time.time() - unix_s < KEEP_S:

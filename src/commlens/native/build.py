@@ -1,7 +1,9 @@
-"""Compile the native engine once, into the cache, for ``commlens build-native`` and for ``commlens launch``'s build in the background.
+"""Compile the native engine once, into the cache, for ``commlens build-native`` and for ``commlens
+launch``'s build in the background.
 
-The sources are one translation unit, so the compiler is called directly, with the include paths, the language standard and the
-macros with which torch itself was built (those that torch.utils.cpp_extension passes to ninja).
+The sources are one translation unit, so the compiler is called directly, with the include paths,
+the language standard and the macros with which torch itself was built (those that
+torch.utils.cpp_extension passes to ninja).
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ _SCRATCH = ".building-"
 Progress = Callable[[str], None]
 
 
-def build(directory: Path | None = None, *, force: bool = False, progress: Progress = lambda text: None) -> tuple[Build, bool]:
-    """Build for this torch and Python, unless there is a build already. Return the build, and whether it is new.
+def build(
+    directory: Path | None = None, *, force: bool = False, progress: Progress = lambda text: None
+) -> tuple[Build, bool]:
+    """Build for this torch and Python, unless there is a build already. Return the build, and
+    whether it is new.
 
     ``progress`` is called with a few words at each step.
 
@@ -69,19 +74,23 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
             attempts.forget_failure(folder.parent)
             return found, is_new
     except OSError as error:
-        raise NativeEngineError(f"The native engine cannot be saved in {folder}: {error.strerror or error}.") from None
+        raise NativeEngineError(
+            f"The native engine cannot be saved in {folder}: {error.strerror or error}."
+        ) from None
 
 
 def build_into(package: Path) -> Build:
     """Build into the package's folder of builds while it is installed or packed."""
     compiler = find_compiler(os.environ)
-    folder = package.absolute() / folder_of(identity())  # absolute: the compiler runs in another folder
+    # absolute: the compiler runs in another folder
+    folder = package.absolute() / folder_of(identity())
     folder.mkdir(parents=True, exist_ok=True)
     return _build(folder, compiler, compiler_version(compiler), identity(), print)
 
 
 def copy_builds(directory: Path, package: Path) -> list[Build]:
-    """Copy all builds of these sources from a cache into the package's folder of builds, for a wheel that serves several torch versions.
+    """Copy all builds of these sources from a cache into the package's folder of builds, for a
+    wheel that serves several torch versions.
 
     Args:
         directory: a cache that ``commlens build-native -o`` has filled with each torch and Python.
@@ -91,19 +100,27 @@ def copy_builds(directory: Path, package: Path) -> list[Build]:
         NativeEngineError: there is no such build in the cache, or one is damaged.
     """
     copied = []
-    for folder in sorted(path for identified in directory.glob("torch-*") for path in builds_in(identified)):
+    for folder in sorted(
+        path for identified in directory.glob("torch-*") for path in builds_in(identified)
+    ):
         found = read_build(folder)
         if found is None or found.about.get("for", {}).get("sources") != sources_digest():
             continue
         if not found.is_whole():
-            raise NativeEngineError(f"{found.library} is damaged: its checksum differs. Rebuild it with commlens build-native --force.")
+            raise NativeEngineError(
+                f"{found.library} is damaged: its checksum differs. Rebuild it with commlens"
+                " build-native --force."
+            )
         target = package / folder_of(found.about["for"])
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy2(found.library, target)
         shutil.copy2(folder / ABOUT, target)
         copied.append(Build(target, found.about))
     if not copied:
-        raise NativeEngineError(f"There is no build of these sources in {directory}: commlens build-native -o {directory} makes one.")
+        raise NativeEngineError(
+            f"There is no build of these sources in {directory}: commlens build-native -o"
+            f" {directory} makes one."
+        )
     return copied
 
 
@@ -112,31 +129,43 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
     named = shlex.split(environ.get("CXX", ""))
     if named:
         if shutil.which(named[0]) is None:
-            raise NativeEngineError(f"CXX names the compiler {named[0]!r}, which is not a command here.")
+            raise NativeEngineError(
+                f"CXX names the compiler {named[0]!r}, which is not a command here."
+            )
         return named
     for name in _COMPILERS:
         if shutil.which(name) is not None:
             return [name]
     raise NativeEngineError(
-        f"Building the native engine needs a C++ compiler, and none of {', '.join(_COMPILERS)} is installed: "
-        "install g++ (on Debian: apt install g++), or name one with CXX. Without it commlens records in Python."
+        f"Building the native engine needs a C++ compiler, and none of {', '.join(_COMPILERS)} is"
+        " installed: install g++ (on Debian: apt install g++), or name one with CXX. Without it"
+        " commlens records in Python."
     )
 
 
 def compiler_version(compiler: list[str]) -> str:
     """Return the first line that the compiler prints with ``--version``."""
     try:
-        ended = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+        ended = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=60, errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeEngineError(f"The compiler {shlex.join(compiler)} cannot be run: {error}.") from None
+        raise NativeEngineError(
+            f"The compiler {shlex.join(compiler)} cannot be run: {error}."
+        ) from None
     lines = ended.stdout.strip().splitlines()
     if ended.returncode or not lines:
-        raise NativeEngineError(f"The compiler {shlex.join(compiler)} does not print its version: exit status {ended.returncode}.")
+        raise NativeEngineError(
+            f"The compiler {shlex.join(compiler)} does not print its version: exit status"
+            f" {ended.returncode}."
+        )
     return lines[0].strip()
 
 
 def obstacle() -> str:
-    """Return why the engine cannot be built here, as far as that can be seen without calling the compiler; empty if it can."""
+    """Return why the engine cannot be built here, as far as that can be seen without calling the
+    compiler; empty if it can.
+    """
     try:
         find_compiler(os.environ)
         flags()
@@ -153,22 +182,40 @@ def flags() -> list[str]:
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").exists():
         raise NativeEngineError(
-            f"Building the native engine needs Python's headers, and {python / 'Python.h'} does not exist: "
-            "install them (on Debian: apt install python3-dev)."
+            f"Building the native engine needs Python's headers, and {python / 'Python.h'} does not"
+            " exist: install them (on Debian: apt install python3-dev)."
         )
     include, library = root / "include", root / "lib"
     if not (include / "torch" / "library.h").exists():
-        raise NativeEngineError(f"This torch was installed without its C++ headers: {include / 'torch' / 'library.h'} does not exist.")
+        raise NativeEngineError(
+            f"This torch was installed without its C++ headers: {include / 'torch' / 'library.h'}"
+            " does not exist."
+        )
     defines = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
         if value is not None:
             defines.append(f'-DPYBIND11_{name}="{value}"')
     return [
-        "-shared", "-fPIC", "-O2", "-g0", f"-std=c++{_standard(root)}", "-Wno-attributes", *defines,
-        "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"), "-isystem", str(python),
-        f"-L{library}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
-    ]  # fmt: skip
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-g0",
+        f"-std=c++{_standard(root)}",
+        "-Wno-attributes",
+        *defines,
+        "-isystem",
+        str(include),
+        "-isystem",
+        str(include / "torch" / "csrc" / "api" / "include"),
+        "-isystem",
+        str(python),
+        f"-L{library}",
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+        "-ltorch_python",
+    ]
 
 
 def _standard(torch_root: Path) -> str:
@@ -186,14 +233,18 @@ def _name(version: str) -> str:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove the temporary folders of builds that were killed. A running one is at most as old as a compilation may take."""
+    """Remove the temporary folders of builds that were killed. A running one is at most as old as a
+    compilation may take.
+    """
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):
             if time.time() - scratch.stat().st_mtime > TIMEOUT_S + _LOAD_S:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str, str], progress: Progress) -> Build:
+def _build(
+    folder: Path, compiler: list[str], version: str, wanted: Mapping[str, str], progress: Progress
+) -> Build:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
         made = Path(scratch) / "made.so"
@@ -228,43 +279,73 @@ def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str,
 
 
 def _compile(command: list[str], scratch: str) -> None:
-    """Run the compiler. Its temporary files go to ``scratch``, too, so that nothing is left in /tmp if it is killed."""
+    """Run the compiler. Its temporary files go to ``scratch``, too, so that nothing is left in /tmp
+    if it is killed.
+    """
     try:
         ended = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=SOURCES, env={**os.environ, "TMPDIR": scratch}
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            cwd=SOURCES,
+            env={**os.environ, "TMPDIR": scratch},
         )
     except subprocess.TimeoutExpired:
-        raise NativeEngineError(f"The compiler {command[0]} did not finish within {TIMEOUT_S:.0f} s.") from None
+        raise NativeEngineError(
+            f"The compiler {command[0]} did not finish within {TIMEOUT_S:.0f} s."
+        ) from None
     if ended.returncode:
         # collect2 only says that the linker failed; the reason is in the line before.
-        lines = [line.strip() for line in ended.stderr.splitlines() if not line.startswith("collect2:")]
-        first = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        lines = [
+            line.strip() for line in ended.stderr.splitlines() if not line.startswith("collect2:")
+        ]
+        first = next(
+            (line for line in lines if "error" in line), lines[-1] if lines else "no message"
+        )
         raise NativeEngineError(
-            f"The compiler {command[0]} failed (exit status {ended.returncode}): {first[:300]}. The command was: {shlex.join(command)}"
+            f"The compiler {command[0]} failed (exit status {ended.returncode}): {first[:300]}. The"
+            f" command was: {shlex.join(command)}"
         )
 
 
 def _try_to_load(library: Path, checksum: str) -> None:
     """Load a build in a separate process, since a bad one may crash it."""
-    program = "import sys; from pathlib import Path; from commlens.native import cache; cache.check(Path(sys.argv[1]), sys.argv[2])"
+    program = (
+        "import sys; from pathlib import Path; from commlens.native import cache;"
+        " cache.check(Path(sys.argv[1]), sys.argv[2])"
+    )
     source = str(Path(__file__).parents[2])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
+    }
     environ.pop("COMMLENS", None)
     try:
         ended = subprocess.run(
             [sys.executable, "-c", program, str(library), checksum],
-            capture_output=True, text=True, errors="replace", timeout=_LOAD_S, env=environ,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LOAD_S,
+            env=environ,
+        )
     except subprocess.TimeoutExpired:
         raise NativeEngineError(f"The build did not load within {_LOAD_S:.0f} s.") from None
     if ended.returncode:
         lines = ended.stderr.strip().splitlines()
-        raise NativeEngineError(f"The build does not load (exit status {ended.returncode}): {lines[-1] if lines else 'no message'}.")
+        raise NativeEngineError(
+            f"The build does not load (exit status {ended.returncode}):"
+            f" {lines[-1] if lines else 'no message'}."
+        )
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Allow one build at a time in a folder. On a file system without locks, builds run side by side and the last one stays."""
+    """Allow one build at a time in a folder. On a file system without locks, builds run side by
+    side and the last one stays.
+    """
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """The cache of builds: where they are, what each is for, and loading one.
 
-    <cache>/<torch, Python and a digest of the rest of the identity>/<compiler>/build.json and the library that it names
-    <package>/native/built/<the same>/build.json and the library that it names, for builds that came with the package
+    <cache>/<torch, Python and a digest of the rest of the identity>/<compiler>/build.json and the
+    library that it names <package>/native/built/<the same>/build.json and the library that it
+    names, for builds that came with the package
 
 Uses only the standard library and torch, and calls no compiler.
 """
@@ -32,7 +33,9 @@ SOURCES: Final = Path(__file__).parent
 BUILT: Final = SOURCES / "built"
 DIRECTORY_VARIABLE: Final = "COMMLENS_NATIVE_DIR"
 _FLAVOUR: Final = re.compile(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$")
-NOT_BUILT: Final = "the native engine was not built for this torch and Python; commlens build-native builds it"
+NOT_BUILT: Final = (
+    "the native engine was not built for this torch and Python; commlens build-native builds it"
+)
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,22 @@ def sources_digest() -> str:
 def identity() -> dict[str, str]:
     """Return what a build must have been made for, to run here.
 
-    PyTorch's own builds of one release for CPU, CUDA, ROCm and XPU share it: of the 9,443 headers of torch 2.13.0 for CPU and for CUDA,
-    only caffe2/core/macros.h differs, which names the options of the build.
+    PyTorch's own builds of one release for CPU, CUDA, ROCm and XPU share it: of the 9,443 headers
+    of torch 2.13.0 for CPU and for CUDA, only caffe2/core/macros.h differs, which names the options
+    of the build.
     """
     import torch
 
-    pybind11 = [str(getattr(torch._C, f"_PYBIND11_{name}", None) or "") for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")]
+    pybind11 = [
+        str(getattr(torch._C, f"_PYBIND11_{name}", None) or "")
+        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+    ]
     return {
         "torch": _FLAVOUR.sub("", str(torch.__version__)),
         "torch_git": str(getattr(torch.version, "git_version", ""))[:12],
         "cxx11_abi": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
-        "pybind11_abi": "".join(pybind11),  # which modules share types; torch 2.13 names none, there its headers decide
+        # which modules share types; torch 2.13 names none, there its headers decide
+        "pybind11_abi": "".join(pybind11),
         "python": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag),
         "machine": platform.machine(),
         "sources": sources_digest(),
@@ -89,7 +97,9 @@ def identity() -> dict[str, str]:
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of builds: ``$COMMLENS_NATIVE_DIR``, else ``$XDG_CACHE_HOME/commlens/native``."""
+    """Return the folder of builds: ``$COMMLENS_NATIVE_DIR``, else
+    ``$XDG_CACHE_HOME/commlens/native``.
+    """
     environ = os.environ if environ is None else environ
     if environ.get(DIRECTORY_VARIABLE):
         return Path(environ[DIRECTORY_VARIABLE]).expanduser()
@@ -104,12 +114,18 @@ def folder_of(wanted: Mapping[str, str]) -> str:
 
 
 def fits(build: Build, wanted: Mapping[str, str]) -> bool:
-    """Return whether a build is for this identity, and was not made beside a newer glibc than this one: its symbols may be missing."""
-    return build.about.get("for") == wanted and _numbers(str(build.about.get("glibc", ""))) <= _numbers(glibc())
+    """Return whether a build is for this identity, and was not made beside a newer glibc than this
+    one: its symbols may be missing.
+    """
+    return build.about.get("for") == wanted and _numbers(
+        str(build.about.get("glibc", ""))
+    ) <= _numbers(glibc())
 
 
 def glibc() -> str:
-    """Return the version of the C library that this process runs with, such as ``2.36``; empty if it is another library."""
+    """Return the version of the C library that this process runs with, such as ``2.36``; empty if
+    it is another library.
+    """
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (ValueError, OSError):
@@ -125,7 +141,11 @@ def find() -> Build | None:
     """Return the newest build for this process, in the package or in the cache."""
     wanted = identity()
     candidates = [BUILT / folder_of(wanted), *builds_in(cache_directory() / folder_of(wanted))]
-    found = [build for folder in candidates if (build := read_build(folder)) is not None and fits(build, wanted)]
+    found = [
+        build
+        for folder in candidates
+        if (build := read_build(folder)) is not None and fits(build, wanted)
+    ]
     return max(found, key=lambda build: str(build.about.get("built", "")), default=None)
 
 
@@ -151,7 +171,10 @@ def check(path: Path, checksum: str) -> None:
     compiled = load_file(path, checksum).layout()
     wrong = [name for name, value in compiled.items() if getattr(L, name, value) != value]
     if wrong:
-        raise NativeEngineError(f"{path} writes another layout: {', '.join(wrong)} differ from commlens.blackbox.layout.")
+        raise NativeEngineError(
+            f"{path} writes another layout: {', '.join(wrong)} differ from"
+            " commlens.blackbox.layout."
+        )
 
 
 _loaded: Any = None
@@ -176,7 +199,10 @@ def load_file(path: Path, checksum: str) -> Any:
     """Load a library and return its module, after checking its SHA-256."""
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
-            raise NativeEngineError(f"{path} is damaged: its checksum differs. Rebuild it with commlens build-native --force.")
+            raise NativeEngineError(
+                f"{path} is damaged: its checksum differs. Rebuild it with commlens build-native"
+                " --force."
+            )
         import torch  # noqa: F401 - its libraries must be loaded first
 
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
@@ -185,5 +211,7 @@ def load_file(path: Path, checksum: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (OSError, ImportError) as error:
-        raise NativeEngineError(f"{path} does not load: {getattr(error, 'strerror', None) or error}") from error
+        raise NativeEngineError(
+            f"{path} does not load: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return module

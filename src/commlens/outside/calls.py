@@ -1,4 +1,6 @@
-"""Recognise the call that a stack waits in: the collective, its group, its peer or root, from frames, local variables and source lines."""
+"""Recognise the call that a stack waits in: the collective, its group, its peer or root, from
+frames, local variables and source lines.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,56 @@ class SeenFrame(NamedTuple):
 
 
 _COLLECTIVES: Final[dict[str, str]] = {
-    "all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_gather": "all_gather", "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather", "all_gather_object": "all_gather_object", "all_gather_tensor": "all_gather",
-    "all_gather_coalesced": "all_gather", "_all_gather_base": "all_gather", "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
-    "broadcast": "broadcast", "broadcast_object_list": "broadcast_object_list", "barrier": "barrier",
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_object": "all_gather_object",
+    "all_gather_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "_all_gather_base": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "broadcast": "broadcast",
+    "broadcast_object_list": "broadcast_object_list",
+    "barrier": "barrier",
     "monitored_barrier": "monitored_barrier",
-    "gather": "gather", "gather_object": "gather_object", "scatter": "scatter", "scatter_object_list": "scatter_object_list",
-    "reduce": "reduce", "all_to_all": "all_to_all", "all_to_all_single": "all_to_all", "_sync_params_and_buffers": "broadcast",
+    "gather": "gather",
+    "gather_object": "gather_object",
+    "scatter": "scatter",
+    "scatter_object_list": "scatter_object_list",
+    "reduce": "reduce",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "_sync_params_and_buffers": "broadcast",
     "_verify_param_shape_across_processes": "all_gather",
-}  # fmt: skip
+}
 _MESSAGES: Final[dict[str, str]] = {
-    "send": "send", "isend": "send", "send_object_list": "send", "recv": "recv", "irecv": "recv", "recv_object_list": "recv",
-}  # fmt: skip
+    "send": "send",
+    "isend": "send",
+    "send_object_list": "send",
+    "recv": "recv",
+    "irecv": "recv",
+    "recv_object_list": "recv",
+}
 _SETUP: Final = frozenset(
-    {"init_process_group", "new_group", "_new_group_with_tag", "new_subgroups", "split_group", "init_device_mesh", "_store_based_barrier",
-     "destroy_process_group", "rendezvous", "_tcp_rendezvous_handler", "_env_rendezvous_handler"}
-)  # fmt: skip
+    {
+        "init_process_group",
+        "new_group",
+        "_new_group_with_tag",
+        "new_subgroups",
+        "split_group",
+        "init_device_mesh",
+        "_store_based_barrier",
+        "destroy_process_group",
+        "rendezvous",
+        "_tcp_rendezvous_handler",
+        "_env_rendezvous_handler",
+    }
+)
 _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 _WAIT_SOURCE: Final = re.compile(r"\.wait\(")
@@ -71,13 +106,20 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
             line, outer = seen.frame, list(frames[position:])
             break
         inner.append(seen)
-    if line is None:  # no user frame at all: a library's own loop; its outermost library frame stands for the line
+    # no user frame at all: a library's own loop; its outermost library frame stands for the line
+    if line is None:
         line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line, pid) or _elsewhere(inner, line, outer[0].values if outer else {}, pid)
+    return _in_distributed(inner, outer, line, pid) or _elsewhere(
+        inner, line, outer[0].values if outer else {}, pid
+    )
 
 
-def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None, pid: int) -> Call | None:
-    """Recognise torch.distributed's functions; of nested ones, the outermost: it is the one that the user called."""
+def _in_distributed(
+    inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None, pid: int
+) -> Call | None:
+    """Recognise torch.distributed's functions; of nested ones, the outermost: it is the one that
+    the user called.
+    """
     found: Call | None = None
     for position, seen in enumerate(inner):
         if not _DISTRIBUTED.search(seen.frame.file.replace("\\", "/")):
@@ -87,23 +129,45 @@ def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line
             found = Call("setup", name, line=line)
         elif name in _MESSAGES:
             found = Call(
-                "message", _MESSAGES[name], _group(inner[position:], outer), peer=_peer(seen), tensor=_tensor(seen, pid), line=line
+                "message",
+                _MESSAGES[name],
+                _group(inner[position:], outer),
+                peer=_peer(seen),
+                tensor=_tensor(seen, pid),
+                line=line,
             )
         elif name in _COLLECTIVES and (found is None or found.kind in ("request", "collective")):
             group = _group(inner[position:], outer)
-            found = Call("collective", _COLLECTIVES[name], group, root=_root(seen), tensor=_tensor(seen, pid), line=line)
+            found = Call(
+                "collective",
+                _COLLECTIVES[name],
+                group,
+                root=_root(seen),
+                tensor=_tensor(seen, pid),
+                line=line,
+            )
         elif name in _REQUESTS and found is None:
             found = Call("request", name, line=line)
     if found is None and inner and _DISTRIBUTED.search(inner[0].frame.file.replace("\\", "/")):
-        found = Call("collective", "", line=line)  # a function that is not in the tables, such as DDP's own calls into C++
+        # a function that is not in the tables, such as DDP's own calls into C++
+        found = Call("collective", "", line=line)
     return found
 
 
-def _elsewhere(inner: Sequence[SeenFrame], line: Frame | None, values: Locals, pid: int) -> Call | None:
-    """Recognise calls outside of torch.distributed's Python code. ``values``: the local variables of the user's frame."""
-    if any(seen.name == "_engine_run_backward" for seen in inner) and inner[0].frame.kind is FrameKind.TORCH:
+def _elsewhere(
+    inner: Sequence[SeenFrame], line: Frame | None, values: Locals, pid: int
+) -> Call | None:
+    """Recognise calls outside of torch.distributed's Python code. ``values``: the local variables
+    of the user's frame.
+    """
+    if (
+        any(seen.name == "_engine_run_backward" for seen in inner)
+        and inner[0].frame.kind is FrameKind.TORCH
+    ):
         return Call("backward", "backward", line=line)
-    if any(seen.name in _WAITS_FOR_DEVICE and _DEVICE_FRAME.search(seen.frame.file) for seen in inner):
+    if any(
+        seen.name in _WAITS_FOR_DEVICE and _DEVICE_FRAME.search(seen.frame.file) for seen in inner
+    ):
         return Call("device", "synchronize", line=line)
     if inner and inner[0].frame.kind is not FrameKind.TORCH:
         return None
@@ -123,13 +187,16 @@ def _elsewhere(inner: Sequence[SeenFrame], line: Frame | None, values: Locals, p
 
 
 def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
-    """Name the process group of a call: by the user's variable that holds it, or as the default group if none was passed.
+    """Name the process group of a call: by the user's variable that holds it, or as the default
+    group if none was passed.
 
     Args:
         frames: the call's frame, and those that lead to it.
         outer: the user's frame that called it, and the frames around it.
     """
-    wrapper = next((seen for seen in frames[1:2] if "_exception_logger" in seen.frame.function), None)
+    wrapper = next(
+        (seen for seen in frames[1:2] if "_exception_logger" in seen.frame.function), None
+    )
     address = frames[0].addresses.get("group", 0)
     if wrapper is not None:
         passed = wrapper.values.get("args", "") + wrapper.values.get("kwargs", "")
@@ -137,31 +204,50 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
             return DEFAULT_GROUP
     for seen in [*frames[1:], *outer][:16]:
         for name, there in seen.addresses.items():
-            if there == address and name not in ("group", "pg", "process_group", "self") and "ProcessGroup" in seen.values[name]:
+            if (
+                there == address
+                and name not in ("group", "pg", "process_group", "self")
+                and "ProcessGroup" in seen.values[name]
+            ):
                 return name
     return ""
 
 
 def _tensor(seen: SeenFrame, pid: int) -> str:
-    """Return dtype and shape of the tensor that a rank contributes to a call, else of the one that it receives."""
+    """Return dtype and shape of the tensor that a rank contributes to a call, else of the one that
+    it receives.
+    """
     names = ("input_tensor", "tensor", "output")
-    found = next((name for name in names if seen.values.get(name, "").startswith(("<Tensor at", "<Parameter at"))), None)
+    found = next(
+        (
+            name
+            for name in names
+            if seen.values.get(name, "").startswith(("<Tensor at", "<Parameter at"))
+        ),
+        None,
+    )
     return tensor_words(pid, seen.addresses[found]) if found is not None else ""
 
 
 def _peer(seen: SeenFrame) -> int | None:
     values = seen.values
-    return next((int(values[name]) for name in ("dst", "src") if values.get(name, "").isdecimal()), None)
+    return next(
+        (int(values[name]) for name in ("dst", "src") if values.get(name, "").isdecimal()), None
+    )
 
 
 def _root(seen: SeenFrame) -> int | None:
     values = seen.values
-    return next((int(values[name]) for name in ("src", "dst") if values.get(name, "").isdecimal()), None)
+    return next(
+        (int(values[name]) for name in ("src", "dst") if values.get(name, "").isdecimal()), None
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def source_line(frame: Frame, pid: int) -> str:
-    """Return the text of a frame's line, as the process sees the file; empty if it cannot be read."""
+    """Return the text of a frame's line, as the process sees the file; empty if it cannot be
+    read.
+    """
     try:
         with Path(f"/proc/{pid}/root{frame.file}").open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -176,13 +262,18 @@ def source_line(frame: Frame, pid: int) -> str:
 def _uses_gpu(pid: int) -> bool:
     """Return whether a process has opened a GPU."""
     try:
-        return any(re.search(r"/dev/(nvidia\d|kfd|dri/|davinci)", str(entry.readlink())) for entry in Path(f"/proc/{pid}/fd").iterdir())
+        return any(
+            re.search(r"/dev/(nvidia\d|kfd|dri/|davinci)", str(entry.readlink()))
+            for entry in Path(f"/proc/{pid}/fd").iterdir()
+        )
     except OSError:
         return False
 
 
 def counters(frames: Sequence[SeenFrame]) -> dict[str, int]:
-    """Return the small whole numbers on the user's frames that look like loop variables, by ``"function.name"``."""
+    """Return the small whole numbers on the user's frames that look like loop variables, by
+    ``"function.name"``.
+    """
     found: dict[str, int] = {}
     for seen in frames:
         if seen.frame.kind is FrameKind.USER:
@@ -198,16 +289,26 @@ _COUNTER_NAME: Final = re.compile(
 
 
 def fingerprint(frames: Sequence[SeenFrame]) -> int:
-    """Return a number that changes when a thread moves: of its lines, and of the values and addresses on its frames."""
+    """Return a number that changes when a thread moves: of its lines, and of the values and
+    addresses on its frames.
+    """
     return hash(
         tuple(
-            (seen.frame.file, seen.frame.line, seen.frame.function, *(sorted(seen.addresses.items())), *sorted(seen.values.items()))
+            (
+                seen.frame.file,
+                seen.frame.line,
+                seen.frame.function,
+                *(sorted(seen.addresses.items())),
+                *sorted(seen.values.items()),
+            )
             for seen in frames
         )
     )
 
 
-def read_frames(frames: Sequence[Mapping[str, Any]], classify: Any, most: int = 200) -> list[SeenFrame]:
+def read_frames(
+    frames: Sequence[Mapping[str, Any]], classify: Any, most: int = 200
+) -> list[SeenFrame]:
     """Convert the frames of a thread in py-spy's JSON."""
     found: list[SeenFrame] = []
     for frame in frames[:most]:

@@ -1,4 +1,6 @@
-"""Find the ranks of jobs on this machine that nothing records: by environment, process tree and command line."""
+"""Find the ranks of jobs on this machine that nothing records: by environment, process tree and
+command line.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,53 @@ from commlens.processes import process
 from commlens.text import INLINE_CODE, count, printable, ranks_phrase
 from commlens.watch.strangers import has_torch
 
-_RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-_WORLD: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANK: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-_JOB_NAMES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "JOB_NAME")
-_SAME_JOB: Final = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
-_LAUNCHERS: Final = re.compile(r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens launch)\b")
+_RANK: Final = (
+    "RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+)
+_WORLD: Final = (
+    "WORLD_SIZE",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+)
+_LOCAL_RANK: Final = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+)
+_JOB_NAMES: Final = (
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "JOB_NAME",
+)
+_SAME_JOB: Final = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+)
+_LAUNCHERS: Final = re.compile(
+    r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens"
+    r" launch)\b"
+)
 _OUR_OWN: Final = re.compile(r" -m commlens\.(watch|verification)\b")
 """Helpers of a recorded rank, which have its environment."""
 NO_CAPABILITY: Final = (
-    "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look from the host as root"
+    "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look"
+    " from the host as root"
 )
 _COMMAND_MAX: Final = 80
 _CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
@@ -55,7 +94,11 @@ class FoundJob(NamedTuple):
         """``"4 ranks of train.py (pid 4121)"``."""
         first = self.ranks[0]
         known = all(one.rank >= 0 for one in self.ranks)
-        who = ranks_phrase(one.rank for one in self.ranks) if known else count(len(self.ranks), "process", "processes")
+        who = (
+            ranks_phrase(one.rank for one in self.ranks)
+            if known
+            else count(len(self.ranks), "process", "processes")
+        )
         return f"{who} of {script_of(first.command)} (pid {first.pid})"
 
 
@@ -63,7 +106,8 @@ def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
     """Return one job on this machine.
 
     Args:
-        wanted: a pid, of a rank, its launcher or one of its children, or a part of the command line; None: the only job here.
+        wanted: a pid, of a rank, its launcher or one of its children, or a part of the command
+            line; None: the only job here.
         job_name: torchrun's ``--rdzv-id``, Slurm's job id or name.
 
     Raises:
@@ -82,16 +126,21 @@ def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
     about = f" that match {wanted or job_name!r}" if wanted or job_name else ""
     if not jobs:
         raise EvidenceError(
-            f"No ranks of a distributed job{about} run on this machine{_as_this_user()}. Give the pid of a rank or of its launcher."
+            f"No ranks of a distributed job{about} run on this machine{_as_this_user()}. Give the"
+            " pid of a rank or of its launcher."
         )
-    raise CommandError(f"Several jobs{about} run on this machine: {'; '.join(job.label for job in jobs[:8])}. Give the pid of one rank.")
+    raise CommandError(
+        f"Several jobs{about} run on this machine: {'; '.join(job.label for job in jobs[:8])}. Give"
+        " the pid of one rank."
+    )
 
 
 def find_jobs(launcher: int | None = None) -> list[FoundJob]:
     """Return the jobs of this machine that this user may look at, oldest first.
 
     Args:
-        launcher: of two processes that are the same rank of the same job, the one below this process counts.
+        launcher: of two processes that are the same rank of the same job, the one below this
+            process counts.
     """
     found: dict[tuple[str, ...], list[RankProcess]] = {}
     for pid in _pids():
@@ -103,9 +152,14 @@ def find_jobs(launcher: int | None = None) -> list[FoundJob]:
     if launcher is not None:
         for ranks in found.values():
             near = [one for one in ranks if launcher in ancestors_of(one.pid)]
-            ranks[:] = near + [one for one in ranks if one.rank not in {other.rank for other in near}]
+            ranks[:] = near + [
+                one for one in ranks if one.rank not in {other.rank for other in near}
+            ]
     jobs = [FoundJob(_one_of_each(ranks), []) for ranks in found.values()]
-    return sorted((_with_expected(job) for job in jobs if job.ranks), key=lambda job: min(one.start_ticks for one in job.ranks))
+    return sorted(
+        (_with_expected(job) for job in jobs if job.ranks),
+        key=lambda job: min(one.start_ticks for one in job.ranks),
+    )
 
 
 def _of_pid(pid: int) -> FoundJob:
@@ -115,33 +169,45 @@ def _of_pid(pid: int) -> FoundJob:
     refuse_foreign(pid)
     below = set(process.descendants(pid, ()))
     jobs = find_jobs(launcher=pid if below else None)
-    # A rank itself or a child of a rank decides before a launcher: two jobs may be children of one shell.
+    # A rank itself or a child of a rank decides before a launcher: two jobs may be children of one
+    # shell.
     for family in (ancestors_of(pid), below):
         matching = [job for job in jobs if any(one.pid in family for one in job.ranks)]
         if len(matching) == 1:
             return matching[0]
         if matching:
             raise CommandError(
-                f"The process {pid} started several jobs: {'; '.join(job.label for job in matching[:8])}. Give a rank's pid."
+                f"The process {pid} started several jobs:"
+                f" {'; '.join(job.label for job in matching[:8])}. Give a rank's pid."
             )
     return _spawned(pid, below)
 
 
 def _spawned(pid: int, below: set[int]) -> FoundJob:
-    """Return the processes with torch below a process: torch.multiprocessing's ranks have no rank in their environment."""
+    """Return the processes with torch below a process: torch.multiprocessing's ranks have no rank
+    in their environment.
+    """
     with_torch = sorted(one for one in below if has_torch(one) and not _is_a_helper(one))
     if not with_torch and has_torch(pid):
         with_torch = [pid]
     if not with_torch:
         raise EvidenceError(
-            f"Neither the process {pid} ({short_command_of(pid)}) nor its children are ranks: none of them has loaded torch."
+            f"Neither the process {pid} ({short_command_of(pid)}) nor its children are ranks: none"
+            " of them has loaded torch."
         )
-    ranks = [RankProcess(-1, 0, None, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch)) for one in with_torch]
+    ranks = [
+        RankProcess(
+            -1, 0, None, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch)
+        )
+        for one in with_torch
+    ]
     return FoundJob(ranks, [])
 
 
 def _is_a_helper(pid: int) -> bool:
-    """Return whether a process is multiprocessing's own, or a worker of a data loader: its parent is a rank, not it."""
+    """Return whether a process is multiprocessing's own, or a worker of a data loader: its parent
+    is a rank, not it.
+    """
     command = command_of(pid)
     return "resource_tracker" in command or "forkserver" in command or "compile_worker" in command
 
@@ -153,11 +219,17 @@ def refuse_foreign(pid: int) -> None:
     except PermissionError:
         owner = Path(f"/proc/{pid}").stat().st_uid
         if owner != os.geteuid():
-            why = f"belongs to the user {_user(owner)}: only that user or root can look at it (`sudo commlens attach {pid}`)"
+            why = (
+                f"belongs to the user {_user(owner)}: only that user or root can look at it (`sudo"
+                f" commlens attach {pid}`)"
+            )
         elif os.geteuid() == 0:
             why = f"cannot be read: {NO_CAPABILITY}"
         else:
-            why = f"has more privileges than you: only root can look at it (`sudo commlens attach {pid}`)"
+            why = (
+                "has more privileges than you: only root can look at it (`sudo commlens attach"
+                f" {pid}`)"
+            )
         raise EvidenceError(f"The process {pid} ({short_command_of(pid)}) {why}.") from None
     except OSError:
         return
@@ -171,7 +243,11 @@ def _user(uid: int) -> str:
 
 
 def _as_this_user() -> str:
-    return "" if os.geteuid() == 0 else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
+    return (
+        ""
+        if os.geteuid() == 0
+        else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
+    )
 
 
 def _pids() -> list[int]:
@@ -194,10 +270,16 @@ def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     if _OUR_OWN.search(command) or (_LAUNCHERS.search(command) and not has_torch(pid)):
         return None
     return RankProcess(
-        rank, _number(environ, _WORLD) or 0, _number(environ, _LOCAL_RANK), pid, stat.start_ticks, command,
-        tuple(filter(None, (environ.get(name, "") for name in _JOB_NAMES))), _number(environ, ("LOCAL_WORLD_SIZE",)) or 0,
+        rank,
+        _number(environ, _WORLD) or 0,
+        _number(environ, _LOCAL_RANK),
+        pid,
+        stat.start_ticks,
+        command,
+        tuple(filter(None, (environ.get(name, "") for name in _JOB_NAMES))),
+        _number(environ, ("LOCAL_WORLD_SIZE",)) or 0,
         _number(environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
-    )  # fmt: skip
+    )
 
 
 def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
@@ -207,15 +289,21 @@ def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
 def _one_of_each(candidates: list[RankProcess]) -> list[RankProcess]:
     """Return one process for each rank.
 
-    A rank's children and the program that started it have its environment, too. A process of an earlier job that met at the same port
-    may still be there: the newest one counts.
+    A rank's children and the program that started it have its environment, too. A process of an
+    earlier job that met at the same port may still be there: the newest one counts.
     """
     newest = max(one.restart for one in candidates)
     with_torch = {one.pid for one in candidates if has_torch(one.pid)}
     best: dict[int, RankProcess] = {}
-    for one in sorted((one for one in candidates if one.restart == newest), key=lambda one: one.start_ticks):
+    for one in sorted(
+        (one for one in candidates if one.restart == newest), key=lambda one: one.start_ticks
+    ):
         known = best.get(one.rank)
-        if known is not None and known.pid in with_torch and (one.pid not in with_torch or is_below(one.pid, known.pid)):
+        if (
+            known is not None
+            and known.pid in with_torch
+            and (one.pid not in with_torch or is_below(one.pid, known.pid))
+        ):
             continue
         best[one.rank] = one
     return [best[rank] for rank in sorted(best)]
@@ -235,7 +323,9 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def _with_expected(job: FoundJob) -> FoundJob:
-    """Add the ranks that this machine should have, from torchrun's environment: its ranks on one node follow each other."""
+    """Add the ranks that this machine should have, from torchrun's environment: its ranks on one
+    node follow each other.
+    """
     first = job.ranks[0]
     if not first.local_world_size or first.local_rank is None:
         return job
@@ -265,7 +355,9 @@ def short_command_of(pid: int) -> str:
 
 
 def script_of(command: str) -> str:
-    """Return the program in a Python command line, without the interpreter and its options; ``"python -c '...'"`` for code."""
+    """Return the program in a Python command line, without the interpreter and its options;
+    ``"python -c '...'"`` for code.
+    """
     words = command.split(" ")
     for position, word in enumerate(words[1:], 1):
         if _CODE_FOLLOWS.fullmatch(word):

@@ -1,4 +1,6 @@
-"""Look at a job on several machines, through the user's own ssh, and merge what the machines saw."""
+"""Look at a job on several machines, through the user's own ssh, and merge what the machines
+saw.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}
 
 
 def named_hosts(hosts: str | None, hostfile: str | None) -> list[str]:
-    """Return the hosts of ``--hosts a,b,c`` and of a file with one host per line (Open MPI's and DeepSpeed's ``slots=`` are ignored).
+    """Return the hosts of ``--hosts a,b,c`` and of a file with one host per line (Open MPI's and
+    DeepSpeed's ``slots=`` are ignored).
 
     Raises:
         CommandError: the file cannot be read, or a name is no host's name.
@@ -33,8 +36,15 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[str]:
         try:
             lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"The file of hosts {hostfile} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-        names += [line.partition("#")[0].split()[0].partition(":")[0] for line in lines if line.partition("#")[0].strip()]
+            raise CommandError(
+                f"The file of hosts {hostfile} cannot be read:"
+                f" {getattr(error, 'strerror', None) or error}."
+            ) from None
+        names += [
+            line.partition("#")[0].split()[0].partition(":")[0]
+            for line in lines
+            if line.partition("#")[0].strip()
+        ]
     names = list(dict.fromkeys(name for name in names if name))
     for name in names:
         if name.startswith("-") or not name.isprintable() or " " in name:
@@ -42,36 +52,56 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[str]:
     return names
 
 
-def look_on_hosts(hosts: Sequence[str], asked: Sequence[str], *, window_s: float, command: str | None = None) -> list[HostSamples]:
+def look_on_hosts(
+    hosts: Sequence[str], asked: Sequence[str], *, window_s: float, command: str | None = None
+) -> list[HostSamples]:
     """Run ``commlens attach --samples`` on each host, on all at once.
 
     Args:
         hosts: names for ssh.
         asked: the arguments that say which job.
         window_s: seconds for which each host looks.
-        command: commlens on the hosts; this Python's by default, which is right on a shared file system.
+        command: commlens on the hosts; this Python's by default, which is right on a shared file
+            system.
 
     Returns:
         What each host saw, with a note instead where it could not look.
     """
     remote = command or f"{shlex.quote(sys.executable)} -m commlens"
-    line = " ".join([remote, "attach", "--samples", f"--window {window_s:g}", *map(shlex.quote, asked)])
+    line = " ".join(
+        [remote, "attach", "--samples", f"--window {window_s:g}", *map(shlex.quote, asked)]
+    )
     with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(hosts)))) as pool:
         return list(pool.map(lambda host: _look_on(host, line, window_s + _SLACK_S), hosts))
 
 
 def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
     try:
-        done = subprocess.run([*_SSH, host, line], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            [*_SSH, host, line],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except FileNotFoundError:
         raise MissingDependency("--hosts needs ssh, which is not installed.") from None
     except subprocess.TimeoutExpired:
         return HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])
     if done.returncode:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"ssh exited with {done.returncode}"]
-        return HostSamples(host, notes=[sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")])
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
+            f"ssh exited with {done.returncode}"
+        ]
+        return HostSamples(
+            host, notes=[sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")]
+        )
     try:
         # A login shell may print something before.
         return msgspec.json.decode(done.stdout[done.stdout.index(b'{"host"') :], type=HostSamples)
     except (ValueError, msgspec.DecodeError) as error:
-        return HostSamples(host, notes=[f"{host} answered with something that is not its samples: {clean(str(error)[:200])}"])
+        return HostSamples(
+            host,
+            notes=[
+                f"{host} answered with something that is not its samples: {clean(str(error)[:200])}"
+            ],
+        )

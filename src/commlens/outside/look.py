@@ -1,4 +1,6 @@
-"""Look at the ranks of a job from outside: stacks by py-spy at several moments, and the state of their processes in between."""
+"""Look at the ranks of a job from outside: stacks by py-spy at several moments, and the state of
+their processes in between.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Look(NamedTuple):
     note: str | None
 
 
-def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, values: bool = True) -> HostSamples:
+def look_at(
+    job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, values: bool = True
+) -> HostSamples:
     """Look at all ranks of a job on this machine, several times within a window.
 
     Args:
@@ -58,7 +62,10 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
         EvidenceError: no process may be read.
     """
     if pyspy.find() is None:
-        raise MissingDependency("commlens attach reads stacks with py-spy, which is not installed: pip install 'commlens[stacks]'")
+        raise MissingDependency(
+            "commlens attach reads stacks with py-spy, which is not installed: pip install"
+            " 'commlens[stacks]'"
+        )
     observer = Observer(window_s + 5.0, use_py_spy=False)
     for one in job.ranks:
         observer.add(one.pid, one.start_ticks)
@@ -72,12 +79,18 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
         if native:
             looks[-1] = list(pool.map(lambda one: look(one.pid, native=True), job.ranks))
     spent = time.monotonic() - began
-    samples = [_sample(one, [each[index] for each in looks], observer, native=native) for index, one in enumerate(job.ranks)]
+    samples = [
+        _sample(one, [each[index] for each in looks], observer, native=native)
+        for index, one in enumerate(job.ranks)
+    ]
     notes = sorted({sample.log.observation.stacks_note or "" for sample in samples} - {""})
     if notes and not any(sample.log.observation.stacks for sample in samples):
-        raise EvidenceError(f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}.")
+        raise EvidenceError(
+            f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}."
+        )
     if any(one.rank < 0 for one in job.ranks) and any(sample.log.rank >= 0 for sample in samples):
-        samples = [sample for sample in samples if sample.log.rank >= 0]  # the others are the program that spawned them, and helpers
+        # the others are the program that spawned them, and helpers
+        samples = [sample for sample in samples if sample.log.rank >= 0]
     _number_ranks(samples)
     world = max((one.world_size for one in job.ranks), default=0)
     for sample in samples:
@@ -87,7 +100,16 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
     dumps = take_dumps(job.ranks)
     lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in telling_lines(one)]
     size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
-    return HostSamples(os.uname().nodename, samples, size, job.expected, dumps.notes, dumps.files, list(dict.fromkeys(lines)), spent)
+    return HostSamples(
+        os.uname().nodename,
+        samples,
+        size,
+        job.expected,
+        dumps.notes,
+        dumps.files,
+        list(dict.fromkeys(lines)),
+        spent,
+    )
 
 
 def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> None:
@@ -109,7 +131,12 @@ def look(pid: int, *, native: bool = False, values: bool = False) -> Look:
         values: also local variables.
     """
     options = [*(["--native"] if native else ["--nonblocking"]), *(["--locals"] if values else [])]
-    answer, note = pyspy.dump(pid, *options, timeout_s=_PY_SPY_TIMEOUT_S, why_refused=lambda message: why_refused(pid, message))
+    answer, note = pyspy.dump(
+        pid,
+        *options,
+        timeout_s=_PY_SPY_TIMEOUT_S,
+        why_refused=lambda message: why_refused(pid, message),
+    )
     return _parse(answer, pid) if answer is not None else Look([], note)
 
 
@@ -122,7 +149,13 @@ def _parse(answer: Any, pid: int) -> Look:
             number = int(thread.get("os_thread_id") or 0)
             seen = read_frames(thread["frames"], classify)
             name = thread.get("thread_name") or ("MainThread" if number == pid else "")
-            stack = ThreadStack(number, name, tuple(one.frame for one in seen), now, is_main=number == pid or name == "MainThread")
+            stack = ThreadStack(
+                number,
+                name,
+                tuple(one.frame for one in seen),
+                now,
+                is_main=number == pid or name == "MainThread",
+            )
             threads.append(Thread(stack, seen, bool(thread.get("owns_gil"))))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Look([], pyspy.NO_JSON)
@@ -146,7 +179,9 @@ def classifier(pid: int) -> Callable[[str], FrameKind]:
 
 
 def why_refused(pid: int, message: str) -> str:
-    """Return why py-spy may not read a process, in a clause that names the setting or the capability."""
+    """Return why py-spy may not read a process, in a clause that names the setting or the
+    capability.
+    """
     if not pyspy.is_refusal(message):
         return pyspy.failed(message)
     scope = (process.read_text("/proc/sys/kernel/yama/ptrace_scope") or "0").strip()
@@ -158,24 +193,38 @@ def why_refused(pid: int, message: str) -> str:
         return "its processes belong to another user, and only that user or root may read them"
     if scope in ("1", "2"):
         return (
-            f"kernel.yama.ptrace_scope is {scope}, which lets only root read other processes: run `sudo commlens attach {pid}`, "
-            "or `sudo sysctl kernel.yama.ptrace_scope=0`"
+            f"kernel.yama.ptrace_scope is {scope}, which lets only root read other processes: run"
+            f" `sudo commlens attach {pid}`, or `sudo sysctl kernel.yama.ptrace_scope=0`"
         )
     if scope == "3":
-        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is restarted"
+        return (
+            "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is"
+            " restarted"
+        )
     return NO_CAPABILITY
 
 
-def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, native: bool) -> RankSample:
+def _sample(
+    one: RankProcess, looks: Sequence[Look], observer: Observer, *, native: bool
+) -> RankSample:
     """Combine the looks at one rank."""
     good = [look for look in looks if look.threads]
     seen: Observation = observer.observe(one.pid)
     if process.read_stat(one.pid) is None:
         seen = Observation(end=End.GONE, window_s=seen.window_s)
     log = RankLog(
-        rank=one.rank, world_size=one.world_size, host=os.uname().nodename, pid=one.pid, local_rank=one.local_rank, restart=one.restart,
-        captured_ns=time.time_ns(), script=script_of(one.command), source=f"pid {one.pid}", initialised=True, observation=seen,
-    )  # fmt: skip
+        rank=one.rank,
+        world_size=one.world_size,
+        host=os.uname().nodename,
+        pid=one.pid,
+        local_rank=one.local_rank,
+        restart=one.restart,
+        captured_ns=time.time_ns(),
+        script=script_of(one.command),
+        source=f"pid {one.pid}",
+        initialised=True,
+        observation=seen,
+    )
     sample = RankSample(log, python=_interpreter(one.pid))
     if not good:
         seen.stacks_note = looks[-1].note
@@ -189,7 +238,8 @@ def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, nati
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
     values = compared[-1] if compared else last
     sample.call = _call(values.threads, one.pid)
-    if sample.call is not None and sample.moved is not False:  # the address may be that of another object by now
+    # the address may be that of another object by now
+    if sample.call is not None and sample.moved is not False:
         sample.call = msgspec.structs.replace(sample.call, tensor="")
     main = values.threads[0]
     sample.counters = counters(main.seen)
@@ -205,7 +255,9 @@ def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, nati
 
 
 def _call(threads: Sequence[Thread], pid: int) -> Call | None:
-    """Return the call that a rank waits in. In backward, autograd's own threads run Python hooks that may issue collectives."""
+    """Return the call that a rank waits in. In backward, autograd's own threads run Python hooks
+    that may issue collectives.
+    """
     call = find_call(threads[0].seen, pid)
     if call is not None and call.kind == "backward":
         for thread in threads[1:]:
@@ -216,16 +268,30 @@ def _call(threads: Sequence[Thread], pid: int) -> Call | None:
 
 
 def _holds_gil(looks: Sequence[Look], seen: Observation) -> bool:
-    """Return whether the main thread held the GIL in all looks and used no CPU: it waits in C code that does not release the GIL."""
+    """Return whether the main thread held the GIL in all looks and used no CPU: it waits in C code
+    that does not release the GIL.
+    """
     idle = seen.cpu_s is not None and seen.window_s > 0 and seen.cpu_s / seen.window_s < 0.02
-    return len(looks) > 1 and idle and seen.proc_state not in ("T", "t") and all(look.threads[0].owns_gil for look in looks)
+    return (
+        len(looks) > 1
+        and idle
+        and seen.proc_state not in ("T", "t")
+        and all(look.threads[0].owns_gil for look in looks)
+    )
 
 
 def _rank_in(frames: Sequence[SeenFrame]) -> int:
-    """Return the rank of a process that torch.multiprocessing or the program itself numbered; -1: unknown."""
+    """Return the rank of a process that torch.multiprocessing or the program itself numbered; -1:
+    unknown.
+    """
     for seen in reversed(frames):
-        frame = seen.frame  # the program that spawned the ranks is in this file, too, in another function
-        if frame.file.endswith("torch/multiprocessing/spawn.py") and frame.function == "_wrap" and seen.values.get("i", "").isdecimal():
+        # the program that spawned the ranks is in this file, too, in another function
+        frame = seen.frame
+        if (
+            frame.file.endswith("torch/multiprocessing/spawn.py")
+            and frame.function == "_wrap"
+            and seen.values.get("i", "").isdecimal()
+        ):
             return int(seen.values["i"])
     for seen in reversed(frames):
         for name in ("rank", "global_rank", "local_rank", "world_rank"):
@@ -235,12 +301,16 @@ def _rank_in(frames: Sequence[SeenFrame]) -> int:
 
 
 def _number_ranks(samples: list[RankSample]) -> None:
-    """Number ranks whose number is unknown by their pids, if no other rank would have the same number."""
+    """Number ranks whose number is unknown by their pids, if no other rank would have the same
+    number.
+    """
     ranks = [sample.log.rank for sample in samples]
     if -1 in ranks or len(set(ranks)) < len(ranks):
         for number, sample in enumerate(sorted(samples, key=lambda one: one.log.pid)):
             sample.log.rank = number
-            sample.log.problems.append("its rank is not known: the ranks are numbered in the order of their pids")
+            sample.log.problems.append(
+                "its rank is not known: the ranks are numbered in the order of their pids"
+            )
         samples.sort(key=lambda one: one.log.rank)
 
 

@@ -10,8 +10,10 @@ from commlens.model.collective import Frame, Stack, user_frame, user_lines
 from commlens.model.ranklog import RankLog
 
 CallKind = Literal["collective", "message", "request", "backward", "device", "setup", "store"]
-"""``request``: the result of an earlier operation is waited for. ``backward``: autograd, in which hooks issue collectives from C++.
-``device``: a GPU is waited for, and so are the collectives that were enqueued on it. ``store``: a key that another rank has to set."""
+"""``request``: the result of an earlier operation is waited for. ``backward``: autograd, in which
+hooks issue collectives from C++. ``device``: a GPU is waited for, and so are the collectives that
+were enqueued on it. ``store``: a key that another rank has to set.
+"""
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -19,10 +21,12 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: CallKind
     op: str = ""  # wire op of a collective or message, else the function's name
-    group: str = ""  # "the default group", or the name of the variable that holds it; empty: unknown
+    # "the default group", or the name of the variable that holds it; empty: unknown
+    group: str = ""
     peer: int | None = None  # messages: the other global rank
     root: int | None = None
-    tensor: str = ""  # "float32[1024]": the rank's contribution, else what it receives; empty: unknown
+    # "float32[1024]": the rank's contribution, else what it receives; empty: unknown
+    tensor: str = ""
     line: Frame | None = None  # the user's line that calls it
 
     @property
@@ -30,7 +34,11 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
         """``"all_reduce of the default group"``, ``"recv from rank 1"``, ``"backward"``."""
         if self.kind == "message" and self.peer is not None:
             return f"{self.op} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
-        of = f" of {self.group if self.group == DEFAULT_GROUP else f'group `{self.group}`'}" if self.group else ""
+        of = (
+            f" of {self.group if self.group == DEFAULT_GROUP else f'group `{self.group}`'}"
+            if self.group
+            else ""
+        )
         root = f" from rank {self.root}" if self.root is not None else ""
         if self.kind == "request":
             return f"{self.op}() for an earlier operation"
@@ -50,9 +58,12 @@ DEFAULT_GROUP = "the default group"
 class RankSample(msgspec.Struct):
     """One rank's process, looked at twice or more."""
 
-    log: RankLog  # without records; the stacks and the observation of its process are in log.observation
-    call: Call | None = None  # the call that it stands in, if it stands in one that waits for other ranks
-    moved: bool | None = None  # whether its stack or a value on it changed between two looks; None: unknown
+    # without records; the stacks and the observation of its process are in log.observation
+    log: RankLog
+    # the call that it stands in, if it stands in one that waits for other ranks
+    call: Call | None = None
+    # whether its stack or a value on it changed between two looks; None: unknown
+    moved: bool | None = None
     counters: dict[str, int] = {}  # loop variables on its stack, by "function.name"
     holds_gil: bool = False
     python: str = ""  # its interpreter
@@ -85,7 +96,8 @@ class HostSamples(msgspec.Struct):
     host: str
     samples: list[RankSample] = []
     world_size: int = 0
-    expected: list[int] = []  # ranks that this host should have, as far as its launcher's environment says
+    # ranks that this host should have, as far as its launcher's environment says
+    expected: list[int] = []
     notes: list[str] = []  # sentences about what could not be seen
     dumps: dict[str, bytes] = {}  # torch's own, by a name that ends with the rank
     log_lines: list[str] = []  # that report an error or a timeout, each with its rank

@@ -1,4 +1,6 @@
-"""Torch's own evidence about a running job: Flight Recorder dumps, which a pipe triggers, and the ends of the ranks' log files."""
+"""Torch's own evidence about a running job: Flight Recorder dumps, which a pipe triggers, and the
+ends of the ranks' log files.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,19 @@ from commlens.processes import process
 from commlens.text import clean
 
 _PIPE: Final = re.compile(r"^(TORCH_)?\w+_DEBUG_INFO_PIPE_FILE$")
-_TARGETS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_XCCL_DEBUG_INFO_TEMP_FILE")
+_TARGETS: Final = (
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_XCCL_DEBUG_INFO_TEMP_FILE",
+)
 _WAIT_S: Final = 4.0
 _DUMP_MAX: Final = 64 << 20
 _TAIL: Final = 1 << 16
 _LINES_MAX: Final = 3
 _LINE_MAX: Final = 240
 _TELLING: Final = re.compile(
-    r"Watchdog caught|Some NCCL operations have failed|NCCL WARN|Timed out waiting|timed out|Timeout|^\w*Error: |CUDA error|Traceback"
+    r"Watchdog caught|Some NCCL operations have failed|NCCL WARN|Timed out waiting|timed"
+    r" out|Timeout|^\w*Error: |CUDA error|Traceback"
 )
 
 
@@ -33,7 +40,9 @@ class TorchDumps(NamedTuple):
 
 
 def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
-    """Make the ranks dump, where a pipe for that is configured, and read the files. Ranks without one are left alone."""
+    """Make the ranks dump, where a pipe for that is configured, and read the files. Ranks without
+    one are left alone.
+    """
     began = time.time()
     asked: dict[int, list[Path]] = {}
     silent: list[int] = []
@@ -43,7 +52,10 @@ def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
         if not pipe:
             continue
         if _poke(Path(f"/proc/{one.pid}/root{_absolute(pipe, one.pid)}{one.rank}.pipe")):
-            asked[one.rank] = [Path(f"/proc/{one.pid}/root{_absolute(target, one.pid)}{one.rank}") for target in targets(environ)]
+            asked[one.rank] = [
+                Path(f"/proc/{one.pid}/root{_absolute(target, one.pid)}{one.rank}")
+                for target in targets(environ)
+            ]
         else:
             silent.append(one.rank)
     files: dict[str, bytes] = {}
@@ -56,7 +68,10 @@ def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
                 del waiting[rank]
         time.sleep(0.1)
     notes = [f"Rank {rank}: torch's pipe for dumps has no reader." for rank in silent]
-    notes += [f"Rank {rank}: torch did not dump within {_WAIT_S:.0f} s after it was asked to." for rank in waiting]
+    notes += [
+        f"Rank {rank}: torch did not dump within {_WAIT_S:.0f} s after it was asked to."
+        for rank in waiting
+    ]
     return TorchDumps(files, notes)
 
 

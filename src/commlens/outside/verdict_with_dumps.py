@@ -1,4 +1,6 @@
-"""Join the verdict on stacks with torch's own dumps and log lines: dumps hold sequence numbers, so they decide where stacks cannot."""
+"""Join the verdict on stacks with torch's own dumps and log lines: dumps hold sequence numbers, so
+they decide where stacks cannot.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
     if verdict.findings:
         verdict.findings[0].evidence += lines
     elif lines:
-        verdict.missing_evidence += [f"A log has a line about an error, perhaps an old one: {line}" for line in lines]
+        verdict.missing_evidence += [
+            f"A log has a line about an error, perhaps an old one: {line}" for line in lines
+        ]
     dumps = {name: content for host in hosts for name, content in host.dumps.items()}
     recorded = _of_dumps(dumps, verdict.missing_evidence) if dumps else None
     if recorded is None or not recorded.is_fault or not verdict.is_fault:
@@ -29,7 +33,9 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
         finding.root_cause = False
         finding.summary = f"seen from outside: {finding.summary}"
     recorded.looked_at = f"torch's own dumps ({recorded.looked_at}), and {verdict.looked_at}"
-    recorded.missing_evidence = list(dict.fromkeys([*recorded.missing_evidence, *verdict.missing_evidence]))
+    recorded.missing_evidence = list(
+        dict.fromkeys([*recorded.missing_evidence, *verdict.missing_evidence])
+    )
     recorded.findings += verdict.findings
     return recorded
 

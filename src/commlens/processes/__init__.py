@@ -1,1 +1,3 @@
-"""Processes seen from outside: their state in /proc, their cgroup, their stacks, and observations over time."""
+"""Processes seen from outside: their state in /proc, their cgroup, their stacks, and observations
+over time.
+"""

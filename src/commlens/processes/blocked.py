@@ -1,6 +1,8 @@
-"""What a process that does not move waits for, as the kernel shows it: a file lock, a pipe, a connection, a child process, a sleep.
+"""What a process that does not move waits for, as the kernel shows it: a file lock, a pipe, a
+connection, a child process, a sleep.
 
-Nothing here raises: what cannot be read is left out. Locks of Python and waits for several files at once (poll) do not show.
+Nothing here raises: what cannot be read is left out. Locks of Python and waits for several files at
+once (poll) do not show.
 """
 
 from __future__ import annotations
@@ -15,16 +17,52 @@ from commlens.text import printable
 
 _CALLS: Final = {
     "x86_64": {
-        0: "read", 17: "read", 19: "read", 45: "read", 47: "read", 1: "write", 20: "write", 44: "write", 46: "write", 42: "connect",
-        43: "accept", 288: "accept", 35: "sleep", 230: "sleep", 61: "wait", 247: "wait", 72: "lock", 73: "lock", 2: "open", 257: "open",
-        23: "select", 270: "select",
+        0: "read",
+        17: "read",
+        19: "read",
+        45: "read",
+        47: "read",
+        1: "write",
+        20: "write",
+        44: "write",
+        46: "write",
+        42: "connect",
+        43: "accept",
+        288: "accept",
+        35: "sleep",
+        230: "sleep",
+        61: "wait",
+        247: "wait",
+        72: "lock",
+        73: "lock",
+        2: "open",
+        257: "open",
+        23: "select",
+        270: "select",
     },
     "aarch64": {
-        63: "read", 65: "read", 67: "read", 207: "read", 212: "read", 64: "write", 66: "write", 206: "write", 211: "write",
-        203: "connect", 202: "accept", 242: "accept", 101: "sleep", 115: "sleep", 260: "wait", 95: "wait", 25: "lock", 32: "lock",
-        56: "open", 72: "select",
+        63: "read",
+        65: "read",
+        67: "read",
+        207: "read",
+        212: "read",
+        64: "write",
+        66: "write",
+        206: "write",
+        211: "write",
+        203: "connect",
+        202: "accept",
+        242: "accept",
+        101: "sleep",
+        115: "sleep",
+        260: "wait",
+        95: "wait",
+        25: "lock",
+        32: "lock",
+        56: "open",
+        72: "select",
     },
-}  # fmt: skip
+}
 """Numbers of system calls that wait for one thing, by machine."""
 _WAIT4: Final = {61, 260}  # its first argument is the pid; the second one of waitid
 _COMMAND_MAX: Final = 80
@@ -63,11 +101,17 @@ def _child(pid: int, child: int) -> str:
     known = children(pid)
     if child not in known and len(known) == 1:
         child = known[0]
-    return f"it waits for its child process {_named(child)}" if child in known else "it waits for a child process"
+    return (
+        f"it waits for its child process {_named(child)}"
+        if child in known
+        else "it waits for a child process"
+    )
 
 
 def _lock(pid: int, descriptor: int) -> Wait:
-    """Return which file's lock the process waits for, and which process has it. ``/proc/locks`` lists a lock and then its waiters."""
+    """Return which file's lock the process waits for, and which process has it. ``/proc/locks``
+    lists a lock and then its waiters.
+    """
     path = _target(pid, descriptor)
     holder, number, waits = 0, "", False
     for line in _lines("/proc/locks"):
@@ -84,7 +128,8 @@ def _lock(pid: int, descriptor: int) -> Wait:
     lock = f"it waits for the lock of {path or 'a file'}"
     if holder <= 0:
         return Wait(lock)
-    # The kernel names the process that took the lock. The lock lives as long as the open file, which children inherit.
+    # The kernel names the process that took the lock. The lock lives as long as the open file,
+    # which children inherit.
     owner = next((one for one in (holder, *descendants(holder, ())) if _has_open(one, path)), 0)
     if not owner:
         return Wait(f"{lock}, which process {holder} took: a former child of it may still hold it")
@@ -113,7 +158,11 @@ def _file(pid: int, call: str, descriptor: int) -> str:
     if call not in ("read", "write") or not target:
         return ""
     if target.startswith("pipe:["):
-        return "it waits to read from a pipe" if call == "read" else "it waits to write to a pipe that is full"
+        return (
+            "it waits to read from a pipe"
+            if call == "read"
+            else "it waits to write to a pipe that is full"
+        )
     if call == "read" and target.startswith(("/dev/pts/", "/dev/tty")):
         return "it waits for input from its terminal"
     return f"it waits to {'read from' if call == 'read' else 'write to'} {target}"
@@ -137,7 +186,9 @@ def _peer(pid: int, inode: int) -> str:
 
 
 def _address(text: str) -> str:
-    """``"0100007F:1F90"`` is ``"127.0.0.1:8080"``: words of four bytes in the machine's order, and the port."""
+    """``"0100007F:1F90"`` is ``"127.0.0.1:8080"``: words of four bytes in the machine's order, and
+    the port.
+    """
     words, _, port = text.partition(":")
     raw = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
     if len(raw) == 4:
@@ -157,4 +208,8 @@ def _lines(path: str) -> list[str]:
 def _named(pid: int) -> str:
     """``"4242 (python train.py)"``."""
     words = printable((read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " "))
-    return f"{pid} ({words[:_COMMAND_MAX]}{'...' if len(words) > _COMMAND_MAX else ''})" if words else str(pid)
+    return (
+        f"{pid} ({words[:_COMMAND_MAX]}{'...' if len(words) > _COMMAND_MAX else ''})"
+        if words
+        else str(pid)
+    )

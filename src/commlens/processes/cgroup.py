@@ -1,4 +1,6 @@
-"""The limits of a process's control group, v1 or v2. Nothing here raises: a counter that cannot be read is None."""
+"""The limits of a process's control group, v1 or v2. Nothing here raises: a counter that cannot be
+read is None.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from commlens.processes.process import read_text
 class Counters:
     """The counters of a control group."""
 
-    throttled_s: float | None = None  # time for which its CPU quota kept it from running, since it was created
+    # time for which its CPU quota kept it from running, since it was created
+    throttled_s: float | None = None
     oom_kills: int | None = None
-    memory_pressure: float | None = None  # PSI "full avg10": percent of the last 10 s in which all of it waited for memory
+    # PSI "full avg10": percent of the last 10 s in which all of it waited for memory
+    memory_pressure: float | None = None
 
 
 @dataclass
@@ -27,7 +31,9 @@ class Cgroup:
 
     @classmethod
     def of(cls, pid: int, root: Path = Path("/sys/fs/cgroup")) -> Cgroup:
-        """Find them. In a container, ``/proc/PID/cgroup`` often holds the host's path; then the mount's own root is used."""
+        """Find them. In a container, ``/proc/PID/cgroup`` often holds the host's path; then the
+        mount's own root is used.
+        """
         found = cls()
         for line in (read_text(f"/proc/{pid}/cgroup") or "").splitlines():
             parts = line.split(":", 2)
@@ -45,7 +51,8 @@ class Cgroup:
             folder = next((each for each in candidates if (each / "cgroup.procs").exists()), None)
             if folder is None:
                 continue
-            # v1 first: where both are mounted, the controllers are v1's, and v2's files lack their counters.
+            # v1 first: where both are mounted, the controllers are v1's, and v2's files lack their
+            # counters.
             if "cpu" in names:
                 found.cpu.insert(0, folder)
             if "memory" in names:
@@ -80,7 +87,10 @@ class Cgroup:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"^(\S+) (-?\d+)\s*$", read_text(path) or "", re.MULTILINE)}
+    return {
+        key: int(value)
+        for key, value in re.findall(r"^(\S+) (-?\d+)\s*$", read_text(path) or "", re.MULTILINE)
+    }
 
 
 def _full_avg10(path: Path) -> float | None:

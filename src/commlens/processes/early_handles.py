@@ -1,4 +1,5 @@
-"""Open handles on a job's ranks while the watcher still imports its modules, so that a rank that dies meanwhile is not missed.
+"""Open handles on a job's ranks while the watcher still imports its modules, so that a rank that
+dies meanwhile is not missed.
 
 The imports take a quarter of a second. This module therefore imports little itself.
 """
@@ -16,13 +17,17 @@ _PERIOD_S: Final = 0.01
 
 
 class EarlyHandles:
-    """Opens a handle on each process that has a black box in a folder and notes how it ends, in a thread, until :meth:`stop`."""
+    """Opens a handle on each process that has a black box in a folder and notes how it ends, in a
+    thread, until :meth:`stop`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handles: dict[int, Handle] = {}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="commlens-early-handles", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="commlens-early-handles", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -53,9 +58,13 @@ class EarlyHandles:
             self._stopped.wait(_PERIOD_S)
 
     def _note_ends(self) -> None:
-        """Note who has ended. On Linux before 6.15, how a process ended is known only until its parent has reaped it."""
+        """Note who has ended. On Linux before 6.15, how a process ended is known only until its
+        parent has reaped it.
+        """
         running = [pid for pid, handle in self._handles.items() if not handle.ended_ns]
         ended = [pid for pid in running if self._handles[pid].ending() is not None]
         if len(ended) == 1:
             others = [pid for pid in running if pid not in ended]
-            self._handles[ended[0]].ended_alone = len(running) == len(self._handles) and are_running_under_torchrun(others)
+            self._handles[ended[0]].ended_alone = len(running) == len(
+                self._handles
+            ) and are_running_under_torchrun(others)

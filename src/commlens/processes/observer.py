@@ -22,7 +22,9 @@ STACK_INTERVAL_S: Final = 1.0
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _COUNTS_EVERY_S: Final = 0.4
-_CHATTER: Final = 1024  # bytes per second of a connection, for example to a store or another rank that is asked whether it is alive
+# bytes per second of a connection, for example to a store or another rank that is asked whether it
+# is alive
+_CHATTER: Final = 1024
 _SWAPS: Final = 10.0  # memory pressure, percent
 
 _Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
@@ -50,7 +52,8 @@ class _Counts(NamedTuple):
     """Counters so far."""
 
     at_ns: int  # CLOCK_MONOTONIC
-    io_bytes: tuple[int, int] | None  # of the process and its children, as process.io_bytes returns them
+    # of the process and its children, as process.io_bytes returns them
+    io_bytes: tuple[int, int] | None
     children_cpu_s: float  # of its child processes and theirs
     children_run: bool  # one of them runs, or would if it got a core
     net_bytes: int
@@ -65,7 +68,8 @@ class _Subject:
     counts: deque[_Counts] = field(default_factory=deque)
     sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
     unsent: int = 0
-    throttled: deque[tuple[int, float]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, seconds so far)
+    # (CLOCK_MONOTONIC ns, seconds so far)
+    throttled: deque[tuple[int, float]] = field(default_factory=deque)
     cgroup: Cgroup | None = None
     pressure: float | None = None
     oom_kills_before: int | None = None
@@ -76,7 +80,8 @@ class _Subject:
 
 
 class Observer:
-    """Samples the processes of the ranks on this node. While nothing is wrong, no samples are needed.
+    """Samples the processes of the ranks on this node. While nothing is wrong, no samples are
+    needed.
 
     A sample reads ``/proc/PID/stat``; io and cgroup files are read less often.
 
@@ -92,8 +97,12 @@ class Observer:
         self._tcp: dict[int, process.TcpSocket] = {}  # by inode
         self._tcp_at = 0  # CLOCK_MONOTONIC ns
 
-    def add(self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])) -> None:
-        """Observe a process. ``classify`` returns the kind of code in a file, for stacks that py-spy reads."""
+    def add(
+        self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])
+    ) -> None:
+        """Observe a process. ``classify`` returns the kind of code in a file, for stacks that
+        py-spy reads.
+        """
         subject = _Subject(pid, start_ticks, classify)
         subject.cgroup = Cgroup.of(pid)
         subject.oom_kills_before = subject.cgroup.read().oom_kills
@@ -114,7 +123,9 @@ class Observer:
         if not subject.counts or now - subject.counts[-1].at_ns > _COUNTS_EVERY_S * 1e9:
             subject.counts.append(self._count(subject, seen.reaped_cpu_s, now))
             _forget(subject.counts, now - self._window_ns)
-        if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
+        if subject.cgroup is not None and (
+            not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9
+        ):
             # A process may move to another cgroup; the counters of two cgroups cannot be compared.
             cgroup = Cgroup.of(subject.pid)
             if cgroup.cpu != subject.cgroup.cpu:
@@ -122,7 +133,9 @@ class Observer:
             subject.cgroup = cgroup
             counters = cgroup.read()
             subject.pressure = counters.memory_pressure
-            subject.throttled.append((now, counters.throttled_s if counters.throttled_s is not None else -1.0))
+            subject.throttled.append(
+                (now, counters.throttled_s if counters.throttled_s is not None else -1.0)
+            )
             _forget(subject.throttled, now - self._window_ns)
         if self._use_py_spy and self._watchdog_is_silent(subject):
             self._start_py_spy(subject)
@@ -136,7 +149,9 @@ class Observer:
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
         io_bytes = process.io_bytes(subject.pid)
         if io_bytes is not None:
-            calls, disks = zip(io_bytes, *filter(None, map(process.io_bytes, children)), strict=True)
+            calls, disks = zip(
+                io_bytes, *filter(None, map(process.io_bytes, children)), strict=True
+            )
             io_bytes = sum(calls), sum(disks)
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
         tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp}
@@ -144,7 +159,9 @@ class Observer:
         if subject.counts:
             before = subject.counts[-1]
             steps = [one.moved - subject.sockets.get(inode, 0) for inode, one in tcp.items()]
-            moved = before.net_bytes + sum(step for step in steps if step >= _CHATTER * (now - before.at_ns) / 1e9)
+            moved = before.net_bytes + sum(
+                step for step in steps if step >= _CHATTER * (now - before.at_ns) / 1e9
+            )
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
         subject.unsent = sum(one.unsent for one in tcp.values())
         return _Counts(now, io_bytes, cpu_s, any(stat.state == "R" for stat in stats), moved)
@@ -163,13 +180,16 @@ class Observer:
             subject.stacks = None
             subject.pending = None
 
-    def ended(self, pid: int, ending: process.Ending, *, clean: bool | None = None, at_ns: int = 0) -> Observation:
+    def ended(
+        self, pid: int, ending: process.Ending, *, clean: bool | None = None, at_ns: int = 0
+    ) -> Observation:
         """Note that a process ended.
 
         Args:
             pid: of the process.
             ending: its exit status, as far as it is known.
-            clean: replaces a lost exit status by what the box holds: True after a goodbye, False after an uncaught exception.
+            clean: replaces a lost exit status by what the box holds: True after a goodbye, False
+                after an uncaught exception.
             at_ns: Unix ns; now by default.
         """
         subject = self._subjects[pid]
@@ -188,7 +208,12 @@ class Observer:
             if kills is not None:
                 oom = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
         last = self._window(subject, time.monotonic_ns())
-        last.end, last.exit_code, last.signal, last.oom_killed = end, ending.exit_code, ending.signal, oom
+        last.end, last.exit_code, last.signal, last.oom_killed = (
+            end,
+            ending.exit_code,
+            ending.signal,
+            oom,
+        )
         last.ended_ns = at_ns or time.time_ns()
         last.seen_ns = last.ended_ns
         last.holds_gil = None
@@ -196,7 +221,9 @@ class Observer:
         return last
 
     def observe(self, pid: int, *, wait_s: float = 0.0) -> Observation:
-        """Return what was observed of a process. ``wait_s`` is how long to wait for a py-spy that is still running."""
+        """Return what was observed of a process. ``wait_s`` is how long to wait for a py-spy that
+        is still running.
+        """
         subject = self._subjects.get(pid)
         if subject is None:
             return Observation(stacks_note="its process was not watched from here")
@@ -223,20 +250,31 @@ class Observer:
         seen.proc_state = last_sample.state
         if span > 0:
             seen.cpu_s = round(max(0.0, last_sample.cpu_s - first.cpu_s), 3)
-        seen.stopped_fraction = round(sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3)
-        seen.running_fraction = round(sum(s.state == "R" for s in subject.samples) / len(subject.samples), 3)
+        seen.stopped_fraction = round(
+            sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3
+        )
+        seen.running_fraction = round(
+            sum(s.state == "R" for s in subject.samples) / len(subject.samples), 3
+        )
         if len(subject.counts) > 1:
             before, after = subject.counts[0], subject.counts[-1]
             if before.io_bytes is not None and after.io_bytes is not None:
-                swaps = (subject.pressure or 0.0) >= _SWAPS  # then pages are read again and again, and that is no work
+                # then pages are read again and again, and that is no work
+                swaps = (subject.pressure or 0.0) >= _SWAPS
                 kinds = zip(before.io_bytes, after.io_bytes, strict=True)
-                seen.io_bytes = max(0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2])
+                seen.io_bytes = max(
+                    0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2]
+                )
             seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
-            seen.children_running_fraction = round(sum(one.children_run for one in subject.counts) / len(subject.counts), 3)
+            seen.children_running_fraction = round(
+                sum(one.children_run for one in subject.counts) / len(subject.counts), 3
+            )
             seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
         throttled = _throttled_fraction(subject)
         # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
-        seen.throttled_fraction = round(min(1.0, max(0.0, throttled)), 3) if throttled is not None else None
+        seen.throttled_fraction = (
+            round(min(1.0, max(0.0, throttled)), 3) if throttled is not None else None
+        )
         seen.memory_pressure = subject.pressure
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
@@ -245,13 +283,19 @@ class Observer:
         return seen
 
     def _watchdog_is_silent(self, subject: _Subject) -> bool:
-        """Return whether no watchdog thread runs, so that the stacks in the box are old, or there is no box."""
+        """Return whether no watchdog thread runs, so that the stacks in the box are old, or there
+        is no box.
+        """
         pulse = subject.samples[-1].pulse if subject.samples else Pulse(closed=True)
-        return not pulse.closed and (not pulse.heartbeat_ns or _silent_s(pulse, time.monotonic_ns()) > SILENT_S)
+        return not pulse.closed and (
+            not pulse.heartbeat_ns or _silent_s(pulse, time.monotonic_ns()) > SILENT_S
+        )
 
     def _start_py_spy(self, subject: _Subject) -> None:
         self._collect(subject, 0.0)
-        if subject.pending is None and (subject.stacks is None or time.monotonic() - subject.stacks_at > _STACKS_FRESH_S):
+        if subject.pending is None and (
+            subject.stacks is None or time.monotonic() - subject.stacks_at > _STACKS_FRESH_S
+        ):
             subject.pending = Pending(subject.pid, subject.classify)
 
     def _collect(self, subject: _Subject, wait_s: float) -> None:
@@ -276,10 +320,11 @@ def _throttled_fraction(subject: _Subject) -> float | None:
 
 
 def _holds_gil(subject: _Subject, now: int) -> bool | None:
-    """Return whether the process runs but its watchdog thread cannot, because another thread holds the GIL.
+    """Return whether the process runs but its watchdog thread cannot, because another thread holds
+    the GIL.
 
-    A process that is stopped, in uninterruptible sleep, throttled or without a core misses its heartbeats, too: its states since the
-    last heartbeat tell these apart.
+    A process that is stopped, in uninterruptible sleep, throttled or without a core misses its
+    heartbeats, too: its states since the last heartbeat tell these apart.
     """
     last = subject.samples[-1]
     if not last.pulse.heartbeat_ns or last.pulse.closed:
@@ -293,17 +338,25 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
 
 
 def _is_starved(samples: list[_Sample]) -> bool:
-    """Return whether the main thread was mostly ready to run but got no core: the machine is busy, and the watchdog thread waits, too."""
+    """Return whether the main thread was mostly ready to run but got no core: the machine is busy,
+    and the watchdog thread waits, too.
+    """
     span_s = (samples[-1].at_ns - samples[0].at_ns) / 1e9
     runnable = sum(sample.state == "R" for sample in samples) / len(samples)
-    return span_s >= 0.4 and runnable >= 0.3 and samples[-1].cpu_s - samples[0].cpu_s < 0.5 * runnable * span_s
+    return (
+        span_s >= 0.4
+        and runnable >= 0.3
+        and samples[-1].cpu_s - samples[0].cpu_s < 0.5 * runnable * span_s
+    )
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:
-    """Return whether the main thread's stack changed, or a collective was issued, within the window; None if unknown.
+    """Return whether the main thread's stack changed, or a collective was issued, within the
+    window; None if unknown.
 
-    The box holds since when the stack has been the same, counted from the watchdog's first look after the last collective. That
-    first look is not a change, so two different times must have been seen.
+    The box holds since when the stack has been the same, counted from the watchdog's first look
+    after the last collective. That first look is not a change, so two different times must have
+    been seen.
     """
     last = subject.samples[-1]
     if last.pulse.records != subject.samples[0].pulse.records:
@@ -312,7 +365,11 @@ def _stack_moved(subject: _Subject, now: int) -> bool | None:
     if len(since) > 1:
         return True
     # Unknown if the watchdog cannot run, or has only just begun to look.
-    if not since or last.at_ns - max(since) < STACK_INTERVAL_S * 1e9 or _silent_s(last.pulse, now) > SILENT_S:
+    if (
+        not since
+        or last.at_ns - max(since) < STACK_INTERVAL_S * 1e9
+        or _silent_s(last.pulse, now) > SILENT_S
+    ):
         return None
     return False
 

@@ -1,4 +1,5 @@
-"""The state of a process, from ``/proc`` and pidfds. Nothing here raises: a value that cannot be read is None.
+"""The state of a process, from ``/proc`` and pidfds. Nothing here raises: a value that cannot be
+read is None.
 
 Field numbers are those of proc(5). Reading the state takes about 20 us.
 """
@@ -22,7 +23,8 @@ from commlens.blackbox import job_dirs
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
-# ioctl(pidfd, PIDFD_GET_INFO), linux/pidfd.h, Linux 6.15: the exit status even after the parent has reaped the process.
+# ioctl(pidfd, PIDFD_GET_INFO), linux/pidfd.h, Linux 6.15: the exit status even after the parent has
+# reaped the process.
 _PIDFD_GET_INFO: Final = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT: Final = 1 << 3
@@ -31,18 +33,21 @@ _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 _DESCENDANTS_MAX: Final = 256
 _NETLINK_SOCK_DIAG: Final = 4
 _SOCK_DIAG_BY_FAMILY: Final = 20
-_DIAG_HEADER: Final = struct.Struct("=IHHIIBBBBI")  # nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
+# nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
+_DIAG_HEADER: Final = struct.Struct("=IHHIIBBBBI")
 
 
 @dataclass(frozen=True)
 class Stat:
     """The state of a process at one moment."""
 
-    start_ticks: int  # clock ticks from boot to its start: pid and start together identify a process
+    # clock ticks from boot to its start: pid and start together identify a process
+    start_ticks: int
     state: str  # "R", "S", "D", "T", "t", "Z", "X"
     cpu_s: float  # of all its threads, user and system
     reaped_cpu_s: float = 0.0  # of its child processes that have ended
-    exit_status: int | None = None  # wait status of a zombie; None while it runs, or if the kernel hides it
+    # wait status of a zombie; None while it runs, or if the kernel hides it
+    exit_status: int | None = None
 
     @property
     def ended(self) -> bool:
@@ -67,7 +72,9 @@ class Ending:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name: ``9 -> "SIGKILL"``; a real-time signal has none and stays a number."""
+    """Return a signal's name: ``9 -> "SIGKILL"``; a real-time signal has none and stays a
+    number.
+    """
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -97,7 +104,9 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether a process has ended, or a signal is ending it: on a busy machine or with much memory that takes seconds."""
+    """Return whether a process has ended, or a signal is ending it: on a busy machine or with much
+    memory that takes seconds.
+    """
     status = read_text(f"/proc/{pid}/status") or ""
     pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", status, re.MULTILINE)
     if not pending or any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending):
@@ -107,16 +116,22 @@ def is_ending(pid: int) -> bool:
 
 
 def are_running_under_torchrun(pids: Collection[int]) -> bool:
-    """Return whether none of these ranks is being ended, and neither is torchrun, which started them and would end all at once."""
+    """Return whether none of these ranks is being ended, and neither is torchrun, which started
+    them and would end all at once.
+    """
     if not pids or any(map(is_ending, pids)):
         return False
     pid = next(iter(pids))
     launcher = read_stat(job_dirs.parent_of(pid))
-    return launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in environment(pid)
+    return (
+        launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in environment(pid)
+    )
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
-    """Return whether this process still runs. With ``start_ticks`` 0, which means unknown, the pid alone decides."""
+    """Return whether this process still runs. With ``start_ticks`` 0, which means unknown, the pid
+    alone decides.
+    """
     stat = read_stat(pid)
     return stat is not None and not stat.ended and start_ticks in (0, stat.start_ticks)
 
@@ -124,10 +139,15 @@ def is_running(pid: int, start_ticks: int) -> bool:
 def io_bytes(pid: int) -> tuple[int, int] | None:
     """Return the bytes read and written so far: by calls that have returned, and from and to disks.
 
-    The first count includes the page cache and pipes. A single write or copy of a large file moves only the second until it returns,
-    and so do reads of a file that is mapped into memory.
+    The first count includes the page cache and pipes. A single write or copy of a large file moves
+    only the second until it returns, and so do reads of a file that is mapped into memory.
     """
-    counts = [int(count) for count in re.findall(r"^(?:[rw]char|(?:read|write)_bytes): (\d+)$", read_text(f"/proc/{pid}/io") or "", re.M)]
+    counts = [
+        int(count)
+        for count in re.findall(
+            r"^(?:[rw]char|(?:read|write)_bytes): (\d+)$", read_text(f"/proc/{pid}/io") or "", re.M
+        )
+    ]
     return (counts[0] + counts[1], counts[2] + counts[3]) if len(counts) == 4 else None
 
 
@@ -149,7 +169,9 @@ def children(pid: int) -> list[int]:
     except OSError:
         return found
     for thread in threads:
-        found += [int(child) for child in (read_text(f"/proc/{pid}/task/{thread}/children") or "").split()]
+        found += [
+            int(child) for child in (read_text(f"/proc/{pid}/task/{thread}/children") or "").split()
+        ]
     return found
 
 
@@ -172,13 +194,22 @@ class TcpSocket(NamedTuple):
 
 
 def tcp_sockets() -> dict[int, TcpSocket]:
-    """Return the established TCP connections of this network namespace by inode, from sock_diag(7); none if it is not available."""
+    """Return the established TCP connections of this network namespace by inode, from sock_diag(7);
+    none if it is not available.
+    """
     found: dict[int, TcpSocket] = {}
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as link:
+        with socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG
+        ) as link:
             link.settimeout(1.0)
             for family in (socket.AF_INET, socket.AF_INET6):
-                link.send(_DIAG_HEADER.pack(72, _SOCK_DIAG_BY_FAMILY, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2) + bytes(48))
+                link.send(
+                    _DIAG_HEADER.pack(
+                        72, _SOCK_DIAG_BY_FAMILY, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2
+                    )
+                    + bytes(48)
+                )
                 while _add_sockets(link.recv(1 << 17), found):
                     pass
     except (OSError, struct.error):
@@ -198,7 +229,9 @@ def _add_sockets(answer: bytes, found: dict[int, TcpSocket]) -> bool:
         while attribute + 4 <= end:
             length, name = struct.unpack_from("=HH", answer, attribute)
             if name == 2 and length >= 140:  # INET_DIAG_INFO: struct tcp_info
-                found[inode] = TcpSocket(sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent)
+                found[inode] = TcpSocket(
+                    sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent
+                )
             attribute += max(4, (length + 3) & ~3)
         at += max(16, (size + 3) & ~3)
     return at > 0 and at >= len(answer)
@@ -217,7 +250,8 @@ def socket_inodes(pid: int) -> set[int]:
 
 
 class Handle:
-    """A hold on one process: its end is noticed at once, and its exit status survives its parent's wait.
+    """A hold on one process: its end is noticed at once, and its exit status survives its parent's
+    wait.
 
     Without pidfds (Linux before 5.3, some sandboxes), ``fileno`` is None and the caller polls.
     """
@@ -245,13 +279,17 @@ class Handle:
 
     @classmethod
     def invisible(cls, pid: int) -> Handle:
-        """Return a handle on a process that is not visible from here: on another host, or in another pid namespace."""
+        """Return a handle on a process that is not visible from here: on another host, or in
+        another pid namespace.
+        """
         handle = cls.__new__(cls)
         handle.pid, handle.start_ticks = pid, 0
         return handle
 
     def ending(self) -> Ending | None:
-        """Return how the process ended: None while it runs, an empty Ending if that is no longer known."""
+        """Return how the process ended: None while it runs, an empty Ending if that is no longer
+        known.
+        """
         if self._ending is None:
             self._ending = self._look()
             self.ended_ns = time.time_ns() if self._ending is not None else 0
@@ -272,7 +310,9 @@ class Handle:
         return self._after_reaping() or Ending()
 
     def _as_child(self) -> Ending | None:
-        """Read the status as the parent, without reaping the process: torchrun's agent does that."""
+        """Read the status as the parent, without reaping the process: torchrun's agent does
+        that.
+        """
         try:
             info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except (OSError, AttributeError):
@@ -302,6 +342,8 @@ class Handle:
 
 
 def cpu_wait_ns(pid: int) -> int | None:
-    """Return for how long the main thread was ready to run and had no CPU, in ns since its start: the second field of schedstat."""
+    """Return for how long the main thread was ready to run and had no CPU, in ns since its start:
+    the second field of schedstat.
+    """
     fields = (read_text(f"/proc/{pid}/schedstat") or "").split()
     return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None

@@ -1,4 +1,6 @@
-"""Where the main thread of a running process spends its time: py-spy samples its stack from outside, without pausing it."""
+"""Where the main thread of a running process spends its time: py-spy samples its stack from
+outside, without pausing it.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,38 @@ Profile = Counter[Stack]
 
 
 def take(pid: int, classify: Classify, *, duration_s: int = PROFILE_S) -> Profile:
-    """Sample the main thread of a process. The result is empty if py-spy is not installed or may not read it."""
+    """Sample the main thread of a process. The result is empty if py-spy is not installed or may
+    not read it.
+    """
     program = pyspy.find()
     if program is None:
         return Counter()
     command = [
-        program, "record", "--duration", str(duration_s), "--rate", str(_RATE), "--nonblocking", "--idle", "--threads",
-        "--full-filenames", "--format", "raw", "--output", "/dev/stdout", "--pid", str(pid),
-    ]  # fmt: skip
+        program,
+        "record",
+        "--duration",
+        str(duration_s),
+        "--rate",
+        str(_RATE),
+        "--nonblocking",
+        "--idle",
+        "--threads",
+        "--full-filenames",
+        "--format",
+        "raw",
+        "--output",
+        "/dev/stdout",
+        "--pid",
+        str(pid),
+    ]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=duration_s + 10.0, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=duration_s + 10.0,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return Counter()
@@ -41,7 +64,9 @@ def take(pid: int, classify: Classify, *, duration_s: int = PROFILE_S) -> Profil
 
 
 def parse(text: str, pid: int, classify: Classify) -> Profile:
-    """Convert py-spy's raw format: a line per stack, outermost frame first, and the number of samples."""
+    """Convert py-spy's raw format: a line per stack, outermost frame first, and the number of
+    samples.
+    """
     found: Profile = Counter()
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
@@ -49,7 +74,12 @@ def parse(text: str, pid: int, classify: Classify) -> Profile:
             continue
         frames = (_FRAME.fullmatch(part) for part in reversed(match[2].split(";")))
         stack = tuple(
-            Frame(file=frame[2], line=int(frame[3]), function=frame[1].rpartition(".")[2], kind=classify(frame[2]))
+            Frame(
+                file=frame[2],
+                line=int(frame[3]),
+                function=frame[1].rpartition(".")[2],
+                kind=classify(frame[2]),
+            )
             for frame in frames
             if frame is not None
         )
@@ -58,7 +88,9 @@ def parse(text: str, pid: int, classify: Classify) -> Profile:
 
 
 class Profiling:
-    """Profiles of several processes, taken at the same time in threads, so that the watcher does not wait for them."""
+    """Profiles of several processes, taken at the same time in threads, so that the watcher does
+    not wait for them.
+    """
 
     def __init__(self, pids: Mapping[int, int], classify: Classify) -> None:
         """Begin.
@@ -69,7 +101,9 @@ class Profiling:
         """
         self.profiles: dict[int, Profile] = {}  # by rank
         self._threads = [
-            threading.Thread(target=self._take, args=(rank, pid, classify), name="commlens-profile", daemon=True)
+            threading.Thread(
+                target=self._take, args=(rank, pid, classify), name="commlens-profile", daemon=True
+            )
             for rank, pid in pids.items()
         ]
         for thread in self._threads:

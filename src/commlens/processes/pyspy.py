@@ -1,7 +1,8 @@
-"""Python stacks read from outside with py-spy, for a process whose watchdog thread cannot record them.
+"""Python stacks read from outside with py-spy, for a process whose watchdog thread cannot record
+them.
 
-``--nonblocking`` reads the memory without pausing the process: a stuck process does not move anyway, and a running one must not be
-disturbed.
+``--nonblocking`` reads the memory without pausing the process: a stuck process does not move
+anyway, and a running one must not be disturbed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Stacks(NamedTuple):
     note: str | None  # why there are none
 
 
-def dump(pid: int, *options: str, timeout_s: float, why_refused: Callable[[str], str]) -> tuple[Any, str | None]:
+def dump(
+    pid: int, *options: str, timeout_s: float, why_refused: Callable[[str], str]
+) -> tuple[Any, str | None]:
     """Run ``py-spy dump``.
 
     Args:
@@ -56,7 +59,9 @@ def dump(pid: int, *options: str, timeout_s: float, why_refused: Callable[[str],
         return None, "py-spy is not installed: `pip install 'commlens[stacks]'`"
     command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid), *options]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return None, f"py-spy did not answer within {timeout_s:.0f} s"
     except OSError as error:
@@ -102,7 +107,9 @@ def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
         )
         main = native == pid
         name = thread.get("thread_name") or ("MainThread" if main else "")
-        threads.append(ThreadStack(thread=native, name=name, frames=frames, taken_ns=taken_ns, is_main=main))
+        threads.append(
+            ThreadStack(thread=native, name=name, frames=frames, taken_ns=taken_ns, is_main=main)
+        )
     threads.sort(key=lambda stack: not stack.is_main)
     return Stacks(threads, None if threads else "py-spy found no Python thread")
 
@@ -120,7 +127,10 @@ def is_refusal(stderr: str) -> bool:
 
 def _reason(stderr: str) -> str:
     if is_refusal(stderr):
-        return "py-spy may not read the process (it needs SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
+        return (
+            "py-spy may not read the process (it needs SYS_PTRACE in a container, or"
+            " kernel.yama.ptrace_scope=0)"
+        )
     return failed(stderr)
 
 
@@ -130,7 +140,9 @@ class Pending:
     def __init__(self, pid: int, classify: Classify) -> None:
         self.started_at = time.monotonic()
         self.result: Stacks | None = None
-        self._thread = threading.Thread(target=self._run, args=(pid, classify), name="commlens-py-spy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(pid, classify), name="commlens-py-spy", daemon=True
+        )
         self._thread.start()
 
     def _run(self, pid: int, classify: Classify) -> None:

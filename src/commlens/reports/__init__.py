@@ -1,1 +1,3 @@
-"""Reports: one module for each output. They draw examined jobs, traces and dumps, and diagnose nothing."""
+"""Reports: one module for each output. They draw examined jobs, traces and dumps, and diagnose
+nothing.
+"""

@@ -1,4 +1,6 @@
-"""Printing with rich: at most 120 columns by default, and plain text where the file is not a terminal."""
+"""Printing with rich: at most 120 columns by default, and plain text where the file is not a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from commlens.model.wrapping import rejoined, unbroken
 _WIDEST = 120  # longer lines are hard to read
 
 
-def console(file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> Console:
+def console(
+    file: IO[str] | None = None, width: int | None = None, colour: bool | None = None
+) -> Console:
     """Return a console on a file.
 
     Args:
@@ -25,13 +29,26 @@ def console(file: IO[str] | None = None, width: int | None = None, colour: bool 
         colour: by default, colour is used on a terminal that supports it.
     """
     out = file if file is not None else sys.stdout
-    made = Console(file=out, width=width, force_terminal=colour, no_color=colour is False, highlight=False, emoji=False, markup=False)
+    made = Console(
+        file=out,
+        width=width,
+        force_terminal=colour,
+        no_color=colour is False,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
     if width is None:
         made.width = min(made.width, _WIDEST)
     return made
 
 
-def print_parts(parts: Iterable[RenderableType], file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> None:
+def print_parts(
+    parts: Iterable[RenderableType],
+    file: IO[str] | None = None,
+    width: int | None = None,
+    colour: bool | None = None,
+) -> None:
     """Print parts one below the other. The arguments are those of :func:`console`."""
     out = console(file, width, colour)
     with out.capture() as captured:
@@ -39,7 +56,9 @@ def print_parts(parts: Iterable[RenderableType], file: IO[str] | None = None, wi
             out.print(part)
     text = rejoined(captured.get())
     # Tables pad their columns with blanks, which only a terminal hides.
-    out.file.write(text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
+    out.file.write(
+        text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    )
 
 
 def bullet(text: str) -> RenderableType:

@@ -1,4 +1,5 @@
-"""Entries side by side on a terminal: what most ranks issued under each number, and how it ended on each rank.
+"""Entries side by side on a terminal: what most ranks issued under each number, and how it ended on
+each rank.
 
 Ranks that did the same share a column.
 """
@@ -26,13 +27,25 @@ _MAX_ELSEWHERE = 2
 
 
 def room(width: int | None = None, height: int | None = None) -> tuple[int, int, int]:
-    """Return how many rows and columns fit on one screen, and its width; 100 characters without a terminal."""
+    """Return how many rows and columns fit on one screen, and its width; 100 characters without a
+    terminal.
+    """
     size = shutil.get_terminal_size((100, 24))
     width = min(width or size.columns, 200)
-    return max(4, (height or size.lines) - _OTHER_LINES), max(1, (width - 46) // (_NARROWEST + _GAP)), width
+    return (
+        max(4, (height or size.lines) - _OTHER_LINES),
+        max(1, (width - 46) // (_NARROWEST + _GAP)),
+        width,
+    )
 
 
-def print_entries(table: EntryTable, *, stacks: bool = False, width: int | None = None, file: IO[str] | None = None) -> None:
+def print_entries(
+    table: EntryTable,
+    *,
+    stacks: bool = False,
+    width: int | None = None,
+    file: IO[str] | None = None,
+) -> None:
     """Print the table and, with ``stacks``, each stack once."""
     wide = room(width)[2]
     print_parts(_parts(table, wide, stacks), file, wide)
@@ -42,15 +55,24 @@ def _parts(table: EntryTable, width: int, stacks: bool) -> list[RenderableType]:
     if not table.numbers:
         return [Text(f"There are no entries to show{' of ' + table.group if table.group else ''}.")]
     names: dict[Stack, str] = {}
-    parts: list[RenderableType] = [_line(_title(table)), "", _grid(table, width, names if stacks else None)]
+    parts: list[RenderableType] = [
+        _line(_title(table)),
+        "",
+        _grid(table, width, names if stacks else None),
+    ]
     if table.elsewhere:
         parts += ["", *map(_line, _elsewhere(table))]
     if table.left_out:
         be = "is" if table.kinds_left_out == 1 else "are"
-        more = f"{count(table.kinds_left_out, 'more column')} {be} not shown: {ranks_phrase(table.left_out)}"
+        more = (
+            f"{count(table.kinds_left_out, 'more column')} {be} not shown:"
+            f" {ranks_phrase(table.left_out)}"
+        )
         parts += ["", Text(f"{more}. --ranks selects others.")]
     for stack, name in names.items():
-        frames = [f"    {frame.file}:{frame.line} {frame.function}" for frame in stack[:_STACK_FRAMES]]
+        frames = [
+            f"    {frame.file}:{frame.line} {frame.function}" for frame in stack[:_STACK_FRAMES]
+        ]
         if len(stack) > _STACK_FRAMES:
             frames.append(f"    and {count(len(stack) - _STACK_FRAMES, 'more frame')}")
         parts += ["", name, *map(Text, frames)]
@@ -65,13 +87,21 @@ def _title(table: EntryTable) -> str:
     ranks = sum(len(column.ranks) for column in table.columns) + len(table.left_out)
     kinds = len(table.columns) + table.kinds_left_out
     alike = f" in {kinds} columns" if kinds > 1 else ", which all did the same" if ranks > 1 else ""
-    what, order = ("Messages on", "as each rank issued them, newest last") if table.messages else ("Entries of", "by number")
+    what, order = (
+        ("Messages on", "as each rank issued them, newest last")
+        if table.messages
+        else ("Entries of", "by number")
+    )
     return f"{what} {table.group or 'the job'}, {order}: {count(ranks, 'rank')}{alike}"
 
 
 def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Table:
-    """Return one row for each number, and the source lines below the fault. ``names`` is filled with the stacks' names; None shows none."""
-    usual = [None if table.messages else _usual(table.columns, row) for row in range(len(table.numbers))]
+    """Return one row for each number, and the source lines below the fault. ``names`` is filled
+    with the stacks' names; None shows none.
+    """
+    usual = [
+        None if table.messages else _usual(table.columns, row) for row in range(len(table.numbers))
+    ]
     marks = [_mark(table, number) for number in table.numbers]
     mark_width, kinds = max(map(len, marks)), len(table.columns)
     left = width - mark_width - _GAP
@@ -91,10 +121,18 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
     if any(column.role for column in table.columns):
         add("", "", [column.role for column in table.columns])
     for row, (number, most) in enumerate(zip(table.numbers, usual, strict=True)):
-        add(marks[row], most.what if most else "", [_cell_text(column, row, most, names) for column in table.columns])
+        add(
+            marks[row],
+            most.what if most else "",
+            [_cell_text(column, row, most, names) for column in table.columns],
+        )
         if number == table.fault != 0 and most and most.line:
             cells = [column.cells[row] for column in table.columns]
-            add("", f"  {most.line}", [cell.line if cell and cell.line != most.line else "" for cell in cells])
+            add(
+                "",
+                f"  {most.line}",
+                [cell.line if cell and cell.line != most.line else "" for cell in cells],
+            )
     return grid
 
 
@@ -121,16 +159,25 @@ def _cell_text(column: Column, row: int, usual: Cell | None, names: dict[Stack, 
     cell = column.cells[row]
     if cell is None:
         return "" if usual is None else "not kept" if column.forgotten[row] else "not issued"
-    name = f" {names.setdefault(cell.stack, f'[{len(names) + 1}]')}" if names is not None and cell.stack else ""
+    name = (
+        f" {names.setdefault(cell.stack, f'[{len(names) + 1}]')}"
+        if names is not None and cell.stack
+        else ""
+    )
     if usual is None:
         return f"{cell.op} {cell.end}{name} {cell.tensors}"
     if cell.what == usual.what:
         return cell.end + name
-    return f"{(cell.tensors if cell.op == usual.op else cell.what) or 'no tensors'}, {cell.end}{name}"
+    return (
+        f"{(cell.tensors if cell.op == usual.op else cell.what) or 'no tensors'}, {cell.end}{name}"
+    )
 
 
 def _elsewhere(table: EntryTable) -> list[str]:
-    lines = [f"Elsewhere, {ranks_phrase(ranks)}: {text}, in flight" for ranks, text in table.elsewhere[:_MAX_ELSEWHERE]]
+    lines = [
+        f"Elsewhere, {ranks_phrase(ranks)}: {text}, in flight"
+        for ranks, text in table.elsewhere[:_MAX_ELSEWHERE]
+    ]
     others = {rank for ranks, _ in table.elsewhere[_MAX_ELSEWHERE:] for rank in ranks}
     if others:
         lines[-1] += f"; {count(len(others), 'more rank')} in others"

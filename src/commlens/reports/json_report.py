@@ -17,5 +17,7 @@ def print_json(result: Any, file: IO[str] | None = None) -> None:
 
 def schema() -> dict[str, Any]:
     """Return the published schema of verdicts as data."""
-    text = resources.files("commlens.reports").joinpath("schemas").joinpath(SCHEMA_FILE).read_bytes()
+    text = (
+        resources.files("commlens.reports").joinpath("schemas").joinpath(SCHEMA_FILE).read_bytes()
+    )
     return msgspec.json.decode(text, type=dict[str, Any])

@@ -14,13 +14,21 @@ if TYPE_CHECKING:
     from commlens.model.network import Estimate
 
 
-def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+def print_estimate(
+    estimate: Estimate,
+    file: IO[str] | None = None,
+    *,
+    width: int | None = None,
+    colour: bool | None = None,
+) -> None:
     """Print an estimate as a table by mesh dimension."""
     net = estimate.network
     out = console(file, width, colour)
     out.print()
     out.print(Text(f"Estimated time per step on {net.name}, not a measurement", style="bold"))
-    table = data_table("mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6)
+    table = data_table(
+        "mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6
+    )
     for part in estimate.parts:
         share = f"{part.seconds / estimate.seconds:.0%}" if estimate.seconds else ""
         calls, carried = part.calls / estimate.steps, part.wire_bytes / estimate.steps
@@ -36,7 +44,10 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
     if estimate.parts:
         out.print(table)
     scope = "the step" if estimate.steps == 1 else f"an average step (of {estimate.steps})"
-    answer = f"All collectives of {scope}, one after another: {short_duration(1e9 * estimate.seconds_per_step)}"
+    answer = (
+        f"All collectives of {scope}, one after another:"
+        f" {short_duration(1e9 * estimate.seconds_per_step)}"
+    )
     if estimate.share is not None and estimate.step_time is not None:
         answer += f", {estimate.share:.0%} of a {short_duration(1e9 * estimate.step_time)} step"
         if estimate.share > 1:
@@ -44,13 +55,18 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
     out.print(Text(answer + ".", style="bold"))
     setup = estimate.setup
     if setup.calls:
-        amount = f"{count(setup.calls, 'collective')}, {size(setup.wire_bytes)}, {short_duration(1e9 * setup.seconds)}"
+        amount = (
+            f"{count(setup.calls, 'collective')}, {size(setup.wire_bytes)},"
+            f" {short_duration(1e9 * setup.seconds)}"
+        )
         out.print(Text(f"Setup before the first forward, once: {amount}."))
     out.print(
         Text(
-            f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node}, {_rate(net.inter_bandwidth)} per rank "
-            f"between nodes; {short_duration(1e9 * net.intra_latency)} and {short_duration(1e9 * net.inter_latency)} per hop. "
-            "Overlap and congestion are ignored.",
+            f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node},"
+            f" {_rate(net.inter_bandwidth)} per rank between nodes;"
+            f" {short_duration(1e9 * net.intra_latency)} and"
+            f" {short_duration(1e9 * net.inter_latency)} per hop. Overlap and congestion are"
+            " ignored.",
             style="dim",
         )
     )

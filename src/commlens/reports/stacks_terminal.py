@@ -20,7 +20,9 @@ _MOST_CLASSES = 20
 _NAME_MAX = 80  # of a C++ function: templates make them very long
 
 
-def print_classes(classes: Sequence[StackClass], *, most: int = _MOST_CLASSES, whole: bool = False) -> None:
+def print_classes(
+    classes: Sequence[StackClass], *, most: int = _MOST_CLASSES, whole: bool = False
+) -> None:
     """Print classes of stacks, innermost frame first.
 
     Args:
@@ -32,14 +34,21 @@ def print_classes(classes: Sequence[StackClass], *, most: int = _MOST_CLASSES, w
     for each in classes[:most]:
         parts += [*([""] if parts else []), *_class(each, whole=whole)]
     if len(classes) > most:
-        parts += ["", Text(f"{count(len(classes) - most, 'more class', 'more classes')} of stacks; --all shows them.")]
+        parts += [
+            "",
+            Text(
+                f"{count(len(classes) - most, 'more class', 'more classes')} of stacks; --all shows"
+                " them."
+            ),
+        ]
     print_parts(parts)
 
 
 def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
     """Return one class as lines: the ranks, then a line for each frame."""
     state = f", {each.state}" if each.state else ""
-    head = f"{capital(ranks_phrase(each.ranks))}{f' ({len(each.ranks)} ranks)' if len(each.ranks) > 2 else ''}{state}"
+    number = f" ({len(each.ranks)} ranks)" if len(each.ranks) > 2 else ""
+    head = f"{capital(ranks_phrase(each.ranks))}{number}{state}"
     frames = list(each.frames) if whole else each.shown
     lines = [_frame_line(frame) for frame in frames]
     if len(lines) > _MOST_FRAMES and not whole:
@@ -49,14 +58,24 @@ def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
 
 def _class(each: StackClass, *, whole: bool) -> list[RenderableType]:
     head, *lines = class_lines(each, whole=whole)
-    return [Text(head, style="bold"), *(Padding(Text(unbroken(line), overflow="fold"), (0, 0, 0, 2)) for line in lines)]
+    return [
+        Text(head, style="bold"),
+        *(Padding(Text(unbroken(line), overflow="fold"), (0, 0, 0, 2)) for line in lines),
+    ]
 
 
 def _frame_line(frame: Frame) -> str:
     if frame.kind is FrameKind.NATIVE:
-        name = frame.function if len(frame.function) <= _NAME_MAX else f"{frame.function[:_NAME_MAX]}..."
+        name = (
+            frame.function
+            if len(frame.function) <= _NAME_MAX
+            else f"{frame.function[:_NAME_MAX]}..."
+        )
         return f"{name}  {frame.file.rpartition('/')[2]}" + (f":{frame.line}" if frame.line else "")
-    return f"{frame.function}  {frame.file if frame.kind is FrameKind.USER else _short(frame.file)}:{frame.line}"
+    return (
+        f"{frame.function} "
+        f" {frame.file if frame.kind is FrameKind.USER else _short(frame.file)}:{frame.line}"
+    )
 
 
 def _short(file: str) -> str:

@@ -1,4 +1,6 @@
-"""Where the communication time of a step goes, in words: for ``commlens status --step`` and the verdict's page."""
+"""Where the communication time of a step goes, in words: for ``commlens status --step`` and the
+verdict's page.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import msgspec
 from commlens.speed.step_times import StepPart, StepTimes
 from commlens.text import count, number, short_duration, size
 
-HEADINGS: Final = ("group", "where", "calls", "bytes", "waited", "of the step", "hidden", "on the device")
+HEADINGS: Final = (
+    "group",
+    "where",
+    "calls",
+    "bytes",
+    "waited",
+    "of the step",
+    "hidden",
+    "on the device",
+)
 _WORTH_NAMING: Final = 0.02  # of the step: a difference between the ranks
 
 
@@ -25,28 +36,49 @@ class StepTable(msgspec.Struct):
 def step_table(times: StepTimes) -> StepTable:
     """Return the words. Columns that say nothing are left out."""
     if not times.steps:
-        return StepTable("Where a step's communication time goes is not known.", [], [], times.unknown)
+        return StepTable(
+            "Where a step's communication time goes is not known.", [], [], times.unknown
+        )
     rows = [_cells(part, times) for part in times.parts]
     used = [column for column in range(len(HEADINGS)) if any(row[column] for row in rows)]
-    notes = [f"{count(times.places_left_out, 'more place')} with less time {'is' if times.places_left_out == 1 else 'are'} not shown."]
+    notes = [
+        f"{count(times.places_left_out, 'more place')} with less time"
+        f" {'is' if times.places_left_out == 1 else 'are'} not shown."
+    ]
     return StepTable(
-        _answer(times), [HEADINGS[column] for column in used], [[row[column] for column in used] for row in rows],
+        _answer(times),
+        [HEADINGS[column] for column in used],
+        [[row[column] for column in used] for row in rows],
         [*notes[: bool(times.places_left_out)], *times.unknown],
-    )  # fmt: skip
+    )
 
 
 def _answer(times: StepTimes) -> str:
-    seen = f"step {times.first_step}" if times.steps == 1 else f"steps {times.first_step} to {times.last_step}"
-    text = f"A step takes {short_duration(times.step_ns)} ({seen}). A rank waits in collectives for "
+    seen = (
+        f"step {times.first_step}"
+        if times.steps == 1
+        else f"steps {times.first_step} to {times.last_step}"
+    )
+    text = (
+        f"A step takes {short_duration(times.step_ns)} ({seen}). A rank waits in collectives for "
+    )
     text += f"{short_duration(times.waited_ns)} of it ({times.waited_ns / times.step_ns:.0%})"
     if times.hidden_ns:
-        text += f"; for another {short_duration(times.hidden_ns)} they run while it does something else"
+        text += (
+            f"; for another {short_duration(times.hidden_ns)} they run while it does something else"
+        )
     if times.device_ns:
         text += f"; they take {short_duration(times.device_ns)} on the device"
     waited = times.waited_by_rank
-    least, most = min(waited, key=lambda rank: waited[rank]), max(waited, key=lambda rank: waited[rank])
+    least, most = (
+        min(waited, key=lambda rank: waited[rank]),
+        max(waited, key=lambda rank: waited[rank]),
+    )
     if waited[most] - waited[least] > _WORTH_NAMING * times.step_ns:
-        text += f". Rank {least} waits least ({short_duration(waited[least])}), rank {most} most ({short_duration(waited[most])})"
+        text += (
+            f". Rank {least} waits least ({short_duration(waited[least])}), rank {most} most"
+            f" ({short_duration(waited[most])})"
+        )
     return f"{text}."
 
 
@@ -55,4 +87,12 @@ def _cells(part: StepPart, times: StepTimes) -> list[str]:
     spans = [short_duration(ns) if ns else "" for ns in (part.waited_ns, hidden_ns, part.device_ns)]
     share = f"{part.waited_ns / times.step_ns:.0%}" if part.waited_ns else ""
     carries = size(part.payload_bytes) if part.payload_bytes else ""
-    return ["" if part.place else part.group, part.place, number(part.calls), carries, spans[0], share, *spans[1:]]
+    return [
+        "" if part.place else part.group,
+        part.place,
+        number(part.calls),
+        carries,
+        spans[0],
+        share,
+        *spans[1:],
+    ]

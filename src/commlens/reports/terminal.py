@@ -1,4 +1,6 @@
-"""The verdict on a terminal: the answer first, then the evidence, then what could not be determined."""
+"""The verdict on a terminal: the answer first, then the evidence, then what could not be
+determined.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,15 @@ _MOST_UNKNOWN = 8
 _STYLES = {"healthy": "bold green", "waiting": "bold yellow", "undetermined": "bold yellow"}
 
 
-def print_verdict(verdict: Verdict, file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> None:
-    """Print a verdict. The other arguments are those of :func:`commlens.reports.console.console`."""
+def print_verdict(
+    verdict: Verdict,
+    file: IO[str] | None = None,
+    width: int | None = None,
+    colour: bool | None = None,
+) -> None:
+    """Print a verdict. The other arguments are those of
+    :func:`commlens.reports.console.console`.
+    """
     print_parts(_parts(verdict), file, width, colour)
 
 
@@ -38,13 +47,19 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
     if verdict.findings:
         first, *others = verdict.findings
         shown = first.summary + " " + first.explanation
-        parts += _list("Evidence", [text for text in first.evidence if text.rstrip(".") not in shown], _MOST_EVIDENCE)
+        parts += _list(
+            "Evidence",
+            [text for text in first.evidence if text.rstrip(".") not in shown],
+            _MOST_EVIDENCE,
+        )
         roots = [_with_source(finding) for finding in others if finding.root_cause]
         rest = [_with_source(finding) for finding in others if not finding.root_cause]
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
         parts += _list("Also found", rest, _MOST_FINDINGS)
     said = "left no record" if "left no record" in verdict.summary else "\n"
-    parts += _list("Not known", [text for text in verdict.missing_evidence if said not in text], _MOST_UNKNOWN)
+    parts += _list(
+        "Not known", [text for text in verdict.missing_evidence if said not in text], _MOST_UNKNOWN
+    )
     if verdict.looked_at:
         parts += ["", Text(f"Looked at {verdict.looked_at}." + _confidence(verdict), style="dim")]
     return parts
@@ -54,7 +69,10 @@ def _answer(verdict: Verdict) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(Text("VERDICT", style=_STYLES.get(verdict.kind, "bold red")), Text(unbroken(sentence(verdict.summary))))
+    table.add_row(
+        Text("VERDICT", style=_STYLES.get(verdict.kind, "bold red")),
+        Text(unbroken(sentence(verdict.summary))),
+    )
     if verdict.explanation:
         table.add_row(Text("WHY", style="bold"), Text(unbroken(verdict.explanation)))
     if verdict.next_step:
@@ -72,8 +90,14 @@ def _list(title: str, sentences: Sequence[str], most: int) -> list[RenderableTyp
 
 
 def _with_source(finding: Finding) -> str:
-    source = f" ({finding.source})" if finding.source and finding.source not in finding.summary else ""
-    blocked = f" It holds up {ranks_phrase(finding.victims)}." if finding.root_cause and finding.victims else ""
+    source = (
+        f" ({finding.source})" if finding.source and finding.source not in finding.summary else ""
+    )
+    blocked = (
+        f" It holds up {ranks_phrase(finding.victims)}."
+        if finding.root_cause and finding.victims
+        else ""
+    )
     return sentence(finding.summary + source) + blocked
 
 

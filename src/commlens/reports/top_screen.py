@@ -1,4 +1,6 @@
-"""The screen of ``commlens top``: the verdict, the ranks as far as they fit, the chosen ranks' stack, and the keys."""
+"""The screen of ``commlens top``: the verdict, the ranks as far as they fit, the chosen ranks'
+stack, and the keys.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,20 @@ class View:
         """Change the view by a key.
 
         Args:
-            key: a character, or "up", "down", "pageup", "pagedown", "home", "end", "enter", "escape".
+            key: a character, or "up", "down", "pageup", "pagedown", "home", "end", "enter",
+                "escape".
             rows: the number of rows now.
         """
-        moves = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -10, "pagedown": 10, "home": -rows, "end": rows}
+        moves = {
+            "up": -1,
+            "k": -1,
+            "down": 1,
+            "j": 1,
+            "pageup": -10,
+            "pagedown": 10,
+            "home": -rows,
+            "end": rows,
+        }
         if key in moves:
             self.chosen += moves[key]
         elif key == "enter":
@@ -84,11 +96,19 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
     head = Text(screen.job.heading, style="bold", no_wrap=True, overflow="ellipsis")
     style = _STYLES.get(screen.job.verdict.kind, "red") if screen.job.needs_attention else "green"
     answer = Text(sentence(screen.job.answer), style=style)
-    steps = Text(screen.job.steps if screen.job.needs_attention else "", style="dim", no_wrap=True, overflow="ellipsis")
+    steps = Text(
+        screen.job.steps if screen.job.needs_attention else "",
+        style="dim",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
     lines: list[RenderableType] = [head, *_wrapped(answer, width, _ANSWER_LINES)]
     if steps.plain:
         lines.append(steps)
-    lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in screen.job.other_nodes[:_NODES_MAX]]
+    lines += [
+        Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+        for line in screen.job.other_nodes[:_NODES_MAX]
+    ]
     left = height - len(lines) - 2  # the table's heading and the keys
     stack = screen.stack if view.stack else []
     for_stack = min(len(stack) + 1, int(left * _STACK_SHARE)) if stack else 0
@@ -101,9 +121,20 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
         lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in stack[: for_stack - 1]]
     used_lines = len(lines) - 1 + 1 + min(room, len(screen.rows))  # a table counts as one part
     lines += [Text("")] * max(0, height - used_lines - 1)
-    shown = f"{view.first + 1}-{min(len(screen.rows), view.first + room)} of {len(screen.rows)} by {view.order}"
+    shown = (
+        f"{view.first + 1}-{min(len(screen.rows), view.first + room)} of {len(screen.rows)} by"
+        f" {view.order}"
+    )
     foot = f"{KEYS} | {shown}"
-    lines.append(Text(foot[: width - 1].ljust(width - 1), style="reverse", no_wrap=True, overflow="crop", end=""))
+    lines.append(
+        Text(
+            foot[: width - 1].ljust(width - 1),
+            style="reverse",
+            no_wrap=True,
+            overflow="crop",
+            end="",
+        )
+    )
     return Group(*lines)
 
 
@@ -121,18 +152,29 @@ def _table(screen: Screen, view: View, room: int, width: int) -> RenderableType:
     """Draw only the rows that fit: a job may have thousands."""
     visible = screen.cells[view.first : view.first + room]
     used = [column for column in range(len(screen.headings)) if any(row[column] for row in visible)]
-    widths = {column: max(len(screen.headings[column]), *(len(row[column]) for row in visible)) for column in used}
+    widths = {
+        column: max(len(screen.headings[column]), *(len(row[column]) for row in visible))
+        for column in used
+    }
     while (over := sum(widths.values()) + len(used) - width) > 0:
         # Ranks and times stay whole; the widest of the other columns is cut.
-        widest = max((column for column in used if screen.headings[column] in _CUT), key=widths.__getitem__, default=None)
+        widest = max(
+            (column for column in used if screen.headings[column] in _CUT),
+            key=widths.__getitem__,
+            default=None,
+        )
         if widest is None or widths[widest] <= _NARROWEST:
             break
         widths[widest] = max(_NARROWEST, widths[widest] - min(over, max(1, widths[widest] // 8)))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", expand=False)
     for column in used:
-        table.add_column(screen.headings[column], no_wrap=True, overflow="ellipsis", width=widths[column])
+        table.add_column(
+            screen.headings[column], no_wrap=True, overflow="ellipsis", width=widths[column]
+        )
     for position, row in enumerate(visible, view.first):
-        table.add_row(*(row[column] for column in used), style="reverse" if position == view.chosen else "")
+        table.add_row(
+            *(row[column] for column in used), style="reverse" if position == view.chosen else ""
+        )
     return table
 
 

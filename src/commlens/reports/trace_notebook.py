@@ -13,13 +13,24 @@ _REASONS = 5
 
 
 def summary_html(summary: Summary) -> str:
-    """Render the summary: breakdowns, the costliest reasons and the self-check. All text from the trace is escaped."""
+    """Render the summary: breakdowns, the costliest reasons and the self-check. All text from the
+    trace is escaped.
+    """
     known = summary.bytes_known
-    breakdowns = (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op))
+    breakdowns = (
+        ("mesh dimension", summary.by_mesh_dim),
+        ("phase", summary.by_phase),
+        ("op", summary.by_op),
+    )
     parts = [f"<p><b>{escape(summary.answer)}</b></p>"]
-    parts += [_table(title, rows, known=known) for title, rows in breakdowns if rows and summary.calls]
+    parts += [
+        _table(title, rows, known=known) for title, rows in breakdowns if rows and summary.calls
+    ]
     if summary.why:
-        items = "".join(f"<li>{size(why.wire_bytes) + ': ' if known else ''}{escape(why.sentence)}</li>" for why in summary.why[:_REASONS])
+        items = "".join(
+            f"<li>{size(why.wire_bytes) + ': ' if known else ''}{escape(why.sentence)}</li>"
+            for why in summary.why[:_REASONS]
+        )
         parts.append(f"<p>Why, costliest first:</p><ul>{items}</ul>")
     parts.append(f"<p>{escape(' '.join([summary.coverage, *summary.blind]))}</p>")
     return f"<div>{''.join(parts)}</div>"
@@ -45,8 +56,12 @@ class Framed:
 
     def _repr_html_(self) -> str:
         content = escape(self._page.decode(), quote=True)
-        # allow-scripts without allow-same-origin: the page can reach neither the notebook nor its server.
-        return f'<iframe sandbox="allow-scripts" srcdoc="{content}" style="width: 100%; height: {self._height}px; border: 0"></iframe>'
+        # allow-scripts without allow-same-origin: the page can reach neither the notebook nor its
+        # server.
+        return (
+            f'<iframe sandbox="allow-scripts" srcdoc="{content}" style="width: 100%; height:'
+            f' {self._height}px; border: 0"></iframe>'
+        )
 
     def __repr__(self) -> str:
         return "<the trace's page: shown in notebooks; Trace.write_html(path) writes it to a file>"

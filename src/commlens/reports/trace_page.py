@@ -1,7 +1,8 @@
 """The HTML pages of traces: one run, two traces side by side, and a viewer for files dropped on it.
 
-A page contains one line of JSON, the head, followed by the traces in their file format. The browser reads both, the same way as a dropped
-file, and computes everything that the page shows. Its source is web/src/trace/.
+A page contains one line of JSON, the head, followed by the traces in their file format. The browser
+reads both, the same way as a dropped file, and computes everything that the page shows. Its source
+is web/src/trace/.
 """
 
 from __future__ import annotations
@@ -44,21 +45,40 @@ def trace_page(
     ranks: RankClasses | None,
     estimates: Sequence[TimeEstimate] | None,
 ) -> bytes:
-    """Render the page of a trace, or of one trace for each class of ranks. ``text`` is shown where no script runs."""
+    """Render the page of a trace, or of one trace for each class of ranks. ``text`` is shown where
+    no script runs.
+    """
     about = {"ranks": ranks, "estimates": estimates}
-    head = {"kind": "trace", "names": names, "notes": notes, **{key: value for key, value in about.items() if value is not None}}
+    head = {
+        "kind": "trace",
+        "names": names,
+        "notes": notes,
+        **{key: value for key, value in about.items() if value is not None},
+    }
     return _page(f"{name}: commlens trace", head, traces, text)
 
 
-def compare_page(traces: tuple[TraceData, TraceData], comparison: Comparison, *, names: tuple[str, str], notes: Sequence[str]) -> bytes:
-    """Render the page of a comparison, with two traces side by side. The notes are about their selection."""
+def compare_page(
+    traces: tuple[TraceData, TraceData],
+    comparison: Comparison,
+    *,
+    names: tuple[str, str],
+    notes: Sequence[str],
+) -> bytes:
+    """Render the page of a comparison, with two traces side by side. The notes are about their
+    selection.
+    """
     head = {"kind": "compare", "names": names, "notes": notes, "comparison": comparison}
     return _page(f"{names[0]} and {names[1]}: commlens compare", head, traces, str(comparison))
 
 
 def viewer_page() -> bytes:
     """Render the empty viewer, which shows a trace dropped on it."""
-    return render_page("trace", title="commlens trace viewer", text="This page needs JavaScript to show a trace that you drop on it.")
+    return render_page(
+        "trace",
+        title="commlens trace viewer",
+        text="This page needs JavaScript to show a trace that you drop on it.",
+    )
 
 
 def _page(title: str, head: dict[str, Any], traces: Sequence[TraceData], text: str) -> bytes:

@@ -1,8 +1,9 @@
 """A trace as Chrome trace event JSON, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process and each issuing thread a track, with a slice for each issue and each wait, joined by an arrow. Each group has
-a track of its own with the collectives in flight, from issue to the end of the wait. A collective's fields are the slice's arguments.
-The format is Google's "Trace Event Format".
+Each rank is a process and each issuing thread a track, with a slice for each issue and each wait,
+joined by an arrow. Each group has a track of its own with the collectives in flight, from issue to
+the end of the wait. A collective's fields are the slice's arguments. The format is Google's "Trace
+Event Format".
 """
 
 from __future__ import annotations
@@ -13,12 +14,22 @@ from typing import Any
 
 import msgspec
 
-_HIDDEN = ("rank", "started_ns", "returned_ns", "wait_began_ns", "wait_ended_ns", "count", "last_step", "thread")
+_HIDDEN = (
+    "rank",
+    "started_ns",
+    "returned_ns",
+    "wait_began_ns",
+    "wait_ended_ns",
+    "count",
+    "last_step",
+    "thread",
+)
 _MICROSECOND = 1000.0
 
 
 def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tuple[bytes, int]:
-    """Render rows as JSON. Returns it, and the number of collectives left out because they are summarised and have no times.
+    """Render rows as JSON. Returns it, and the number of collectives left out because they are
+    summarised and have no times.
 
     Of each rank: its number, the start of its trace (Unix ns), and its rows (``Trace.to_rows()``).
     """
@@ -29,8 +40,12 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
     arrow = 0
     for rank, started, rows in traces:
         shift = max(0, started - origin) if started else 0
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        )
         waits: list[tuple[int, int, int, dict[str, Any]]] = []
         issues: dict[int, list[tuple[int, int]]] = {}
         for row in rows:
@@ -40,35 +55,83 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
                 continue
             thread = row["thread"]
             issues.setdefault(thread, []).append((began, returned))
-            arguments = {name: value for name, value in row.items() if value is not None and value != "" and name not in _HIDDEN}
+            arguments = {
+                name: value
+                for name, value in row.items()
+                if value is not None and value != "" and name not in _HIDDEN
+            }
             name = f"{row['op']} {row['group']}"
             at = (began + shift) / _MICROSECOND
             common = {"cat": row["phase"], "pid": rank}
             events.append(
-                {"ph": "X", "name": name, "tid": thread, "ts": at, "dur": (returned - began) / _MICROSECOND, "args": arguments, **common}
+                {
+                    "ph": "X",
+                    "name": name,
+                    "tid": thread,
+                    "ts": at,
+                    "dur": (returned - began) / _MICROSECOND,
+                    "args": arguments,
+                    **common,
+                }
             )
             end = returned
             if row["wait_ended_ns"]:
                 end = max(end, row["wait_ended_ns"])
                 arrow += 1
-                events.append({"ph": "s", "id": arrow, "name": "wait", "tid": thread, "ts": at, **common})
-                waits.append((thread, row["wait_began_ns"] or 0, row["wait_ended_ns"], {"name": f"wait for {name}", "id": arrow, **common}))
-            flight = {"name": name, "cat": "in flight", "pid": rank, "id2": {"local": f"{row['group']}#{row['sequence']}"}}
-            events.append({"ph": "b", "ts": at, "tid": thread, "args": {"module": row["module"], "sequence": row["sequence"]}, **flight})
+                events.append(
+                    {"ph": "s", "id": arrow, "name": "wait", "tid": thread, "ts": at, **common}
+                )
+                waits.append(
+                    (
+                        thread,
+                        row["wait_began_ns"] or 0,
+                        row["wait_ended_ns"],
+                        {"name": f"wait for {name}", "id": arrow, **common},
+                    )
+                )
+            flight = {
+                "name": name,
+                "cat": "in flight",
+                "pid": rank,
+                "id2": {"local": f"{row['group']}#{row['sequence']}"},
+            }
+            events.append(
+                {
+                    "ph": "b",
+                    "ts": at,
+                    "tid": thread,
+                    "args": {"module": row["module"], "sequence": row["sequence"]},
+                    **flight,
+                }
+            )
             events.append({"ph": "e", "ts": (end + shift) / _MICROSECOND, "tid": thread, **flight})
         events += _wait_events(rank, shift, waits, issues)
         for thread in sorted(issues):
             name = "main thread" if thread == 0 else f"thread {thread}"
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": rank,
+                    "tid": thread,
+                    "args": {"name": name},
+                }
+            )
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}), left_out
 
 
 def _wait_events(
-    rank: int, shift: int, waits: list[tuple[int, int, int, dict[str, Any]]], issues: Mapping[int, list[tuple[int, int]]]
+    rank: int,
+    shift: int,
+    waits: list[tuple[int, int, int, dict[str, Any]]],
+    issues: Mapping[int, list[tuple[int, int]]],
 ) -> Iterable[dict[str, Any]]:
-    """Yield the waits: on the issuing thread's track if they nest there, else (another thread waited) on a separate track."""
+    """Yield the waits: on the issuing thread's track if they nest there, else (another thread
+    waited) on a separate track.
+    """
     spans = {thread: sorted(spans) for thread, spans in issues.items()}
-    lanes: dict[int, list[list[int]]] = {}  # thread -> per lane, the ends of the open waits, innermost last
+    # thread -> per lane, the ends of the open waits, innermost last
+    lanes: dict[int, list[list[int]]] = {}
     for thread, began, ended, about in sorted(waits, key=lambda wait: (wait[1], -wait[2])):
         open_ends = lanes.setdefault(thread, [[]])
         number = 0 if _nests(spans[thread], began, ended) else 1
@@ -83,12 +146,31 @@ def _wait_events(
             number += 1
         if number and not ends:
             name = {"name": f"waits for thread {thread}'s"}
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": _lane(thread, number), "args": name}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": rank,
+                "tid": _lane(thread, number),
+                "args": name,
+            }
         ends.append(ended)
         at = (began + shift) / _MICROSECOND
         arrow = about.pop("id")
-        yield {"ph": "X", "tid": _lane(thread, number), "ts": at, "dur": (ended - began) / _MICROSECOND, **about}
-        yield {"ph": "f", "bp": "e", "id": arrow, "tid": _lane(thread, number), "ts": at, **{**about, "name": "wait"}}
+        yield {
+            "ph": "X",
+            "tid": _lane(thread, number),
+            "ts": at,
+            "dur": (ended - began) / _MICROSECOND,
+            **about,
+        }
+        yield {
+            "ph": "f",
+            "bp": "e",
+            "id": arrow,
+            "tid": _lane(thread, number),
+            "ts": at,
+            **{**about, "name": "wait"},
+        }
 
 
 def _lane(thread: int, number: int) -> int:
@@ -96,7 +178,9 @@ def _lane(thread: int, number: int) -> int:
 
 
 def _nests(spans: list[tuple[int, int]], began: int, ended: int) -> bool:
-    """Check that a slice does not partly overlap any of the thread's issues, which do not overlap one another."""
+    """Check that a slice does not partly overlap any of the thread's issues, which do not overlap
+    one another.
+    """
     before = bisect.bisect_right(spans, (began, ended)) - 1
     if before >= 0 and spans[before][0] < began < spans[before][1] < ended:
         return False

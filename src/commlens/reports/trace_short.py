@@ -9,11 +9,14 @@ _ROWS = 6
 
 
 def short_summary(summary: Summary) -> str:
-    """Return the answer, the mesh dimensions and the ops, one line each, and the self-check if it failed."""
+    """Return the answer, the mesh dimensions and the ops, one line each, and the self-check if it
+    failed.
+    """
     lines = [summary.answer]
     for title, rows in (("by mesh dimension", summary.by_mesh_dim), ("by op", summary.by_op)):
         if rows:
-            lines.append(f"{title}: {', '.join(_row(row) for row in rows[:_ROWS])}{' ...' if len(rows) > _ROWS else ''}")
+            shown = ", ".join(_row(row) for row in rows[:_ROWS])
+            lines.append(f"{title}: {shown}{' ...' if len(rows) > _ROWS else ''}")
     if not summary.complete:
         lines.append(summary.coverage)
     return "\n".join(f"commlens: {line}" for line in lines)

@@ -24,29 +24,56 @@ _MAX_MODULES = 30
 _MAX_CHANGES = 40
 _ABOUT_TIMES = {
     "record": (
-        "Time is from the issue to the end of the wait, so it includes waiting for ranks that arrive later; waited is the part in "
-        "which the issuing thread was blocked."
+        "Time is from the issue to the end of the wait, so it includes waiting for ranks that"
+        " arrive later; waited is the part in which the issuing thread was blocked."
     ),
-    "backend": "Time is the collective's own, as the backend measured it; it includes waiting for ranks that arrive later.",
+    "backend": (
+        "Time is the collective's own, as the backend measured it; it includes waiting for ranks"
+        " that arrive later."
+    ),
     "profile": (
-        "Time is the collective's own, as the profiler measured it, and includes waiting for ranks that arrive later; waited is the "
-        "part in which nothing else ran."
+        "Time is the collective's own, as the profiler measured it, and includes waiting for ranks"
+        " that arrive later; waited is the part in which nothing else ran."
     ),
 }
 
 
-def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
-    """Print a summary. The other arguments are those of :func:`commlens.reports.console.console`."""
+def print_summary(
+    summary: Summary,
+    file: IO[str] | None = None,
+    *,
+    width: int | None = None,
+    colour: bool | None = None,
+) -> None:
+    """Print a summary. The other arguments are those of
+    :func:`commlens.reports.console.console`.
+    """
     print_parts(_summary(summary), file, width, colour)
 
 
-def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+def print_comparison(
+    comparison: Comparison,
+    file: IO[str] | None = None,
+    *,
+    width: int | None = None,
+    colour: bool | None = None,
+) -> None:
     """Print the changes between two traces. The arguments are those of :func:`print_summary`."""
-    parts: list[RenderableType] = [Text(comparison.answer, style="bold yellow" if comparison else "bold green")]
+    parts: list[RenderableType] = [
+        Text(comparison.answer, style="bold yellow" if comparison else "bold green")
+    ]
     if comparison:
-        parts += ["", *(bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES])]
+        parts += [
+            "",
+            *(bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES]),
+        ]
         if len(comparison.changes) > _MAX_CHANGES:
-            parts.append(bullet(f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of them."))
+            parts.append(
+                bullet(
+                    f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of"
+                    " them."
+                )
+            )
     if comparison.time:
         parts += ["", Text(comparison.time, style="yellow" if comparison.times else "dim")]
     if comparison.notes:
@@ -54,7 +81,9 @@ def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, wid
     print_parts(parts, file, width, colour)
 
 
-def print_differences(sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None) -> None:
+def print_differences(
+    sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None
+) -> None:
     """Print how ranks differ: the answer, then one line per difference."""
     parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
     parts += [bullet(_sentence(text)) for text in sentences]
@@ -69,7 +98,9 @@ def print_events(
     file: IO[str] | None = None,
     width: int | None = None,
 ) -> None:
-    """Print every collective, in order: the result of ``Trace.to_rows()`` with the reason of each row."""
+    """Print every collective, in order: the result of ``Trace.to_rows()`` with the reason of each
+    row.
+    """
     steps = any(row["step"] or row["last_step"] for row in rows)
     counted = any(row["count"] > 1 for row in rows)
     carrying = any(row["dtype"] for row in rows)
@@ -80,8 +111,17 @@ def print_events(
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     table.add_column("where and why", overflow="fold", ratio=1)
     for row, why in zip(rows, whys, strict=True):
-        span = f"{row['step']}-{row['last_step']}" if row["last_step"] != row["step"] else str(row["step"])
-        numbers = [*[str(row["rank"])] * with_rank, str(row["sequence"]), *[number(row["count"])] * counted, *[span] * steps]
+        span = (
+            f"{row['step']}-{row['last_step']}"
+            if row["last_step"] != row["step"]
+            else str(row["step"])
+        )
+        numbers = [
+            *[str(row["rank"])] * with_rank,
+            str(row["sequence"]),
+            *[number(row["count"])] * counted,
+            *[span] * steps,
+        ]
         ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
         texts = [_op_of(row), f"{row['group']}{ranks}", *[_payload(row)] * carrying]
         where = Text(f"{row['phase']} of {row['module']}" if row["module"] else str(row["phase"]))
@@ -92,10 +132,14 @@ def print_events(
     print_parts([table if rows else Text("No collectives.")], file, width, None)
 
 
-def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None) -> None:
+def print_ops(
+    ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None
+) -> None:
     """Print tensor ops in order, with input shapes and, for DTensor ops, placements."""
     if not ops:
-        print_parts([Text("No tensor ops: only a trace with depth ops has them.")], file, width, None)
+        print_parts(
+            [Text("No tensor ops: only a trace with depth ops has them.")], file, width, None
+        )
         return
     table = data_table()
     table.add_column("op", no_wrap=True, overflow="ellipsis")
@@ -107,18 +151,28 @@ def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: in
         # If all inputs are DTensors, each shape has placements.
         inputs = [" ".join(pair) for pair in zip(shapes, op.input_placements, strict=False)]
         inputs += shapes[len(inputs) :] or list(op.input_placements[len(inputs) :])
-        table.add_row(Text(op.name), Text(f"{phase} of {op.site}" if op.site else phase), Text(", ".join(inputs)))
+        table.add_row(
+            Text(op.name),
+            Text(f"{phase} of {op.site}" if op.site else phase),
+            Text(", ".join(inputs)),
+        )
     print_parts([table], file, width, None)
 
 
 def _op_of(row: Mapping[str, Any]) -> str:
     towards = {"send": "to", "recv": "from"}.get(row["op"])
-    return f"{row['op']} {towards} {row['peer']}" if towards and row["peer"] is not None else str(row["op"])
+    return (
+        f"{row['op']} {towards} {row['peer']}"
+        if towards and row["peer"] is not None
+        else str(row["op"])
+    )
 
 
 def _payload(row: Mapping[str, Any]) -> str:
     most = max(row["input_bytes"], row["output_bytes"])
-    return " ".join(part for part in (row["dtype"], size(most) if most else None, row["reduce_op"]) if part)
+    return " ".join(
+        part for part in (row["dtype"], size(most) if most else None, row["reduce_op"]) if part
+    )
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -142,7 +196,11 @@ def _summary(summary: Summary) -> list[RenderableType]:
     if times is not None:
         parts.append(Text(times.answer, style="" if timed else "dim"))
     if summary.calls:
-        for title, rows in (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op)):
+        for title, rows in (
+            ("mesh dimension", summary.by_mesh_dim),
+            ("phase", summary.by_phase),
+            ("op", summary.by_op),
+        ):
             if not rows:
                 continue
             parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known, timed=timed)]
@@ -150,12 +208,22 @@ def _summary(summary: Summary) -> list[RenderableType]:
             parts += ["", _modules(summary.by_module, known=known, timed=timed)]
             if len(summary.by_module) > _MAX_MODULES:
                 parts.append(
-                    Text(f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH shows some of them, --json all", "dim")
+                    Text(
+                        f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH"
+                        " shows some of them, --json all",
+                        "dim",
+                    )
                 )
-        if timed and any(">=" in cell for row in [*summary.by_phase, *summary.by_op] for cell in _time_cells(row)):
+        if timed and any(
+            ">=" in cell for row in [*summary.by_phase, *summary.by_op] for cell in _time_cells(row)
+        ):
             parts.append(Text("  >=: for some of the calls it is unknown.", "dim"))
         if summary.why:
-            parts += ["", Text("why, costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
+            parts += [
+                "",
+                Text("why, costliest first" if known else "why", style="bold"),
+                _reasons(summary, known=known),
+            ]
         if times is not None and timed:
             parts += ["", *_times(times)]
     parts.append("")
@@ -170,49 +238,84 @@ def _summary(summary: Summary) -> list[RenderableType]:
 
 def data_table(*columns: str, numbers: int = 0) -> Table:
     """Return an empty table whose last ``numbers`` columns are right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold"
+    )
     for place, name in enumerate(columns):
         numeric = place >= len(columns) - numbers
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        table.add_column(
+            name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+        )
     return table
 
 
 def _breakdown(title: str, rows: list[Total], total: int, *, known: bool, timed: bool) -> Table:
     with_ranks = any(row.group_size for row in rows)
-    columns = [*["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, *["time", "waited"] * timed]
+    columns = [
+        *["ranks"] * with_ranks,
+        "calls",
+        *["bytes", "share"] * known,
+        *["time", "waited"] * timed,
+    ]
     table = data_table(title, *columns, numbers=len(columns))
     for row in rows:
         ranks = [str(row.group_size) if row.group_size else "various"] * with_ranks
         carried = [size(row.wire_bytes), f"{row.wire_bytes / total:.0%}" if total else ""] * known
-        table.add_row(Text(row.name), *ranks, number(row.calls), *carried, *_time_cells(row) * timed)
+        table.add_row(
+            Text(row.name), *ranks, number(row.calls), *carried, *_time_cells(row) * timed
+        )
     return table
 
 
 def _time_cells(row: Total | ModuleTotal) -> list[str]:
-    """Return the time and the part waited, with ``>=`` if they are unknown for some of the calls."""
+    """Return the time and the part waited, with ``>=`` if they are unknown for some of the
+    calls.
+    """
     cells = []
     for ns, calls in ((row.time_ns, row.timed), (row.waited_ns, row.wait_known)):
-        cells.append(f"{'>=' if calls < row.calls else ''}{short_duration(ns)}" if ns is not None else "unknown")
+        cells.append(
+            f"{'>=' if calls < row.calls else ''}{short_duration(ns)}"
+            if ns is not None
+            else "unknown"
+        )
     return cells
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
-    columns = [*["own", "bytes"][: 1 + known], *["in all", "bytes"][: 1 + known], *["time", "waited"] * timed]
+    columns = [
+        *["own", "bytes"][: 1 + known],
+        *["in all", "bytes"][: 1 + known],
+        *["time", "waited"] * timed,
+    ]
     table = data_table("module", *columns, numbers=len(columns))
     above: list[str] = []
     for row in rows[:_MAX_MODULES]:
         above = above[: row.depth]
-        # A folded parent may cover other numbers than its child, so compare lengths of paths, not text.
+        # A folded parent may cover other numbers than its child, so compare lengths of paths, not
+        # text.
         parts = row.path.split(".")
         start = len(above[-1].split(".")) if above else 0
         above.append(row.path)
-        own = [number(row.own_calls), *[size(row.own_bytes)] * known] if row.own_calls else ["", *[""] * known]
+        own = (
+            [number(row.own_calls), *[size(row.own_bytes)] * known]
+            if row.own_calls
+            else ["", *[""] * known]
+        )
         name = Text("  " * row.depth + ".".join(parts[start:]))
         if above[:-1] and above[-2].split(".") != parts[:start]:
             name.append(f" (of {'.'.join(parts[max(0, start - 2) : start])})", style="dim")
         if row.other_paths:
-            name.append(f" (also {', '.join(_beside(path, row.path) for path in row.other_paths)})", style="dim")
-        table.add_row(name, *own, number(row.calls), *[size(row.wire_bytes)] * known, *_time_cells(row) * timed)
+            name.append(
+                f" (also {', '.join(_beside(path, row.path) for path in row.other_paths)})",
+                style="dim",
+            )
+        table.add_row(
+            name,
+            *own,
+            number(row.calls),
+            *[size(row.wire_bytes)] * known,
+            *_time_cells(row) * timed,
+        )
     return table
 
 
@@ -230,7 +333,9 @@ def _times(times: Times) -> list[RenderableType]:
         slowest.add_column(overflow="fold")
         for call in times.slowest:
             waited = (
-                f", waited {short_duration(call.waited_ns)}" if call.waited_ns is not None and call.waited_ns < 0.95 * call.time_ns else ""
+                f", waited {short_duration(call.waited_ns)}"
+                if call.waited_ns is not None and call.waited_ns < 0.95 * call.time_ns
+                else ""
             )
             slowest.add_row(short_duration(call.time_ns), Text(f"{call.sentence}{waited}"))
         parts += [Text("slowest", style="bold"), Padding(slowest, (0, 0, 0, 2))]
@@ -243,10 +348,18 @@ def _times(times: Times) -> list[RenderableType]:
             least = ">=" if row.at_least else ""
             estimate = [short_duration(row.estimated_ns or 0)] * estimated
             rates = [f"{least}{size(each)}/s" for each in (row.algorithm, row.bus)]
-            table.add_row(Text(name), number(row.calls), short_duration(row.median_ns), *estimate, *rates)
+            table.add_row(
+                Text(name), number(row.calls), short_duration(row.median_ns), *estimate, *rates
+            )
         parts += ["", table]
         if any(row.at_least for row in times.bandwidth):
-            parts.append(Text("  >=: other work ran before the wait, so the collective may have ended earlier.", "dim"))
+            parts.append(
+                Text(
+                    "  >=: other work ran before the wait, so the collective may have ended"
+                    " earlier.",
+                    "dim",
+                )
+            )
     return parts
 
 

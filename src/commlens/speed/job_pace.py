@@ -1,4 +1,6 @@
-"""Find the slow ranks of a job on several nodes: each node publishes how long its ranks wait, and the node that reports compares all."""
+"""Find the slow ranks of a job on several nodes: each node publishes how long its ranks wait, and
+the node that reports compares all.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class Judgement(NamedTuple):
 def packed(paces: Sequence[Pace]) -> list[Sample]:
     """Return a node's samples in the form that is stored for the other nodes."""
     return [
-        (pace.steps, round(pace.step_s, 6), {rank: round(1000 * waited / pace.window_s) for rank, waited in pace.waited_s.items()})
+        (
+            pace.steps,
+            round(pace.step_s, 6),
+            {rank: round(1000 * waited / pace.window_s) for rank, waited in pace.waited_s.items()},
+        )
         for pace in paces
     ]
 
@@ -31,7 +37,8 @@ def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgem
 
     Args:
         nodes: each node's samples, as many of each.
-        before: the last judgement. Ranks that it found slow remain slow as long as they cost half of what names a rank.
+        before: the last judgement. Ranks that it found slow remain slow as long as they cost half
+            of what names a rank.
 
     Returns:
         None if a node has not published enough samples: then each node judges its own ranks.

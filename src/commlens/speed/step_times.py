@@ -1,6 +1,8 @@
-"""Where the communication time of a training step goes: waited for, or hidden behind other work; by group and by module or line.
+"""Where the communication time of a training step goes: waited for, or hidden behind other work; by
+group and by module or line.
 
-Each rank's times are measured on its own clock. A step lasts from its first collective to the first one of the next step.
+Each rank's times are measured on its own clock. A step lasts from its first collective to the first
+one of the next step.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ _MIN_HIDDEN: Final = 0.01  # of the step
 _RANKS: Final = 64  # of a job with more, the first hosts speak for all
 
 _Arrivals = Mapping[tuple[ChannelKey, int], int]
-"""By channel and sequence number: when the last rank issued the collective, Unix ns, if all ranks of the channel are on one host."""
+"""By channel and sequence number: when the last rank issued the collective, Unix ns, if all ranks
+of the channel are on one host.
+"""
 
 
 class StepPart(msgspec.Struct):
-    """The communication of a group in a step, or of the calls in one place on it: the mean over the ranks that take part."""
+    """The communication of a group in a step, or of the calls in one place on it: the mean over the
+    ranks that take part.
+    """
 
     group: str
     place: str = ""  # the module, if it is known, else op and line; empty: the whole group
@@ -63,22 +69,36 @@ _Where = tuple[str, str]
 class _Rank:
     """What one rank did in some steps."""
 
-    def __init__(self, log: RankLog, window: Span, waits: Iterable[Wait], arrivals: _Arrivals) -> None:
+    def __init__(
+        self, log: RankLog, window: Span, waits: Iterable[Wait], arrivals: _Arrivals
+    ) -> None:
         self.log, self.window = log, window
         self.ops = [op for op in log.collectives if window[0] <= op.announced_ns < window[1]]
-        flights = ((op, op.announced_ns, _end(op, log, arrivals)) for op in self.ops if op.channel.device == "cpu")
+        flights = (
+            (op, op.announced_ns, _end(op, log, arrivals))
+            for op in self.ops
+            if op.channel.device == "cpu"
+        )
         self._waits = self._inside((wait.op, wait.begin_ns, wait.end_ns) for wait in waits)
         self._flights = self._inside(flights)
-        self._on_device = [(_where(op), op.duration_ns or 0) for op in self.ops if op.channel.device != "cpu"]
+        self._on_device = [
+            (_where(op), op.duration_ns or 0) for op in self.ops if op.channel.device != "cpu"
+        ]
         self._waited = union(span for _, span in self._waits)
 
     def _inside(self, spans: Iterable[tuple[Collective, int, int]]) -> list[tuple[_Where, Span]]:
         """Clip spans to the window, and tell to where each belongs: parts are asked for often."""
         begin, end = self.window
-        return [(_where(op), (max(first, begin), min(last, end))) for op, first, last in spans if max(first, begin) < min(last, end)]
+        return [
+            (_where(op), (max(first, begin), min(last, end)))
+            for op, first, last in spans
+            if max(first, begin) < min(last, end)
+        ]
 
     def part(self, belongs: Callable[[_Where], bool]) -> tuple[int, int, int]:
-        """Return how long some collectives were waited for, were in flight while nothing was waited for, and took on a device, in ns."""
+        """Return how long some collectives were waited for, were in flight while nothing was waited
+        for, and took on a device, in ns.
+        """
         waited = union(span for where, span in self._waits if belongs(where))
         flights = union(span for where, span in self._flights if belongs(where))
         on_device = sum(duration for where, duration in self._on_device if belongs(where))
@@ -86,7 +106,8 @@ class _Rank:
 
 
 def step_times(logs: Sequence[RankLog]) -> StepTimes:
-    """Return where the time of the newest whole steps went, as far as the records of all ranks reach back.
+    """Return where the time of the newest whole steps went, as far as the records of all ranks
+    reach back.
 
     Args:
         logs: the ranks' records; of a running job, read at about the same time.
@@ -98,17 +119,31 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     if not steps:
         return StepTimes(unknown=[_why_none(logs)])
     waits, arrivals = find_waits(logs), _last_arrivals(logs)
-    windows = {log.rank: (moments[log.rank][steps[0]], moments[log.rank][steps[-1] + 1]) for log in logs}
+    windows = {
+        log.rank: (moments[log.rank][steps[0]], moments[log.rank][steps[-1] + 1]) for log in logs
+    }
     ranks = [_Rank(log, windows[log.rank], waits[log.rank], arrivals) for log in logs]
     number = len(steps)
     everything = [rank.part(lambda _: True) for rank in ranks]
     times = StepTimes(
-        number, steps[0], steps[-1], round(mean(end - begin for begin, end in windows.values()) / number),
-        round(mean(waited for waited, _, _ in everything) / number), round(mean(hidden for _, hidden, _ in everything) / number),
-        round(mean(device for _, _, device in everything) / number) if any(device for _, _, device in everything) else None,
-        {rank.log.rank: waited // number for rank, (waited, _, _) in zip(ranks, everything, strict=True)},
-    )  # fmt: skip
-    times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns  # else only the moment between a call and its wait
+        number,
+        steps[0],
+        steps[-1],
+        round(mean(end - begin for begin, end in windows.values()) / number),
+        round(mean(waited for waited, _, _ in everything) / number),
+        round(mean(hidden for _, hidden, _ in everything) / number),
+        (
+            round(mean(device for _, _, device in everything) / number)
+            if any(device for _, _, device in everything)
+            else None
+        ),
+        {
+            rank.log.rank: waited // number
+            for rank, (waited, _, _) in zip(ranks, everything, strict=True)
+        },
+    )
+    # else only the moment between a call and its wait
+    times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns
     times.unknown = _unknown(ranks, times)
     times.parts, times.places_left_out = _parts(ranks, number)
     return times
@@ -128,7 +163,9 @@ def _some(logs: Sequence[RankLog]) -> list[RankLog]:
 
 
 def _first_moments(log: RankLog) -> dict[int, int]:
-    """Return when each step issued its first collective (Unix ns), without the first step: it sets up, or its beginning is lost."""
+    """Return when each step issued its first collective (Unix ns), without the first step: it sets
+    up, or its beginning is lost.
+    """
     first: dict[int, int] = {}
     for op in log.collectives:
         if op.announced_ns:
@@ -151,7 +188,10 @@ def _why_none(logs: Sequence[RankLog]) -> str:
         return "No collective is recorded."
     if not any(log.steps for log in logs):
         return "No step is known: none of the ranks has called the step() of a torch optimizer."
-    return "The records of all ranks do not reach back to one whole step in common; with the setting box_entries they reach back further."
+    return (
+        "The records of all ranks do not reach back to one whole step in common; with the setting"
+        " box_entries they reach back further."
+    )
 
 
 def _last_arrivals(logs: Sequence[RankLog]) -> _Arrivals:
@@ -171,22 +211,30 @@ def _last_arrivals(logs: Sequence[RankLog]) -> _Arrivals:
 def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
     """Return when a collective on a CPU ended, as far as it is known (Unix ns).
 
-    One that C++ waits for is found complete long after; it certainly lasts until the last rank has issued it.
+    One that C++ waits for is found complete long after; it certainly lasts until the last rank has
+    issued it.
     """
     if op.in_flight:
         return log.captured_ns
     if op.wait_ended_ns or op.learned_how is LearnedHow.RETURN:
         return max(op.wait_ended_ns, op.returned_ns)
-    return min(arrivals.get((op.channel.key, op.sequence_number), op.announced_ns), op.done_ns or op.announced_ns)
+    return min(
+        arrivals.get((op.channel.key, op.sequence_number), op.announced_ns),
+        op.done_ns or op.announced_ns,
+    )
 
 
 def _where(op: Collective) -> _Where:
-    return group_label(op.channel.group), op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
+    return group_label(
+        op.channel.group
+    ), op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
 
 
 def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
     """Return the groups with their places, and how many places are left out."""
-    ops: dict[str, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(lambda: defaultdict(list))
+    ops: dict[str, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank in ranks:
         for op in rank.ops:
             group, place = _where(op)
@@ -197,8 +245,15 @@ def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
         places = [_part(group, place, each, steps) for place, each in by_place.items() if place]
         groups.append((_part(group, "", calls, steps), sorted(places, key=_weight)))
     groups.sort(key=lambda each: _weight(each[0]))
-    shown = {id(part) for part in sorted((part for _, places in groups for part in places), key=_weight)[:_PLACES]}
-    parts = [part for whole, places in groups for part in (whole, *(place for place in places if id(place) in shown))]
+    shown = {
+        id(part)
+        for part in sorted((part for _, places in groups for part in places), key=_weight)[:_PLACES]
+    }
+    parts = [
+        part
+        for whole, places in groups
+        for part in (whole, *(place for place in places if id(place) in shown))
+    ]
     return parts, sum(len(places) for _, places in groups) - len(shown)
 
 
@@ -206,13 +261,20 @@ def _weight(part: StepPart) -> tuple[float, float]:
     return (-part.waited_ns - part.hidden_ns - (part.device_ns or 0), -part.payload_bytes)
 
 
-def _part(group: str, place: str, calls: Sequence[tuple[_Rank, Collective]], steps: int) -> StepPart:
+def _part(
+    group: str, place: str, calls: Sequence[tuple[_Rank, Collective]], steps: int
+) -> StepPart:
     taking_part = list({id(rank): rank for rank, _ in calls}.values())
-    found = [rank.part(lambda where: where[0] == group and place in ("", where[1])) for rank in taking_part]
+    found = [
+        rank.part(lambda where: where[0] == group and place in ("", where[1]))
+        for rank in taking_part
+    ]
     each = 1 / steps / len(taking_part)
     payload = sum(payload_bytes(op) for _, op in calls)
     waited, hidden, device = (round(sum(values) * each) for values in zip(*found, strict=True))
-    return StepPart(group, place, round(len(calls) * each, 2), payload * each, waited, hidden, device or None)
+    return StepPart(
+        group, place, round(len(calls) * each, 2), payload * each, waited, hidden, device or None
+    )
 
 
 def _unknown(ranks: Sequence[_Rank], times: StepTimes) -> list[str]:
@@ -223,18 +285,35 @@ def _unknown(ranks: Sequence[_Rank], times: StepTimes) -> list[str]:
     if devices:
         where = joined(devices)
         found.append(
-            f"On {where} the host does not wait in collectives, so how much of their time is hidden behind computation is not known"
-            + ("" if any(op.duration_ns for op in ops) else ", and neither is their time on the device, without the setting timing")
+            f"On {where} the host does not wait in collectives, so how much of their time is hidden"
+            " behind computation is not known"
+            + (
+                ""
+                if any(op.duration_ns for op in ops)
+                else ", and neither is their time on the device, without the setting timing"
+            )
             + "; `commlens trace --profile` measures both."
         )
     if times.hidden_ns:
-        found.append("A collective may have ended before the rank waited for it, so less may be hidden than shown.")
-    if sum(op.learned_how is LearnedHow.POLL and not op.wait_ended_ns for op in ops) > _FEW * len(ops):  # else found just before the wait
         found.append(
-            "For some collectives torch waits in C++, as DDP does: there the time after the last rank has arrived, in which the data is "
-            "sent, is in neither figure."
+            "A collective may have ended before the rank waited for it, so less may be hidden than"
+            " shown."
         )
-    world, here = max((rank.log.world_size for rank in ranks), default=0), {rank.log.rank for rank in ranks}
+    # else found just before the wait
+    if sum(op.learned_how is LearnedHow.POLL and not op.wait_ended_ns for op in ops) > _FEW * len(
+        ops
+    ):
+        found.append(
+            "For some collectives torch waits in C++, as DDP does: there the time after the last"
+            " rank has arrived, in which the data is sent, is in neither figure."
+        )
+    world, here = (
+        max((rank.log.world_size for rank in ranks), default=0),
+        {rank.log.rank for rank in ranks},
+    )
     if world > len(here):
-        found.append(f"{capital(ranks_phrase(set(range(world)) - here))} {'is' if world - len(here) == 1 else 'are'} not counted.")
+        found.append(
+            f"{capital(ranks_phrase(set(range(world)) - here))}"
+            f" {'is' if world - len(here) == 1 else 'are'} not counted."
+        )
     return found

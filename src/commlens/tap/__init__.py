@@ -1,1 +1,3 @@
-"""The function that every collective of the process passes through, and the data that it gives to its subscribers."""
+"""The function that every collective of the process passes through, and the data that it gives to
+its subscribers.
+"""

@@ -1,4 +1,5 @@
-"""How a backend behaves, decided by its object: names such as "nccl" stand for different engines in different versions of torch.
+"""How a backend behaves, decided by its object: names such as "nccl" stand for different engines in
+different versions of torch.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -23,16 +24,20 @@ class Backend(NamedTuple):
     """The behaviour of a group's backend for one device type."""
 
     runs_ahead: bool
-    """A synchronous call only enqueues the op on a device and returns, without a Work since torch 2.8: it may run much later.
+    """A synchronous call only enqueues the op on a device and returns, without a Work since torch
+    2.8: it may run much later.
 
     The other backends' synchronous calls wait until the op is done.
     """
 
     uid: str = ""
-    """The id under which torch's own recorder files the backend's progress; empty if there is none."""
+    """The id under which torch's own recorder files the backend's progress; empty if there is none.
+    """
 
     tells_results: bool = False
-    """Whether torch's watchdog thread sets the result of each Work. With blocking wait it does not see them."""
+    """Whether torch's watchdog thread sets the result of each Work. With blocking wait it does not
+    see them.
+    """
 
     timeout_ms: int = 0
     """After which the backend gives an op up; 0: unknown."""
@@ -45,13 +50,19 @@ def backend_of(process_group: Any, device: str) -> Backend:
         return Backend(runs_ahead=device != "cpu")
     if isinstance(backend, _classes(*_ON_THE_HOST)):
         return Backend(runs_ahead=False, timeout_ms=_timeout_ms(backend))
-    return Backend(True, _uid(backend), not any(_is_on(os.environ.get(name, "")) for name in _BLOCKING_WAIT), _timeout_ms(backend))
+    return Backend(
+        True,
+        _uid(backend),
+        not any(_is_on(os.environ.get(name, "")) for name in _BLOCKING_WAIT),
+        _timeout_ms(backend),
+    )
 
 
 def _object_of(process_group: Any, device: str) -> Any:
     try:
         backend = process_group._get_backend(torch.device(device))
-        wrapped = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a ProcessGroupWrapper around it
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a ProcessGroupWrapper around it
+        wrapped = getattr(backend, "wrapped_pg", None)
     except Exception:
         return None
     return backend if wrapped is None else wrapped

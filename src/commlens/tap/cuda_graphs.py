@@ -1,7 +1,9 @@
-"""Notice the capture and the replays of CUDA graphs: a captured collective does not run, and a replay passes no tap.
+"""Notice the capture and the replays of CUDA graphs: a captured collective does not run, and a
+replay passes no tap.
 
-The methods of ``torch.cuda.CUDAGraph`` are patched, which every user of graphs calls: ``torch.cuda.graph``, ``make_graphed_callables``
-and inductor. Neither importing nor patching them initialises the driver. Tried on torch 2.6.0, 2.13.0 and 2.15.0, with an emulation.
+The methods of ``torch.cuda.CUDAGraph`` are patched, which every user of graphs calls:
+``torch.cuda.graph``, ``make_graphed_callables`` and inductor. Neither importing nor patching them
+initialises the driver. Tried on torch 2.6.0, 2.13.0 and 2.15.0, with an emulation.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ def install(listener: Callable[[], Listener | None]) -> None:
         return
     _installed = True
 
-    def patch(name: str, before: Callable[[Listener, Any], None] | None, after: Callable[[Listener, Any], None] | None) -> None:
+    def patch(
+        name: str,
+        before: Callable[[Listener, Any], None] | None,
+        after: Callable[[Listener, Any], None] | None,
+    ) -> None:
         original = getattr(CUDAGraph, name)
 
         @functools.wraps(original)

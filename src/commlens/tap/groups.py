@@ -1,7 +1,8 @@
 """Process groups and their channels, as the recorder needs them on the hot path.
 
-This is the one module that reads torch's private bookkeeping of groups (``distributed_c10d._world``).
-Tried on torch 2.6.0, 2.13.0 and 2.15.0. If it is not as expected, only the name and size of a group are known.
+This is the one module that reads torch's private bookkeeping of groups
+(``distributed_c10d._world``). Tried on torch 2.6.0, 2.13.0 and 2.15.0. If it is not as expected,
+only the name and size of a group are known.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _MANY = 1 << 62
 
 
 class _Numbers:
-    """1, 2, 3, ... as a sequence: its iterator can be set back, unlike that of a range (from Python 3.12 on)."""
+    """1, 2, 3, ... as a sequence: its iterator can be set back, unlike that of a range (from Python
+    3.12 on).
+    """
 
     __getitem__ = range(1, _MANY).__getitem__
 
@@ -32,7 +35,9 @@ def numbers() -> Callable[[], int]:
 
 
 def give_back(numbers: Callable[[], int], number: int) -> bool:
-    """Give an unused ``number`` back, so that the counter returns it again. False if another thread has drawn since."""
+    """Give an unused ``number`` back, so that the counter returns it again. False if another thread
+    has drawn since.
+    """
     drawn: Any = getattr(numbers, "__self__", None)
     if drawn is None:
         return True  # the backend has not counted it
@@ -43,9 +48,11 @@ def give_back(numbers: Callable[[], int], number: int) -> bool:
 
 
 def _number_of_backend(group: Group, device: str) -> Callable[[], int]:
-    """Return a function that reads the newest collective's number from the backend; -1 from a backend that does not count.
+    """Return a function that reads the newest collective's number from the backend; -1 from a
+    backend that does not count.
 
-    gloo and NCCL count a group's collectives in C++, on all ranks alike. gloo counts messages, too, which not all ranks send.
+    gloo and NCCL count a group's collectives in C++, on all ranks alike. gloo counts messages, too,
+    which not all ranks send.
     """
     import torch
 
@@ -65,8 +72,17 @@ class Channel:
     """One group on one device type, with its sequence numbers."""
 
     __slots__ = (
-        "backend", "backend_number", "blob", "busy", "device", "group", "matches_tags", "next_number", "pairs", "runs_ahead",
-    )  # fmt: skip
+        "backend",
+        "backend_number",
+        "blob",
+        "busy",
+        "device",
+        "group",
+        "matches_tags",
+        "next_number",
+        "pairs",
+        "runs_ahead",
+    )
 
     def __init__(self, group: Group, device: str) -> None:
         self.group = group
@@ -77,7 +93,8 @@ class Channel:
         self.next_number = (lambda: number() + 1) if group.joined else numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
         self.backend = group.behaviour(device)
-        # Whether a synchronous call returns before the op is done. Then no Work is kept, since it would keep tensors alive.
+        # Whether a synchronous call returns before the op is done. Then no Work is kept, since it
+        # would keep tensors alive.
         self.runs_ahead = self.backend.runs_ahead
         self.matches_tags = matches_by_tag(group.backend(device))
 
@@ -86,7 +103,9 @@ class Channel:
         counter = self.pairs.get((peer, op))
         if counter is None:
             # setdefault: two threads that come here at once must get the same counter
-            counter = self.pairs.setdefault((peer, op), numbers() if not self.group.joined else lambda: 0)
+            counter = self.pairs.setdefault(
+                (peer, op), numbers() if not self.group.joined else lambda: 0
+            )
         return counter
 
     def describe(self) -> dict[str, Any]:
@@ -108,18 +127,32 @@ class Channel:
 class Group:
     """A process group of this process."""
 
-    __slots__ = ("channels", "description", "incarnation", "joined", "mesh_dim", "name", "ranks", "ref")
+    __slots__ = (
+        "channels",
+        "description",
+        "incarnation",
+        "joined",
+        "mesh_dim",
+        "name",
+        "ranks",
+        "ref",
+    )
 
-    def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str], joined: bool) -> None:
+    def __init__(
+        self, process_group: Any, incarnation: int, mesh_dims: dict[str, str], joined: bool
+    ) -> None:
         self.joined = joined  # see Groups
         # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
         self.name = str(process_group.group_name)
         description = str(getattr(process_group, "group_desc", "") or "")
-        self.description = "" if description == "undefined" else description  # torch's word for none
+        # torch's word for none
+        self.description = "" if description == "undefined" else description
         self.incarnation = incarnation
         self.ranks = _global_ranks(process_group)
-        mesh_dim = self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None
+        mesh_dim = (
+            self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None
+        )
         self.mesh_dim = mesh_dims.get(self.name, None if mesh_dim == "default" else mesh_dim)
         self.channels: dict[str, Channel] = {}
 
@@ -137,7 +170,11 @@ class Group:
     def behaviour(self, device: str) -> backends.Backend:
         """Return how the backend for a device type behaves."""
         process_group = self.ref()
-        return backends.Backend(device != "cpu") if process_group is None else backends.backend_of(process_group, device)
+        return (
+            backends.Backend(device != "cpu")
+            if process_group is None
+            else backends.backend_of(process_group, device)
+        )
 
     def backend(self, device: str) -> str:
         """Return the name of the backend for a device type."""
@@ -167,8 +204,8 @@ class Groups:
     """The groups seen so far.
 
     Args:
-        joined: recording was switched on while the job ran, on each rank at another moment: collectives have the backend's numbers, and
-            messages none.
+        joined: recording was switched on while the job ran, on each rank at another moment:
+            collectives have the backend's numbers, and messages none.
     """
 
     def __init__(self, *, joined: bool = False) -> None:
@@ -181,7 +218,8 @@ class Groups:
 
     def find(self, process_group: Any) -> Group:
         """Return the group of a ProcessGroup object."""
-        # The id may be a former group's. The weak reference shows whether the object is still the same.
+        # The id may be a former group's. The weak reference shows whether the object is still the
+        # same.
         group = self._by_id.get(id(process_group))
         if group is not None and group.ref() is process_group:
             return group
@@ -193,19 +231,27 @@ class Groups:
         return group
 
     def started_again(self) -> None:
-        """Count a new default group, which starts the groups' names again. Former groups that are still alive keep their incarnation."""
+        """Count a new default group, which starts the groups' names again. Former groups that are
+        still alive keep their incarnation.
+        """
         self.incarnation += 1
         self.by_name = {}
-        self._by_id = {identity: group for identity, group in self._by_id.items() if group.ref() is not None}
+        self._by_id = {
+            identity: group for identity, group in self._by_id.items() if group.ref() is not None
+        }
         self.mesh_dims = {}
 
     def before_destroy(self) -> None:
-        """Look up all groups while their incarnation is the present one: a program may go on to use a group that it has destroyed."""
+        """Look up all groups while their incarnation is the present one: a program may go on to use
+        a group that it has destroyed.
+        """
         for process_group in list(c10d._world.pg_map):
             self.find(process_group)
 
     def name_mesh_dim(self, group_name: str, mesh_dim: str) -> None:
-        """Name a group by its dimension in a DeviceMesh. A group that spans the world exists before the mesh that names it."""
+        """Name a group by its dimension in a DeviceMesh. A group that spans the world exists before
+        the mesh that names it.
+        """
         self.mesh_dims[group_name] = mesh_dim
         group = self.by_name.get(group_name)
         if group is not None and group.mesh_dim != mesh_dim:

@@ -19,18 +19,40 @@ _strided = torch.strided
 
 
 noted_reduce_ops: dict[int, Any] = {}
-"""By native thread id: the reduce op of the call under way, if Python cannot read torch's box of it (torch_patches.tap_reduce_ops)."""
+"""By native thread id: the reduce op of the call under way, if Python cannot read torch's box of it
+(torch_patches.tap_reduce_ops).
+"""
 
 
 class InternedArgs:
     """What a collective is called with, and its channel."""
 
     __slots__ = (
-        "blob", "channel", "content", "first_tensor", "flags", "meets", "next_number", "next_tagged", "op", "peer", "refused_locally",
-        "synchronous", "tag", "too_large", "wait_only",
-    )  # fmt: skip
+        "blob",
+        "channel",
+        "content",
+        "first_tensor",
+        "flags",
+        "meets",
+        "next_number",
+        "next_tagged",
+        "op",
+        "peer",
+        "refused_locally",
+        "synchronous",
+        "tag",
+        "too_large",
+        "wait_only",
+    )
 
-    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = 0) -> None:
+    def __init__(
+        self,
+        content: dict[str, Any],
+        channel: Channel,
+        peer: int = -1,
+        tag: int = 0,
+        flags: int = 0,
+    ) -> None:
         self.content = content
         self.channel = channel
         self.peer = peer  # global rank, -1 where there is none
@@ -40,14 +62,22 @@ class InternedArgs:
         self.too_large = False  # for a blob, so it is not encoded each time
         self.op: str = content["op"]
         self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
-        self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
+        self.next_number = (
+            channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
+        )
         # Where messages meet by tag, those of each tag are counted, too.
-        self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.matches_tags else None
-        # Strict verification lets the ranks of a synchronous call meet before it is issued, though a device would run ahead.
+        self.next_tagged = (
+            channel.pair(peer, f"{self.op} {tag}")
+            if self.op in POINT_TO_POINT and channel.matches_tags
+            else None
+        )
+        # Strict verification lets the ranks of a synchronous call meet before it is issued, though
+        # a device would run ahead.
         self.meets = content["async"] is False  # torch 2.6 does not say
         self.synchronous = self.meets and not channel.runs_ahead  # the host waits until it is done
         self.wait_only = self.op in GLOO_WAIT_ONLY
-        self.refused_locally = False  # the backend will refuse it on this rank alone, so no peer's can match it
+        # the backend will refuse it on this rank alone, so no peer's can match it
+        self.refused_locally = False
 
 
 def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
@@ -63,12 +93,21 @@ class ArgsTable:
     def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
         """Return the interned arguments of a call of an op on a group."""
         given = len(arguments)
-        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
+        asynchronous = (
+            arguments[spec.asynchronous]
+            if 0 <= spec.asynchronous < given
+            else spec.asynchronous_default
+        )
         if spec.takes_one_list and len(arguments[0]) == 1:
             # By far the most common case: one dense tensor in a list.
             tensor = arguments[0][0]
             try:
-                signature: Any = (tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous() or tensor.stride())
+                signature: Any = (
+                    tensor.shape,
+                    tensor.dtype,
+                    tensor.get_device(),
+                    tensor.is_contiguous() or tensor.stride(),
+                )
             except RuntimeError:  # sparse tensors do not say whether they are contiguous
                 signature = _signature(tensor)
         else:
@@ -76,9 +115,21 @@ class ArgsTable:
         if spec.root >= 0:
             key: Any = (spec.name, group, signature, asynchronous, arguments[spec.root])
         elif spec.tag >= 0:
-            key = (spec.name, group, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
+            key = (
+                spec.name,
+                group,
+                signature,
+                arguments[spec.peer] if spec.peer >= 0 else -1,
+                arguments[spec.tag],
+            )
         elif spec.splits[0] >= 0:
-            key = (spec.name, group, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
+            key = (
+                spec.name,
+                group,
+                signature,
+                asynchronous,
+                *(tuple(arguments[i]) for i in spec.splits),
+            )
         else:
             key = (spec.name, group, signature, asynchronous)
         args = self._table.get(key)
@@ -92,7 +143,11 @@ class ArgsTable:
 
 def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
     """Describe the arguments of a call of an op on a group, as a blob holds them."""
-    asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < len(arguments) else spec.asynchronous_default
+    asynchronous = (
+        arguments[spec.asynchronous]
+        if 0 <= spec.asynchronous < len(arguments)
+        else spec.asynchronous_default
+    )
     root = arguments[spec.root] if spec.root >= 0 else None
     inputs: list[Any] = []
     outputs: list[Any] = []
@@ -128,7 +183,9 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
 
 
 def describe_tensors(value: Any) -> tuple[list[Any], str]:
-    """Describe a tensor or the tensors of a list, as a blob holds them; and return the first one's device type."""
+    """Describe a tensor or the tensors of a list, as a blob holds them; and return the first one's
+    device type.
+    """
     found: list[Any] = []
     devices: list[str] = []
     _describe(value, found, devices)
@@ -139,7 +196,12 @@ def _signature(value: Any) -> Any:
     if isinstance(value, _Tensor):
         layout = value.layout
         if layout is _strided:
-            return (value.shape, value.dtype, value.get_device(), value.is_contiguous() or value.stride())
+            return (
+                value.shape,
+                value.dtype,
+                value.get_device(),
+                value.is_contiguous() or value.stride(),
+            )
         return (value.shape, value.dtype, value.get_device(), layout)
     return tuple([_signature(item) for item in value]) if value is not None else None
 
@@ -152,7 +214,10 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
             order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
             order = None if order == list(range(value.dim())) else order
         devices.append(value.device.type)
-        dtype, layout = str(value.dtype).removeprefix("torch."), str(value.layout).removeprefix("torch.")
+        dtype, layout = (
+            str(value.dtype).removeprefix("torch."),
+            str(value.layout).removeprefix("torch."),
+        )
         into.append([list(value.shape), dtype, value.device.type, layout, order])
     elif value is not None:
         for item in value:
@@ -160,7 +225,9 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
 
 
 def output_pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the addresses of a call's outputs, by which the wait of a functional collective is recognised."""
+    """Return the addresses of a call's outputs, by which the wait of a functional collective is
+    recognised.
+    """
     where = spec.writes or spec.tensors
     if not where:
         return ()
@@ -179,7 +246,9 @@ def _collect_pointers(value: Any, into: list[int]) -> None:
 
 
 def reduce_op_code(reduce_op: Any) -> int | None:
-    """Return the value of a ReduceOp, boxed or not; None if torch cannot read it (boxed, 2.6 to 2.9)."""
+    """Return the value of a ReduceOp, boxed or not; None if torch cannot read it (boxed, 2.6 to
+    2.9).
+    """
     op = getattr(reduce_op, "op", None)
     if op is None:
         return None

@@ -1,13 +1,15 @@
 """The tap: the one function that every collective of the process passes through.
 
-It is a kernel at dispatch key ``BackendSelect`` for every ``c10d::*`` op that takes a process group. The key is in every thread's
-default dispatch state and below Python, Autograd and Functionalize, so the kernel sees collectives from Python, from C++
-(DDP's reducer), from functional collectives, DTensor, FSDP2, compiled code and other threads, on any backend. An exception
-raised in it reaches the caller with its type.
+It is a kernel at dispatch key ``BackendSelect`` for every ``c10d::*`` op that takes a process
+group. The key is in every thread's default dispatch state and below Python, Autograd and
+Functionalize, so the kernel sees collectives from Python, from C++ (DDP's reducer), from functional
+collectives, DTensor, FSDP2, compiled code and other threads, on any backend. An exception raised in
+it reaches the caller with its type.
 
-Tried on torch 2.6.0, 2.13.0 and 2.15.0. The kernels are registered when the first subscriber attaches and stay registered
-(removing them while threads are inside is unproven); without a subscriber they redispatch at once. The kernels of the native
-engine, if it is built, take their place, and call back into this module only while a subscriber in Python listens.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. The kernels are registered when the first subscriber
+attaches and stay registered (removing them while threads are inside is unproven); without a
+subscriber they redispatch at once. The kernels of the native engine, if it is built, take their
+place, and call back into this module only while a subscriber in Python listens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NO_ARGUMENT = -1
 
 
 class OpSpec:
-    """The positions of a ``c10d`` op's arguments. Found by schema, since torch's versions differ."""
+    """The positions of a ``c10d`` op's arguments. Found by schema, since torch's versions
+    differ.
+    """
 
     def __init__(self, name: str, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -43,32 +47,44 @@ class OpSpec:
         self.process_group = find("process_group")
         self.reduce_op = find("reduce_op")
         self.root = find("root_rank", "root") if name not in ("send", "recv_") else NO_ARGUMENT
-        self.peer = find("dst") if name == "send" else find("src") if name == "recv_" else NO_ARGUMENT
+        self.peer = (
+            find("dst") if name == "send" else find("src") if name == "recv_" else NO_ARGUMENT
+        )
         self.tag = find("tag")
         self.splits = (find("input_split_sizes"), find("output_split_sizes"))
         self.asynchronous = find("async_op", "asyncOp")
         # A kernel does not get trailing arguments that equal their default.
-        default = schema.arguments[self.asynchronous].default_value if self.asynchronous >= 0 else None
+        default = (
+            schema.arguments[self.asynchronous].default_value if self.asynchronous >= 0 else None
+        )
         self.asynchronous_default = default if isinstance(default, bool) else None
-        tensor_arguments = [i for i, kind in enumerate(types) if "Tensor" in kind and names[i] != "sparse_indices"]
+        tensor_arguments = [
+            i for i, kind in enumerate(types) if "Tensor" in kind and names[i] != "sparse_indices"
+        ]
         self.tensors = tuple(tensor_arguments)
         self.takes_one_list = self.tensors == (0,) and types[0] == "List[Tensor]"
-        # Outputs are named so. An op with one tensor argument works in place (a barrier's tensor does not matter).
+        # Outputs are named so. An op with one tensor argument works in place (a barrier's tensor
+        # does not matter).
         self.writes = tuple(i for i in tensor_arguments if names[i].startswith("output"))
 
 
 class Subscriber(Protocol):
-    """A subscriber to collectives. Its methods run on the issuing thread, on the hot path, and raise only to refuse a collective.
+    """A subscriber to collectives. Its methods run on the issuing thread, on the hot path, and
+    raise only to refuse a collective.
 
-    With a true attribute ``sees_fake_tensors``, it also gets the collectives on fake and meta tensors, which communicate nothing,
-    while :func:`run_fake_tensors_as` lets them through.
+    With a true attribute ``sees_fake_tensors``, it also gets the collectives on fake and meta
+    tensors, which communicate nothing, while :func:`run_fake_tensors_as` lets them through.
     """
 
     def begin(self, spec: OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """Called before issue. The other two methods get the token that it returns. An exception refuses the collective."""
+        """Called before issue. The other two methods get the token that it returns. An exception
+        refuses the collective.
+        """
 
     def returned(self, token: Any, result: Any) -> None:
-        """Called when the backend's call has returned ``result`` (a Work, a tuple that ends with one, or None)."""
+        """Called when the backend's call has returned ``result`` (a Work, a tuple that ends with
+        one, or None).
+        """
 
     def raised(self, token: Any, error: BaseException) -> None:
         """Called when the backend's call has raised."""
@@ -84,7 +100,9 @@ _wait_ended: Callable[[Any, BaseException | None], None] | None = None
 
 
 def use_native(module: Any) -> bool:
-    """Install the kernels of the native engine instead of those here. Return False if others are installed already."""
+    """Install the kernels of the native engine instead of those here. Return False if others are
+    installed already.
+    """
     global _native
     with _lock:
         if _libraries or _native is not None:
@@ -96,7 +114,9 @@ def use_native(module: Any) -> bool:
 
 
 def attach(subscriber: Subscriber) -> None:
-    """Report every collective to ``subscriber`` from now on. The first call registers the kernels."""
+    """Report every collective to ``subscriber`` from now on. The first call registers the
+    kernels.
+    """
     global _subscribers
     with _lock:
         _install()
@@ -123,9 +143,11 @@ def detach_all() -> None:
 
 
 def run_fake_tensors_as(keys: Any) -> None:
-    """Run collectives on fake and meta tensors with the kernels of this keyset, for a preview; None leaves them to torch.
+    """Run collectives on fake and meta tensors with the kernels of this keyset, for a preview; None
+    leaves them to torch.
 
-    torch has Meta kernels for some of them (2.13.0 for most, 2.6.0 for none). The kernels of a fake process group's device take any tensor.
+    torch has Meta kernels for some of them (2.13.0 for most, 2.6.0 for none). The kernels of a fake
+    process group's device take any tensor.
     """
     global _fake_tensors_run_as
     with _lock:
@@ -135,8 +157,12 @@ def run_fake_tensors_as(keys: Any) -> None:
             _native.run_fake_tensors_as(keys)
 
 
-def listen_to_waits(began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None) -> None:
-    """Report the waits of functional collectives to ``began(tensor) -> token`` and ``ended(token, error)``."""
+def listen_to_waits(
+    began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None
+) -> None:
+    """Report the waits of functional collectives to ``began(tensor) -> token`` and ``ended(token,
+    error)``.
+    """
     global _wait_listener, _wait_ended
     _wait_listener, _wait_ended = began, ended
     _update_native()
@@ -151,7 +177,11 @@ def _update_native() -> None:
 def ops() -> Iterator[tuple[Any, OpSpec]]:
     """Yield every op of ``c10d`` that takes a process group."""
     for schema in torch._C._jit_get_all_schemas():
-        if schema.name.startswith("c10d::") and not schema.overload_name and any(a.name == "process_group" for a in schema.arguments):
+        if (
+            schema.name.startswith("c10d::")
+            and not schema.overload_name
+            and any(a.name == "process_group" for a in schema.arguments)
+        ):
             name = schema.name.removeprefix("c10d::")
             yield getattr(torch.ops.c10d, name).default, OpSpec(name, schema)
 
@@ -165,7 +195,12 @@ def _install() -> None:
         library.impl(spec.name, _kernel(op, spec), "BackendSelect", with_keyset=True)
     waits = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(waits)
-    waits.impl("wait_tensor", _wait_kernel(torch.ops._c10d_functional.wait_tensor.default), "BackendSelect", with_keyset=True)
+    waits.impl(
+        "wait_tensor",
+        _wait_kernel(torch.ops._c10d_functional.wait_tensor.default),
+        "BackendSelect",
+        with_keyset=True,
+    )
 
 
 def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
@@ -179,7 +214,9 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
             if _fake_tensors_run_as is None or not keys.has(_META):
                 return redispatch(below, *arguments)
             below = _fake_tensors_run_as
-            subscribers = tuple([each for each in subscribers if getattr(each, "sees_fake_tensors", False)])
+            subscribers = tuple(
+                [each for each in subscribers if getattr(each, "sees_fake_tensors", False)]
+            )
         if len(subscribers) == 1:
             subscriber = subscribers[0]
             token = subscriber.begin(spec, arguments)
@@ -232,7 +269,9 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
 
 
 def begin_all(spec: OpSpec, arguments: tuple[Any, ...], fake: bool) -> list[tuple[Subscriber, Any]]:
-    """Report the begin of an op to all subscribers, or with ``fake`` only to those that see fake tensors. Return their tokens."""
+    """Report the begin of an op to all subscribers, or with ``fake`` only to those that see fake
+    tensors. Return their tokens.
+    """
     tokens: list[tuple[Subscriber, Any]] = []
     try:
         for subscriber in _subscribers:
@@ -257,7 +296,9 @@ def raised_all(tokens: list[tuple[Subscriber, Any]], error: BaseException) -> No
 
 
 def wait_begins(tensor: Any) -> Any:
-    """Report to the wait listener that a thread waits for a functional collective. Return its token."""
+    """Report to the wait listener that a thread waits for a functional collective. Return its
+    token.
+    """
     began = _wait_listener
     return began(tensor) if began is not None else None
 

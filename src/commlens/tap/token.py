@@ -1,7 +1,7 @@
 """One collective in flight, and the interface of the verifier.
 
-The recorder and the verifier are in rooms that do not import each other: the recorder hands its tokens to a :class:`Verifier`,
-and :mod:`commlens.launch.recording` connects the two.
+The recorder and the verifier are in rooms that do not import each other: the recorder hands its
+tokens to a :class:`Verifier`, and :mod:`commlens.launch.recording` connects the two.
 """
 
 from __future__ import annotations
@@ -25,11 +25,22 @@ class Token:
     coalescing: Any = None
     tagged_number = 0  # sequence number among the messages with the same tag
     backend_number = 0  # the backend's own number of a collective that runs on a device; 0: none
-    result: Callable[[], int | None] | None = None  # reads how a message on a device ended; None while it has not
+    # reads how a message on a device ended; None while it has not
+    result: Callable[[], int | None] | None = None
     known_how = 0  # how it was last learned that it is in flight on a device
-    announced: tuple[int, int] | None = None  # slot and number of the verifier's announcement on its board
+    # slot and number of the verifier's announcement on its board
+    announced: tuple[int, int] | None = None
 
-    def __init__(self, index: int, offset: int, args: InternedArgs, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
+    def __init__(
+        self,
+        index: int,
+        offset: int,
+        args: InternedArgs,
+        since: int,
+        thread: int,
+        number: int = 0,
+        stack: int = 0,
+    ) -> None:
         self.index = index
         self.number = number
         self.stack = stack
@@ -40,7 +51,9 @@ class Token:
 
 
 class Verifier(Protocol):
-    """The part of a verifier that the recorder and the watchdog thread call. Its methods raise only refusals."""
+    """The part of a verifier that the recorder and the watchdog thread call. Its methods raise only
+    refusals.
+    """
 
     exchange: Any  # what verifies in C++; None with the Python engine
 
@@ -54,10 +67,16 @@ class Verifier(Protocol):
         """Take back the announcement of a collective that was not issued."""
 
     def before_wait(self, index: int) -> None:
-        """Finish the comparison before a thread blocks on the record ``index``; 0 for a Work without a record."""
+        """Finish the comparison before a thread blocks on the record ``index``; 0 for a Work
+        without a record.
+        """
 
-    def before_planned_wait(self, args: InternedArgs, number: int, code: int, absent: list[int], index: int) -> None:
-        """Do the same for a collective that C++ announced while the ranks ``absent`` had not reached it."""
+    def before_planned_wait(
+        self, args: InternedArgs, number: int, code: int, absent: list[int], index: int
+    ) -> None:
+        """Do the same for a collective that C++ announced while the ranks ``absent`` had not
+        reached it.
+        """
 
     def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
         """Return how C++ verifies the next collective like this; None if Python must do it."""
@@ -73,7 +92,11 @@ class Verifier(Protocol):
         """Return the text of such a refusal, for the watchdog thread."""
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
-        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread waits in C++."""
+        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread
+        waits in C++.
+        """
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
-        """Return the process groups of those collectives in flight that an unraised refusal is about."""
+        """Return the process groups of those collectives in flight that an unraised refusal is
+        about.
+        """

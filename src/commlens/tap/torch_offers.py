@@ -1,11 +1,15 @@
-"""What this torch and a backend offer to learn from: the dump functions of torch's recorder, hooks, ids and futures.
+"""What this torch and a backend offer to learn from: the dump functions of torch's recorder, hooks,
+ids and futures.
 
-Torch's versions and its backends differ, so all of it is asked of the objects, never concluded from a backend's name:
+Torch's versions and its backends differ, so all of it is asked of the objects, never concluded from
+a backend's name:
 
-* torch 2.6 has ``_dump_nccl_trace_json`` in builds with NCCL. From 2.8 on, ``_dump_fr_trace_json`` is in every build, and reads another
-  recorder, that of gloo and other backends. In 2.15 it takes the name of a backend that has a recorder of its own.
+* torch 2.6 has ``_dump_nccl_trace_json`` in builds with NCCL. From 2.8 on, ``_dump_fr_trace_json``
+  is in every build, and reads another recorder, that of gloo and other backends. In 2.15 it takes
+  the name of a backend that has a recorder of its own.
 * The recorder is off by default until about torch 2.10.
-* NCCL's backend object has an ``uid``, under which its status is filed (2.8); gloo's has none (2.13).
+* NCCL's backend object has an ``uid``, under which its status is filed (2.8); gloo's has none
+  (2.13).
 * ``ProcessGroup`` has hooks before and after each collective from 2.14 on.
 
 Tried on 2.13.0; the rest is from torch's sources. Importing this module does not import torch.
@@ -35,7 +39,9 @@ class Dump:
     keywords: frozenset[str]  # those of its parameters
     function: Callable[..., Any]
 
-    def read(self, *, entries: bool, only_active: bool = False, backend: str | None = None) -> dict[str, Any]:
+    def read(
+        self, *, entries: bool, only_active: bool = False, backend: str | None = None
+    ) -> dict[str, Any]:
         """Return the recorder's content; empty if the recorder is off, or answers in another form.
 
         Args:
@@ -46,7 +52,13 @@ class Dump:
         wanted = {"includeCollectives": entries, "onlyActive": only_active, "backend": backend}
         try:
             found = json.loads(
-                self.function(**{name: value for name, value in wanted.items() if name in self.keywords and value is not None})
+                self.function(
+                    **{
+                        name: value
+                        for name, value in wanted.items()
+                        if name in self.keywords and value is not None
+                    }
+                )
             )
         except Exception:
             return {}
@@ -60,11 +72,18 @@ def dumps() -> tuple[Dump, ...]:
     except ImportError:
         return ()
     functions = [(name, getattr(c10d, name, None)) for name in _JSON_DUMPS]
-    return tuple(Dump(name, _keywords(function), function) for name, function in functions if function is not None)
+    return tuple(
+        Dump(name, _keywords(function), function)
+        for name, function in functions
+        if function is not None
+    )
 
 
-def read_recorders(*, entries: bool, only_active: bool = False, backends: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the content of each of torch's recorders that is on, NCCL's first. Two functions may read the same one: it comes once.
+def read_recorders(
+    *, entries: bool, only_active: bool = False, backends: Iterable[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the content of each of torch's recorders that is on, NCCL's first. Two functions may
+    read the same one: it comes once.
 
     Args:
         entries: with the collectives; without them, only the groups and their status.
@@ -82,7 +101,9 @@ def read_recorders(*, entries: bool, only_active: bool = False, backends: Iterab
 
 @dataclass(frozen=True)
 class Offers:
-    """What this torch offers, for ``commlens doctor`` and for choosing a way to learn that a collective is complete."""
+    """What this torch offers, for ``commlens doctor`` and for choosing a way to learn that a
+    collective is complete.
+    """
 
     dumps: tuple[str, ...]  # names of the dump functions
     takes_backend: bool  # whether one of them takes a backend's name
@@ -102,8 +123,16 @@ def offers() -> Offers:
     return Offers(
         dumps=tuple(dump.name for dump in dumps()),
         takes_backend=any("backend" in dump.keywords for dump in dumps()),
-        backends_with_uid=tuple(sorted(name for name in dir(c10d) if _is_backend(getattr(c10d, name), c10d.Backend, "uid"))),
-        hooks=tuple(name for name in dir(c10d.ProcessGroup) if re.search(r"(pre|post)_?hook", name, re.IGNORECASE)),
+        backends_with_uid=tuple(
+            sorted(
+                name for name in dir(c10d) if _is_backend(getattr(c10d, name), c10d.Backend, "uid")
+            )
+        ),
+        hooks=tuple(
+            name
+            for name in dir(c10d.ProcessGroup)
+            if re.search(r"(pre|post)_?hook", name, re.IGNORECASE)
+        ),
         future_result=hasattr(c10d.Work, "get_future_result"),
         default_entries=default_entries,
         variables=variables,
@@ -112,7 +141,9 @@ def offers() -> Offers:
 
 @functools.lru_cache(maxsize=16)
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters' names of a function, which pybind11 writes into the first line of its documentation."""
+    """Return the parameters' names of a function, which pybind11 writes into the first line of its
+    documentation.
+    """
     signature = (function.__doc__ or "").strip().partition("\n")[0]
     found = re.findall(r"[(,]\s*(\w+):", signature)
     with contextlib.suppress(TypeError, ValueError):
@@ -125,10 +156,20 @@ def _is_backend(value: Any, base: type, attribute: str) -> bool:
 
 
 def _default_size() -> tuple[int | None, tuple[str, ...]]:
-    """Return the recorder's default size and the variables that set it, from the header that every wheel of torch includes."""
+    """Return the recorder's default size and the variables that set it, from the header that every
+    wheel of torch includes.
+    """
     import torch
 
-    header = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d" / "FlightRecorder.hpp"
+    header = (
+        Path(torch.__file__).parent
+        / "include"
+        / "torch"
+        / "csrc"
+        / "distributed"
+        / "c10d"
+        / "FlightRecorder.hpp"
+    )
     try:
         found = _DEFAULT_SIZE.search(header.read_text(encoding="utf-8"))
     except OSError:

@@ -1,8 +1,9 @@
 """The patches of torch besides the tap. They do nothing while nothing listens.
 
-``Work.wait`` (which thread is blocked in which collective, and when it is done), ``ProcessGroup._start_coalescing`` and
-``_end_coalescing`` (which are not ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
-Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+``Work.wait`` (which thread is blocked in which collective, and when it is done),
+``ProcessGroup._start_coalescing`` and ``_end_coalescing`` (which are not ops), ``DeviceMesh``
+(names of dimensions), and the optimizers' global post-hook (steps). Tried on torch 2.6.0, 2.13.0
+and 2.15.0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from commlens.tap.interned_args import noted_reduce_ops
 log = logging.getLogger("commlens")
 
 _FIRST_READABLE_REDUCE_OP = (2, 10)
-"""Tried: unreadable on 2.6.0 and 2.9.1, readable on 2.13.0. On a version between them, the recorder calls tap_reduce_ops when it fails."""
+"""Tried: unreadable on 2.6.0 and 2.9.1, readable on 2.13.0. On a version between them, the recorder
+calls tap_reduce_ops when it fails.
+"""
 
 
 class WaitListener(Protocol):
@@ -109,7 +112,10 @@ def listen() -> None:
         tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
     elif _recorder is not None:
         listens = _recorder.listens_to_waits
-        tap.listen_to_waits(_recorder.tensor_wait_begins if listens else None, _recorder.tensor_wait_ended if listens else None)
+        tap.listen_to_waits(
+            _recorder.tensor_wait_begins if listens else None,
+            _recorder.tensor_wait_ended if listens else None,
+        )
     else:
         tap.listen_to_waits(None, None)
         _untap_work_wait()
@@ -120,7 +126,9 @@ def listen() -> None:
 def _install_all() -> None:
     global _installed
     installs: list[Any] = [_tap_work_wait]
-    if not python_reads_reduce_ops() and (_tracers or _recorder is None or not _recorder.reads_reduce_ops):
+    if not python_reads_reduce_ops() and (
+        _tracers or _recorder is None or not _recorder.reads_reduce_ops
+    ):
         installs.append(tap_reduce_ops)
     if _recorder is not None and not _installed:
         _installed = True
@@ -131,11 +139,18 @@ def _install_all() -> None:
         try:
             install()
         except Exception as error:
-            log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+            log.warning(
+                "commlens: %s does not work with this torch: %s: %s",
+                install.__name__,
+                type(error).__name__,
+                error,
+            )
 
 
 def python_reads_reduce_ops() -> bool:
-    """Return whether Python can read the reduce op of every call in this torch; if not, only of the calls made from Python."""
+    """Return whether Python can read the reduce op of every call in this torch; if not, only of the
+    calls made from Python.
+    """
     return torch_version() >= _FIRST_READABLE_REDUCE_OP
 
 
@@ -193,7 +208,9 @@ def _tapped_wait(original: Any) -> Any:
 
 def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
     recorder = _recorder
-    held = [(tracer, token) for tracer in _tracers if (token := tracer.wait_begins(work)) is not None]
+    held = [
+        (tracer, token) for tracer in _tracers if (token := tracer.wait_begins(work)) is not None
+    ]
     token = recorder.wait_begins(work) if recorder is not None else None
     error: BaseException | None = None
     try:
@@ -212,7 +229,11 @@ def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
 
 def _tensor_wait_begins(tensor: Any) -> Any:
     recorder = _recorder
-    held = [(tracer, token) for tracer in _tracers if (token := tracer.tensor_wait_begins(tensor)) is not None]
+    held = [
+        (tracer, token)
+        for tracer in _tracers
+        if (token := tracer.tensor_wait_begins(tensor)) is not None
+    ]
     token = recorder.tensor_wait_begins(tensor) if recorder is not None else None
     return (recorder, token, held) if held or token is not None else None
 
@@ -226,7 +247,9 @@ def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
 
 
 def _tap_waits_in_cpp() -> None:
-    """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's reducer, and futures."""
+    """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's
+    reducer, and futures.
+    """
     if hasattr(torch._C.Future.wait, "__wrapped__"):
         return
     for owner, name in (
@@ -252,7 +275,11 @@ def _raising_refusals(original: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            if _recorder is None or _recorder.verifier is None or not (is_peer_error(str(error)) or is_mismatch_error(str(error))):
+            if (
+                _recorder is None
+                or _recorder.verifier is None
+                or not (is_peer_error(str(error)) or is_mismatch_error(str(error)))
+            ):
                 raise
             raise _recorder.error_to_raise(error)  # noqa: B904 - its cause is set
         finally:
@@ -263,7 +290,10 @@ def _raising_refusals(original: Any) -> Any:
 
 
 def _tap_coalescing() -> None:
-    start, end = ProcessGroup.__dict__["_start_coalescing"], ProcessGroup.__dict__["_end_coalescing"]
+    start, end = (
+        ProcessGroup.__dict__["_start_coalescing"],
+        ProcessGroup.__dict__["_end_coalescing"],
+    )
 
     @functools.wraps(start)
     def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +339,9 @@ def _tap_meshes() -> None:
 
 
 def _learn_mesh(mesh: Any, recorder: _Recorder) -> None:
-    """Name the groups of a mesh. A dimension that spans the world uses the default group, whose description does not name it."""
+    """Name the groups of a mesh. A dimension that spans the world uses the default group, whose
+    description does not name it.
+    """
     try:
         names = mesh.mesh_dim_names
         if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
@@ -317,8 +349,11 @@ def _learn_mesh(mesh: Any, recorder: _Recorder) -> None:
         for dim, name in enumerate(names):
             recorder.groups.name_mesh_dim(str(mesh.get_group(dim).group_name), str(name))
     except Exception as error:
-        # Also reached by sub-meshes without groups of their own, whose groups were named with their parent.
-        log.debug("commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error)
+        # Also reached by sub-meshes without groups of their own, whose groups were named with their
+        # parent.
+        log.debug(
+            "commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error
+        )
 
 
 def _tap_optimizers() -> None:
@@ -344,7 +379,8 @@ _REDUCING_METHODS = (
 
 
 def tap_reduce_ops() -> None:
-    """Note the reduce op of calls from Python, for a torch whose boxed ReduceOp cannot be read (2.6 to 2.9).
+    """Note the reduce op of calls from Python, for a torch whose boxed ReduceOp cannot be read (2.6
+    to 2.9).
 
     The reduce ops of C++ callers (DDP's, which are sums) stay unknown there.
     """
@@ -367,7 +403,9 @@ def _noting_reduce_op(original: Any) -> Any:
             return original(self, *args, **kwargs)
         reduce_op = getattr(args[-1], "reduceOp", None) if args else None
         if reduce_op is None:
-            reduce_op = next((a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
+            reduce_op = next(
+                (a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None
+            )
         thread = threading.get_native_id()
         noted_reduce_ops[thread] = reduce_op
         try:

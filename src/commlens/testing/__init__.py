@@ -1,6 +1,8 @@
-"""For tests of distributed programs: assertions on traces, functions run on several ranks, and the pytest plugin.
+"""For tests of distributed programs: assertions on traces, functions run on several ranks, and the
+pytest plugin.
 
-The names are imported when they are first used, so that pytest can load the plugin without importing torch or anything else that is heavy.
+The names are imported when they are first used, so that pytest can load the plugin without
+importing torch or anything else that is heavy.
 """
 
 from __future__ import annotations

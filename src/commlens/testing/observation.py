@@ -1,4 +1,6 @@
-"""The part of the pytest plugin that ``--commlens`` adds: it starts the observer, and puts its verdicts into the reports."""
+"""The part of the pytest plugin that ``--commlens`` adds: it starts the observer, and puts its
+verdicts into the reports.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from commlens.testing.observer_client import Answer, ObserverClient
 
 
 class Observation:
-    """Adds verdicts to the reports of failed tests. An error of commlens is a warning, and the tests go on.
+    """Adds verdicts to the reports of failed tests. An error of commlens is a warning, and the
+    tests go on.
 
     Raises:
         CommlensError: the settings do not let commlens record.
@@ -27,8 +30,11 @@ class Observation:
         self._has_failed = False
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Start the observer: here standard error is the terminal, since pytest captures nothing yet."""
-        if getattr(config.option, "dist", "no") == "no" or hasattr(config, "workerinput"):  # with pytest-xdist, the workers run the tests
+        """Start the observer: here standard error is the terminal, since pytest captures nothing
+        yet.
+        """
+        # with pytest-xdist, the workers run the tests
+        if getattr(config.option, "dist", "no") == "no" or hasattr(config, "workerinput"):
             self._client.start()
         if "torch" in sys.modules:  # its entry point found nothing to do
             from commlens.launch import recording
@@ -56,7 +62,11 @@ class Observation:
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> None:
         """pytest-timeout starts its clock: it returns None, so that the timer is set after this."""
-        self._safely(lambda: self._client.limit(item.nodeid, float(settings.timeout or 0), str(settings.method)))
+        self._safely(
+            lambda: self._client.limit(
+                item.nodeid, float(settings.timeout or 0), str(settings.method)
+            )
+        )
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, None]:
@@ -79,9 +89,12 @@ class Observation:
 
 
 def _add(item: pytest.Item, report: pytest.TestReport, answer: Answer) -> None:
-    """Add the verdict as a section, as a property (JUnit XML), and in front of the message in the short summary."""
+    """Add the verdict as a section, as a property (JUnit XML), and in front of the message in the
+    short summary.
+    """
     report.sections.append(("commlens", answer.text))
-    item.user_properties.append(("commlens", answer.summary))  # of the next phase's report, which junitxml reads
+    # of the next phase's report, which junitxml reads
+    item.user_properties.append(("commlens", answer.summary))
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         first, newline, rest = crash.message.partition("\n")

@@ -1,9 +1,11 @@
-"""The process that watches the jobs of a test suite: ``python -m commlens.testing.observer BOX_DIR``.
+"""The process that watches the jobs of a test suite: ``python -m commlens.testing.observer
+BOX_DIR``.
 
-It is a process of its own so that the pytest process has no additional thread (tests fork) and loads nothing heavy, and so that it
-survives a pytest that pytest-timeout ends with ``os._exit``. Each job in the folder gets a watcher, as under ``commlens launch``.
-Requests arrive as lines of JSON on standard input, and each ``ask`` is answered by one line on standard output.
-It ends with the pytest process.
+It is a process of its own so that the pytest process has no additional thread (tests fork) and
+loads nothing heavy, and so that it survives a pytest that pytest-timeout ends with ``os._exit``.
+Each job in the folder gets a watcher, as under ``commlens launch``. Requests arrive as lines of
+JSON on standard input, and each ``ask`` is answered by one line on standard output. It ends with
+the pytest process.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.2
 STALL_S: Final = 5.0
-"""The stall timeout if the user sets none. It is shorter than in a job, because only failed tests show a verdict."""
+"""The stall timeout if the user sets none. It is shorter than in a job, because only failed tests
+show a verdict.
+"""
 SHOW_AFTER_S: Final = 5.0
-"""A verdict on a test that still runs so long afterwards is printed at once: nobody may be there to end the test."""
+"""A verdict on a test that still runs so long afterwards is printed at once: nobody may be there to
+end the test.
+"""
 _LOOK_BEFORE_S: Final = 4.0  # before pytest-timeout ends a test
 _FINISH_S: Final = 3.0
 _END_S: Final = 2.0
@@ -70,11 +76,18 @@ class Job:
     own_dump: Path | None = None  # that the observer saved, whose watcher had not said anything
 
     def dump(self) -> Path | None:
-        """Return the dump of the job with its page, which the watcher may be writing; None if there is none."""
+        """Return the dump of the job with its page, which the watcher may be writing; None if there
+        is none.
+        """
         until = time.monotonic() + _FINISH_S
         reporter = self.watcher.reporter
         is_awaited = self.own_dump is None and bool(self.said)
-        while is_awaited and self.thread.is_alive() and (reporter.dump is None or reporter.is_saving) and time.monotonic() < until:
+        while (
+            is_awaited
+            and self.thread.is_alive()
+            and (reporter.dump is None or reporter.is_saving)
+            and time.monotonic() < until
+        ):
             time.sleep(0.05)
         return self.own_dump or reporter.dump
 
@@ -83,9 +96,15 @@ class Job:
 
         A rank's death that follows a hang is how the test ended it.
         """
-        found = list({verdict.summary: verdict for at, verdict in list(self.said) if at >= since}.values())
+        found = list(
+            {verdict.summary: verdict for at, verdict in list(self.said) if at >= since}.values()
+        )
         leading = [verdict for verdict in found if verdict.kind != "dead"] or found
-        return [leading[-1], *(verdict for verdict in found if verdict is not leading[-1])] if found else []
+        return (
+            [leading[-1], *(verdict for verdict in found if verdict is not leading[-1])]
+            if found
+            else []
+        )
 
 
 class Observer:
@@ -118,7 +137,8 @@ class Observer:
             for job in self._jobs:
                 job.watcher.stop()
             shutil.rmtree(self._dumps, ignore_errors=True)
-            shutil.rmtree(self._folder.parent, ignore_errors=True)  # a pytest that was killed cannot do it
+            # a pytest that was killed cannot do it
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "begin" in message:
@@ -132,7 +152,10 @@ class Observer:
             seconds = float(message["seconds"])
             if seconds > 0:
                 before = min(_LOOK_BEFORE_S, seconds / 2)
-                self._test.look_at, self._test.limit_s = time.monotonic() + seconds - before, seconds
+                self._test.look_at, self._test.limit_s = (
+                    time.monotonic() + seconds - before,
+                    seconds,
+                )
                 self._test.ends_pytest = message["method"] == "thread"
         elif "ask" in message:
             summary, text = self._answer()
@@ -148,9 +171,14 @@ class Observer:
                 job.ended = min(job.ended, now)
             else:
                 watched.add(job.folder)
-                job.issued = max(job.issued, issued(job.folder))  # of ranks that have ended, the boxes are removed
+                # of ranks that have ended, the boxes are removed
+                job.issued = max(job.issued, issued(job.folder))
         try:
-            folders = [path for path in self._folder.iterdir() if path not in watched and job_dirs.boxes(path)]
+            folders = [
+                path
+                for path in self._folder.iterdir()
+                if path not in watched and job_dirs.boxes(path)
+            ]
         except OSError:
             return
         for folder in folders:
@@ -178,7 +206,11 @@ class Observer:
 
     def _jobs_of_test(self) -> list[Job]:
         """Return the jobs that the test started or used. Others hang since an earlier test."""
-        return [job for job in self._jobs if job.began >= self._test.began or job.issued > job.issued_before]
+        return [
+            job
+            for job in self._jobs
+            if job.began >= self._test.began or job.issued > job.issued_before
+        ]
 
     def _look(self, job: Job) -> None:
         """Diagnose a job whose watcher has not yet said anything."""
@@ -203,13 +235,22 @@ class Observer:
         settings = self._resolved.settings
         mode = int(settings.dump_mode, 8)
         dump = snapshot.dump(self._dumps, folder, window_s=0.0, keep=settings.keep_dumps, mode=mode)
-        save.save_reports(dump, host=os.uname().nodename, page=verdict_html(examined), verdict=examined.verdict.to_json(), mode=mode)
+        save.save_reports(
+            dump,
+            host=os.uname().nodename,
+            page=verdict_html(examined),
+            verdict=examined.verdict.to_json(),
+            mode=mode,
+        )
         return dump
 
     def _end_ranks(self, parent: int) -> None:
-        """End the ranks that hang and outlive the tests: Python waits for child processes before it exits, so pytest would hang."""
+        """End the ranks that hang and outlive the tests: Python waits for child processes before it
+        exits, so pytest would hang.
+        """
         hung = [job_dirs.boxes(job.folder) for job in self._jobs if job.said]
-        # Under torchrun -m pytest, pytest itself is a rank, and the others may still write their reports.
+        # Under torchrun -m pytest, pytest itself is a rank, and the others may still write their
+        # reports.
         boxes = [box for job in hung if parent not in map(job_dirs.box_pid, job) for box in job]
         left = running = [box for box in boxes if job_dirs.has_ended(box) is False]
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -217,16 +258,23 @@ class Observer:
                 with contextlib.suppress(OSError):
                     os.kill(job_dirs.box_pid(box), number)
             until = time.monotonic() + _END_S
-            while (running := [box for box in running if job_dirs.has_ended(box) is False]) and time.monotonic() < until:
+            while (
+                running := [box for box in running if job_dirs.has_ended(box) is False]
+            ) and time.monotonic() < until:
                 time.sleep(0.05)
         if left:
             pids = ", ".join(str(job_dirs.box_pid(box)) for box in left)
-            _write(f"\ncommlens: ended {count(len(left), 'rank')} that hung in a test and outlived it (pid {pids}).\n")
+            _write(
+                f"\ncommlens: ended {count(len(left), 'rank')} that hung in a test and outlived it"
+                f" (pid {pids}).\n"
+            )
 
     # --- words
 
     def _look_in_time(self) -> None:
-        """Look at the jobs before pytest-timeout ends the test: afterwards, its ranks may be gone."""
+        """Look at the jobs before pytest-timeout ends the test: afterwards, its ranks may be
+        gone.
+        """
         test = self._test
         if time.monotonic() < test.look_at:
             return
@@ -252,7 +300,10 @@ class Observer:
             return
         job.is_shown = True
         seconds = time.monotonic() - self._test.began
-        _write(f"\ncommlens: {self._test.name} has been running for {seconds:.0f} s:\n{_render(verdicts[0])}\n")
+        _write(
+            f"\ncommlens: {self._test.name} has been running for {seconds:.0f}"
+            f" s:\n{_render(verdicts[0])}\n"
+        )
 
     def _answer(self) -> tuple[str, str]:
         """Return the verdict on the test that has just failed, in one sentence and in full."""
@@ -260,13 +311,16 @@ class Observer:
         summary, texts = "", []
         for job in self._jobs_of_test():
             if not is_running(job.folder):
-                job.thread.join(_FINISH_S)  # the last verdict of a job comes when all its ranks have ended
+                # the last verdict of a job comes when all its ranks have ended
+                job.thread.join(_FINISH_S)
             self._look(job)
             verdicts = job.verdicts(self._test.began)
             if not verdicts:
                 continue
             summary = summary or " ".join(verdicts[0].summary.split())
-            texts.append("\n\n".join([*(_render(verdict) for verdict in verdicts), *self._keep_dump(job)]))
+            texts.append(
+                "\n\n".join([*(_render(verdict) for verdict in verdicts), *self._keep_dump(job)])
+            )
         return summary, "\n\n".join(texts)
 
     def _keep_dump(self, job: Job) -> list[str]:

@@ -1,4 +1,6 @@
-"""The pytest process's side of :mod:`commlens.testing.observer`. Standard library only, and no thread: tests may fork."""
+"""The pytest process's side of :mod:`commlens.testing.observer`. Standard library only, and no
+thread: tests may fork.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Answer(NamedTuple):
 class ObserverClient:
     """Makes the folder of the black boxes, starts the observer and asks it.
 
-    If pytest itself is a rank (``torchrun -m pytest``), all ranks of a node share the folder, and local rank 0 observes.
+    If pytest itself is a rank (``torchrun -m pytest``), all ranks of a node share the folder, and
+    local rank 0 observes.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -52,7 +55,9 @@ class ObserverClient:
             raise MissingDependency("it needs msgspec: pip install commlens.")
         roots = job_dirs.box_roots(settings.box_dir)
         if not roots:
-            raise CommandError("there is no folder in memory for the black boxes; name one with COMMLENS_BOX_DIR.")
+            raise CommandError(
+                "there is no folder in memory for the black boxes; name one with COMMLENS_BOX_DIR."
+            )
         is_rank = int(os.environ.get("WORLD_SIZE") or 1) > 1 and "LOCAL_RANK" in os.environ
         self._observes = not is_rank or os.environ["LOCAL_RANK"] == "0"
         _remove_forgotten(roots[0])
@@ -61,7 +66,11 @@ class ObserverClient:
             self.box_dir.mkdir(mode=0o700, exist_ok=True)
         else:
             self.box_dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=roots[0]))
-        self.variables = {config.SWITCH: "1", "COMMLENS_BOX_DIR": str(self.box_dir), "COMMLENS_WATCHED": "1"}
+        self.variables = {
+            config.SWITCH: "1",
+            "COMMLENS_BOX_DIR": str(self.box_dir),
+            "COMMLENS_WATCHED": "1",
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0
         self._pid = os.getpid()
@@ -74,8 +83,11 @@ class ObserverClient:
         environ = {name: value for name, value in os.environ.items() if name != config.SWITCH}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "commlens.testing.observer", str(self.box_dir)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+        )
 
     def begin(self, test: str) -> None:
         """Say that a test begins."""
@@ -86,11 +98,15 @@ class ObserverClient:
         self._send({"end": test})
 
     def limit(self, test: str, seconds: float, method: str) -> None:
-        """Say that pytest-timeout ends a test after so many seconds from now, by this method; 0: never."""
+        """Say that pytest-timeout ends a test after so many seconds from now, by this method; 0:
+        never.
+        """
         self._send({"limit": test, "seconds": seconds, "method": method})
 
     def ask(self) -> Answer | None:
-        """Return what is known of the jobs of the test that runs; None if the observer does not run or answer."""
+        """Return what is known of the jobs of the test that runs; None if the observer does not run
+        or answer.
+        """
         if self._process is None or os.getpid() != self._pid:
             return None
         self._asked += 1
@@ -115,7 +131,9 @@ class ObserverClient:
         assert self._process is not None and self._process.stdout is not None
         until = time.monotonic() + timeout_s
         while b"\n" not in self._received:
-            ready = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))[0]
+            ready = select.select(
+                [self._process.stdout], [], [], max(0.0, until - time.monotonic())
+            )[0]
             received = os.read(self._process.stdout.fileno(), 65536) if ready else b""
             if not received:
                 return None
@@ -147,7 +165,10 @@ def _remove_forgotten(root: Path) -> None:
     """Free the shared memory of a pytest that was killed long ago."""
     for folder in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
-            if time.time() - folder.stat().st_mtime > _FORGOTTEN_AFTER_S and folder.stat().st_uid == os.getuid():
+            if (
+                time.time() - folder.stat().st_mtime > _FORGOTTEN_AFTER_S
+                and folder.stat().st_uid == os.getuid()
+            ):
                 pid = int(folder.name.removeprefix(PREFIX).partition("-")[0])
                 if job_dirs.start_ticks(pid) == 0:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
 """The pytest plugin: ``--commlens``, ``--commlens-update`` and the fixture ``run_on_ranks``.
 
-pytest loads it in every environment that has commlens, so this module imports only pytest and the standard library, and uses nothing of
-pytest that an old version lacks. Without ``--commlens`` it does nothing. docs/pytest.md describes it.
+pytest loads it in every environment that has commlens, so this module imports only pytest and the
+standard library, and uses nothing of pytest that an old version lacks. Without ``--commlens`` it
+does nothing. docs/pytest.md describes it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--commlens",
         action="store_true",
-        help="record the ranks that tests start, and add the verdict to the report of a test that fails or times out",
+        help=(
+            "record the ranks that tests start, and add the verdict to the report of a test that"
+            " fails or times out"
+        ),
     )
     group.addoption(
         "--commlens-update",
@@ -50,7 +54,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 @pytest.fixture(name="run_on_ranks")
 def run_on_ranks_fixture() -> Callable[..., list[Any]]:
-    """``run_on_ranks(function, *args, world_size=2, backend="gloo", timeout_s=60)``: run a function on several ranks.
+    """``run_on_ranks(function, *args, world_size=2, backend="gloo", timeout_s=60)``: run a function
+    on several ranks.
 
     See commlens.testing.run_on_ranks.
     """

@@ -1,4 +1,6 @@
-"""One rank of :func:`commlens.testing.run_on_ranks`: ``python -m commlens.testing.rank_process RESULT_FILE MEETING_FILE SECONDS``."""
+"""One rank of :func:`commlens.testing.run_on_ranks`: ``python -m commlens.testing.rank_process
+RESULT_FILE MEETING_FILE SECONDS``.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(result_file: Path, meeting: str, timeout_s: float) -> int:
-    """Read the call from standard input, make it with a default group, and leave its result in a file. Return the exit status."""
+    """Read the call from standard input, make it with a default group, and leave its result in a
+    file. Return the exit status.
+    """
     parent, path, call = pickle.load(sys.stdin.buffer)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that is killed leaves no rank behind
+    # a test that is killed leaves no rank behind
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
     sys.path[:] = path
@@ -48,9 +53,12 @@ def _call(function: Any, args: Any, meeting: str, timeout_s: float) -> Any:
 
     # A longer timeout than the test's: the verdict says more than gloo's error.
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s + 60),
-    )  # fmt: skip
+    )
     value = function(*args)
     if dist.is_initialized():
         dist.destroy_process_group()

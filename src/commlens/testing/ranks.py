@@ -1,4 +1,6 @@
-"""Runs a function on several ranks, for tests: :func:`run_on_ranks`. No rank and no file is left behind, whatever happens."""
+"""Runs a function on several ranks, for tests: :func:`run_on_ranks`. No rank and no file is left
+behind, whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -40,44 +42,61 @@ class Rank:
     ended_at: float = 0.0  # monotonic; 0: it runs
 
     def result(self) -> dict[str, Any]:
-        """Return its ``value``, or the text of its ``error``, and ``at``, when that was; of a process that left nothing, how it ended."""
+        """Return its ``value``, or the text of its ``error``, and ``at``, when that was; of a
+        process that left nothing, how it ended.
+        """
         try:
             result: dict[str, Any] = pickle.loads(self.result_file.read_bytes())
             return result
         except OSError:
             code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit status {code}"
+        )
         return {"error": "", "at": 0.0, "kind": f"its process {how} before the function returned"}
 
 
 def run_on_ranks(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo", timeout_s: float = 60.0
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    backend: str = "gloo",
+    timeout_s: float = 60.0,
 ) -> list[Any]:
     """Call a function on each of several ranks, and return what it returned, by rank.
 
-    With gloo, each rank is a new process, with the default group initialised before the call and destroyed after it; RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set. The ranks are recorded. With the backend ``fake``, the function is called once, in this
-    process, as rank 0 of a world without other processes: its collectives return at once, and the list has one item.
+    With gloo, each rank is a new process, with the default group initialised before the call and
+    destroyed after it; RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set. The ranks are
+    recorded. With the backend ``fake``, the function is called once, in this process, as rank 0 of
+    a world without other processes: its collectives return at once, and the list has one item.
 
     Args:
-        function: at the top level of a module that the ranks can import; its arguments and its result must be picklable.
+        function: at the top level of a module that the ranks can import; its arguments and its
+            result must be picklable.
         *args: its arguments, the same on each rank.
         world_size: the number of ranks.
         backend: ``gloo`` or ``fake``.
         timeout_s: seconds until the ranks are ended, with commlens's verdict on why they hang.
 
     Raises:
-        RanksFailed: a rank raised, died or hung. The message has the first error's rank and traceback.
+        RanksFailed: a rank raised, died or hung. The message has the first error's rank and
+            traceback.
         CommandError: the function or a parameter cannot be used.
         MissingDependency: torch is not installed.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
     if backend not in BACKENDS:
-        raise CommandError(f"run_on_ranks has no backend {backend!r}: it takes {' or '.join(BACKENDS)}.")
+        raise CommandError(
+            f"run_on_ranks has no backend {backend!r}: it takes {' or '.join(BACKENDS)}."
+        )
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise CommandError(f"run_on_ranks takes a world_size of at least 1, not {world_size!r}.")
     if not timeout_s > 0:
-        raise CommandError(f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}.")
+        raise CommandError(
+            f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}."
+        )
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency.torch("run_on_ranks")
     if backend == "fake":
@@ -108,8 +127,8 @@ def _call_in_fake_world(function: Callable[..., Any], args: Sequence[Any], world
 
     if dist.is_initialized():
         raise CommandError(
-            "run_on_ranks(backend='fake') needs a process without a process group: call it before init_process_group or after "
-            "destroy_process_group."
+            "run_on_ranks(backend='fake') needs a process without a process group: call it before"
+            " init_process_group or after destroy_process_group."
         )
     with FakeWorld(world_size, 0):
         dist.init_process_group("fake")
@@ -124,28 +143,53 @@ def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     except Exception as error:
         if "<locals>" in name or "<lambda>" in name:
             raise CommandError(
-                f"run_on_ranks cannot send {name} to the ranks: define it at the top level of its module, and pass what it needs "
-                "as arguments."
+                f"run_on_ranks cannot send {name} to the ranks: define it at the top level of its"
+                " module, and pass what it needs as arguments."
             ) from None
-        raise CommandError(f"run_on_ranks cannot send {name} and its arguments to the ranks: {error}.") from None
+        raise CommandError(
+            f"run_on_ranks cannot send {name} and its arguments to the ranks: {error}."
+        ) from None
 
 
-def _start(number: int, world_size: int, folder: Path, boxes: Path, call: bytes, timeout_s: float) -> Rank:
+def _start(
+    number: int, world_size: int, folder: Path, boxes: Path, call: bytes, timeout_s: float
+) -> Rank:
     settings = config.Settings(box_dir=str(boxes), dump_dir=str(folder), job=_JOB, watched=True)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "MASTER_", "TORCHELASTIC_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("COMMLENS", "MASTER_", "TORCHELASTIC_"))
+    }
     environ |= {name: os.environ[name] for name in config.NOT_SETTINGS if name in os.environ}
     environ |= config.settings_environment(settings) | {config.SWITCH: "1"}
-    environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     result_file, output_file = folder / f"result{number}", folder / f"output{number}"
     with output_file.open("wb") as output:
         # A session of its own: what the rank starts can be ended with it.
         process = subprocess.Popen(
-            [sys.executable, "-m", "commlens.testing.rank_process", str(result_file), str(folder / "meeting"), str(timeout_s)],
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "commlens.testing.rank_process",
+                str(result_file),
+                str(folder / "meeting"),
+                str(timeout_s),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+        )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: _wait says how
+    # it has ended: _wait says how
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         pickle.dump((os.getpid(), [path or os.getcwd() for path in sys.path], call), stdin)  # noqa: PTH109
     return Rank(number, process, result_file, output_file)
 
@@ -154,7 +198,9 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
     """Wait until all ranks have ended, one has failed or the time is over."""
     until = time.monotonic() + timeout_s
     failed = False
-    while (running := [rank for rank in ranks if rank.ended_at == 0.0]) and time.monotonic() < until:
+    while (
+        running := [rank for rank in ranks if rank.ended_at == 0.0]
+    ) and time.monotonic() < until:
         time.sleep(_POLL_S)
         for rank in running:
             if rank.process.poll() is not None:
@@ -168,20 +214,33 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
         return None
     verdict = _verdict(job)
     numbers = [rank.number for rank in running]
-    words = f"{ranks_phrase(numbers)} {verb(numbers, 'was', 'were')} still running after {timeout_s:g} s.".capitalize()
-    return RanksFailed(f"{words}\n\n{verdict}".rstrip(), rank=verdict.culprits[0] if verdict.culprits else None)
+    words = (
+        f"{ranks_phrase(numbers)} {verb(numbers, 'was', 'were')} still running after"
+        f" {timeout_s:g} s.".capitalize()
+    )
+    return RanksFailed(
+        f"{words}\n\n{verdict}".rstrip(), rank=verdict.culprits[0] if verdict.culprits else None
+    )
 
 
 def _first_failure(ranks: Sequence[Rank], verdict: Verdict) -> RanksFailed:
-    """Return the error of the rank that failed first: those of the others are often its consequences."""
-    results = {rank.number: rank.result() for rank in ranks if rank.process.returncode not in (None, 0)}
+    """Return the error of the rank that failed first: those of the others are often its
+    consequences.
+    """
+    results = {
+        rank.number: rank.result() for rank in ranks if rank.process.returncode not in (None, 0)
+    }
     first = min(results, key=lambda number: float(results[number]["at"]))
     others = [number for number in results if number != first]
     words = f"Rank {first} failed first: {results[first]['kind']}"
     if others:
         words += f"; after it {ranks_phrase(others)} failed, too"
     text = f"{words}.\n\n{results[first]['error']}".rstrip()
-    if not verdict.is_fault or verdict.confidence == "low" or (first in verdict.culprits and not verdict.kind.startswith("mismatch")):
+    if (
+        not verdict.is_fault
+        or verdict.confidence == "low"
+        or (first in verdict.culprits and not verdict.kind.startswith("mismatch"))
+    ):
         return RanksFailed(text, rank=first)
     rank = verdict.culprits[0] if verdict.culprits else None if first in verdict.victims else first
     return RanksFailed(f"{text}\n\n{verdict}", rank=rank)  # it only failed because of another one

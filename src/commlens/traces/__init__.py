@@ -1,1 +1,3 @@
-"""Work with finished traces: read, filter, summarise, compare, and assert on them in tests. No torch."""
+"""Work with finished traces: read, filter, summarise, compare, and assert on them in tests. No
+torch.
+"""

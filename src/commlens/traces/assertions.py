@@ -1,4 +1,6 @@
-"""Assertions on a model's communication, for tests: :func:`assert_collectives` and :func:`assert_matches_golden`."""
+"""Assertions on a model's communication, for tests: :func:`assert_collectives` and
+:func:`assert_matches_golden`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,26 @@ UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
 UPDATE_OPTION: Final = f"pytest --commlens-update (or {UPDATE_VARIABLE}=1)"
 
 _MAX_SHOWN = 5
-_STABLE_FIELDS = ("op", "api", "phase", "site", "dtype", "input_bytes", "output_bytes", "wire_bytes", "reduce_op", "root", "peer",
-                   "asynchronous", "members")  # fmt: skip
+_STABLE_FIELDS = (
+    "op",
+    "api",
+    "phase",
+    "site",
+    "dtype",
+    "input_bytes",
+    "output_bytes",
+    "wire_bytes",
+    "reduce_op",
+    "root",
+    "peer",
+    "asynchronous",
+    "members",
+)
 
 
 def as_trace(source: Any) -> Trace:
-    """Return the trace of a ``Trace``, ``TraceData``, a path, or an object with ``trace()`` (CommDebugMode) or ``data``.
+    """Return the trace of a ``Trace``, ``TraceData``, a path, or an object with ``trace()``
+    (CommDebugMode) or ``data``.
 
     Raises:
         SelectionError: the object has no trace.
@@ -45,7 +61,10 @@ def as_trace(source: Any) -> Trace:
     data = getattr(source, "data", None)
     if isinstance(data, TraceData):
         return Trace(data)
-    raise SelectionError(f"Expected a trace, the path of a trace file or a CommDebugMode, not {type(source).__name__}.")
+    raise SelectionError(
+        "Expected a trace, the path of a trace file or a CommDebugMode, not"
+        f" {type(source).__name__}."
+    )
 
 
 def assert_collectives(
@@ -59,20 +78,25 @@ def assert_collectives(
 ) -> None:
     """Assert which collectives a trace contains.
 
-    ``assert_collectives(trace, {"all_reduce": 1})`` passes for exactly one all_reduce and no other collective;
-    ``assert_collectives(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` checks only backward.
+    ``assert_collectives(trace, {"all_reduce": 1})`` passes for exactly one all_reduce and no other
+    collective; ``assert_collectives(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"),
+    phase="backward")`` checks only backward.
 
     Args:
         trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
-        counts: the expected number of collectives for each value of ``by``, with no others allowed; or one total.
+        counts: the expected number of collectives for each value of ``by``, with no others allowed;
+            or one total.
         by: the field, or fields, of the keys of ``counts``.
         none_on: mesh dimensions or groups that must have no collectives.
         bytes_at_most: the maximum bytes on the wire.
-        **only: check only collectives with these values; fields as in :meth:`commlens.Trace.filter`.
+        **only: check only collectives with these values; fields as in
+            :meth:`commlens.Trace.filter`.
 
     Raises:
-        AssertionError: the trace differs. The message shows the collectives and the lines of code that issued them.
-        SelectionError: unknown field, or a module, group, mesh dimension, op or phase that does not exist: no test passes by a slip.
+        AssertionError: the trace differs. The message shows the collectives and the lines of code
+            that issued them.
+        SelectionError: unknown field, or a module, group, mesh dimension, op or phase that does not
+            exist: no test passes by a slip.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
     unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
@@ -84,12 +108,18 @@ def assert_collectives(
     if isinstance(counts, Mapping):
         problems += _wrong_counts(part, counts, by)
     elif counts is not None and part.calls != counts:
-        problems.append(f"expected {count(counts, 'collective')}, found {_number_or_none(part.calls)}:" + _event_lines(data, data.events))
+        problems.append(
+            f"expected {count(counts, 'collective')}, found {_number_or_none(part.calls)}:"
+            + _event_lines(data, data.events)
+        )
     for name in unwanted:
         found = part.filter(group=name).events
         if found:
             calls = sum(event.count for event in found)
-            problems.append(f"expected no collectives on {name}, found {_number_or_none(calls)}:" + _event_lines(data, found))
+            problems.append(
+                f"expected no collectives on {name}, found {_number_or_none(calls)}:"
+                + _event_lines(data, found)
+            )
     if bytes_at_most is not None and part.wire_bytes > bytes_at_most:
         costliest = sorted(data.events, key=lambda event: -event.wire_bytes * event.count)
         over = part.wire_bytes - bytes_at_most
@@ -104,25 +134,38 @@ def assert_collectives(
         raise AssertionError(_message(problems, only))
 
 
-def assert_comms(trace: Any, counts: Mapping[Any, int] | int | None = None, *, max_bytes: int | None = None, **more: Any) -> None:
-    """Call :func:`assert_collectives` under its former name; ``max_bytes`` is its ``bytes_at_most``."""
+def assert_comms(
+    trace: Any,
+    counts: Mapping[Any, int] | int | None = None,
+    *,
+    max_bytes: int | None = None,
+    **more: Any,
+) -> None:
+    """Call :func:`assert_collectives` under its former name; ``max_bytes`` is its
+    ``bytes_at_most``.
+    """
     __tracebackhide__ = True
     assert_collectives(trace, counts, bytes_at_most=max_bytes, **more)
 
 
-def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: bool | None = None) -> None:
+def assert_matches_golden(
+    trace: Any, path: str | os.PathLike[str], *, update: bool | None = None
+) -> None:
     """Assert that a trace matches a golden file.
 
-    The file records the number, kind and place of collectives, without times, lines of code, versions or absolute paths, so it
-    changes only with the communication. It is a trace file: ``commlens view`` and ``commlens compare`` read it.
+    The file records the number, kind and place of collectives, without times, lines of code,
+    versions or absolute paths, so it changes only with the communication. It is a trace file:
+    ``commlens view`` and ``commlens compare`` read it.
 
     Args:
         trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
         path: the golden file; compressed if it ends with ``.gz``.
-        update: write the file instead of comparing. The default is True if COMMLENS_UPDATE_GOLDEN is set and not 0.
+        update: write the file instead of comparing. The default is True if COMMLENS_UPDATE_GOLDEN
+            is set and not 0.
 
     Raises:
-        AssertionError: the trace differs, or there is no golden file yet. The message lists the changes and how to accept them.
+        AssertionError: the trace differs, or there is no golden file yet. The message lists the
+            changes and how to accept them.
         FormatError: the golden file is damaged.
     """
     __tracebackhide__ = True
@@ -137,35 +180,54 @@ def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: b
         return
     if not golden.exists():
         raise AssertionError(
-            f"There is no golden file {golden} yet. Run the test once with {UPDATE_OPTION} to write it, then check and commit it."
+            f"There is no golden file {golden} yet. Run the test once with {UPDATE_OPTION} to write"
+            " it, then check and commit it."
         )
     comparison = compare(read_trace(golden), condense(data))
     if comparison:
         changes = "\n".join(f"  - {change.sentence}" for change in comparison.changes)
         raise AssertionError(
-            f"The communication differs from the golden file {golden}. {comparison.answer}\n{changes}\n"
-            f"To accept the changes, run the test once with {UPDATE_OPTION}, which rewrites the file."
+            f"The communication differs from the golden file {golden}."
+            f" {comparison.answer}\n{changes}\nTo accept the changes, run the test once with"
+            f" {UPDATE_OPTION}, which rewrites the file."
         )
 
 
 def condense(data: TraceData) -> TraceData:
-    """Return the trace without what varies between runs, with equal collectives counted together and in a stable order."""
+    """Return the trace without what varies between runs, with equal collectives counted together
+    and in a stable order.
+    """
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     kept: dict[tuple[Any, ...], TraceEvent] = {}
     setup: list[TraceEvent] = []
     later: list[TraceEvent] = []
-    condensed = TraceData(rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES)
+    condensed = TraceData(
+        rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES
+    )
     for event in data.events:
         group = data.group_of(event)
         if (wording.label(group), group.ranks) not in groups:
             groups[wording.label(group), group.ranks] = len(groups)
-            # torch names groups by a counter, which depends on everything else that the process does.
-            condensed.groups.append(type(group)(name="", ranks=group.ranks, description=wording.label(group), mesh_dim=group.mesh_dim))
+            # torch names groups by a counter, which depends on everything else that the process
+            # does.
+            condensed.groups.append(
+                type(group)(
+                    name="",
+                    ranks=group.ranks,
+                    description=wording.label(group),
+                    mesh_dim=group.mesh_dim,
+                )
+            )
         plain = TraceEvent(
             sequence=0,
             group=groups[wording.label(group), group.ranks],
-            owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
-            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # its text varies with torch
+            owner=(
+                None
+                if event.owner is None
+                else type(event.owner)(event.owner.library, event.owner.name)
+            ),
+            # its text varies with torch
+            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),
             **{name: getattr(event, name) for name in _STABLE_FIELDS},
         )
         key = (data.is_setup(event), *(getattr(plain, name) for name in plain.__struct_fields__))
@@ -183,7 +245,9 @@ def condense(data: TraceData) -> TraceData:
     condensed.events = order
     total = sum(event.count for event in order)
     condensed.coverage = Coverage(
-        dispatched=total, recorded=total, unclassified=sum(event.count for event in order if not event.classified)
+        dispatched=total,
+        recorded=total,
+        unclassified=sum(event.count for event in order if not event.classified),
     )
     return condensed
 
@@ -193,9 +257,15 @@ def _stable_order(event: TraceEvent) -> tuple[Any, ...]:
 
 
 def _check_names(
-    data: TraceData, only: Mapping[str, Any], unwanted: Iterable[str], counts: Mapping[Any, int] | int | None, by: str | Sequence[str]
+    data: TraceData,
+    only: Mapping[str, Any],
+    unwanted: Iterable[str],
+    counts: Mapping[Any, int] | int | None,
+    by: str | Sequence[str],
 ) -> None:
-    """Check that everything named exists. A name of nothing has no collectives, whatever the program does."""
+    """Check that everything named exists. A name of nothing has no collectives, whatever the
+    program does.
+    """
     for name, value in only.items():
         fields.field(name)
         fields.check_exists([data], name, value)
@@ -220,12 +290,21 @@ def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str
         if expected == found:
             continue
         values = (key,) if isinstance(by, str) else key
-        events = [event for event in data.events if tuple(get(data.group_of(event), event) for get in getters) == values]
+        events = [
+            event
+            for event in data.events
+            if tuple(get(data.group_of(event), event) for get in getters) == values
+        ]
         name = " ".join(map(str, values))
         if not found:
-            problems.append(f"{name}: expected {number(expected)}, found none{_similar(key, actual)}")
+            problems.append(
+                f"{name}: expected {number(expected)}, found none{_similar(key, actual)}"
+            )
         else:
-            problems.append(f"{name}: expected {_number_or_none(expected)}, found {number(found)}:" + _event_lines(data, events))
+            problems.append(
+                f"{name}: expected {_number_or_none(expected)}, found {number(found)}:"
+                + _event_lines(data, events)
+            )
     return problems
 
 
@@ -252,7 +331,9 @@ def _event_lines(data: TraceData, events: Sequence[TraceEvent]) -> str:
 
 
 def event_words(data: TraceData, event: TraceEvent) -> str:
-    """Describe a collective in a line: ``"#3 all_reduce on tp [0-3], forward of MLP.net2, float32 4.1 kB, at train.py:57"``."""
+    """Describe a collective in a line: ``"#3 all_reduce on tp [0-3], forward of MLP.net2, float32
+    4.1 kB, at train.py:57"``.
+    """
     label = f"#{event.sequence}" if event.count == 1 else f"{number(event.count)} x"
     parts = [
         f"{label} {event.op} on {wording.on_group(data.group_of(event))}",
@@ -268,6 +349,8 @@ def event_words(data: TraceData, event: TraceEvent) -> str:
 
 
 def _message(problems: Sequence[str], only: Mapping[str, Any]) -> str:
-    filters = ", ".join(f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items())
+    filters = ", ".join(
+        f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items()
+    )
     suffix = f" ({filters})" if filters else ""
     return f"Unexpected collectives{suffix}:" + "".join(f"\n- {problem}" for problem in problems)

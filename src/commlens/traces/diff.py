@@ -1,8 +1,10 @@
-"""The comparison of two traces of a rank, in sentences. Times, lines of code and the order of issue are ignored.
+"""The comparison of two traces of a rank, in sentences. Times, lines of code and the order of issue
+are ignored.
 
-Collectives that both traces have are removed first, by kind. Each remaining collective is paired with the nearest one of the other trace:
-the same op, phase, module and group (it changed), the same op in another place (it moved), or another op in the same place (it was
-replaced). What still remains is new or gone.
+Collectives that both traces have are removed first, by kind. Each remaining collective is paired
+with the nearest one of the other trace: the same op, phase, module and group (it changed), the same
+op in another place (it moved), or another op in the same place (it was replaced). What still
+remains is new or gone.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ Amounts = dict[Kind, Fraction]
 def compare(before: TraceData, after: TraceData) -> Comparison:
     """Compare two traces.
 
-    If they cover different numbers of optimizer steps, compare the averages per step, and the setup before the first forward on its own.
+    If they cover different numbers of optimizer steps, compare the averages per step, and the setup
+    before the first forward on its own.
     """
     notes = _notes(before, after)
     steps_before, steps_after = before.steps, after.steps
@@ -73,21 +76,36 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
     if per_step:
         has_setup = with_setup and (before.setup_until or after.setup_until)
         apart = "; the setup before the first forward is compared on its own" if has_setup else ""
-        notes.insert(0, f"The first trace covers {count(steps_before, 'step')}, the second {steps_after}; figures are per step{apart}.")
+        notes.insert(
+            0,
+            f"The first trace covers {count(steps_before, 'step')}, the second {steps_after};"
+            f" figures are per step{apart}.",
+        )
     elif steps_before != steps_after:
-        notes.insert(0, f"The first trace covers {count(steps_before, 'optimizer step')}, the second {steps_after}.")
+        notes.insert(
+            0,
+            f"The first trace covers {count(steps_before, 'optimizer step')}, the second"
+            f" {steps_after}.",
+        )
     root_before, root_after = _root(before), _root(after)
     renamed = root_before != root_after and root_before is not None and root_after is not None
     if renamed:
         notes.append(
-            f"The model's class is {root_before} in the first trace and {root_after} in the second: modules are compared without it."
+            f"The model's class is {root_before} in the first trace and {root_after} in the second:"
+            " modules are compared without it."
         )
     roots = root_before if renamed else None, root_after if renamed else None
-    old = _amounts(before, steps_before if per_step else 1, roots[0], setup=False if with_setup else None)
-    new = _amounts(after, steps_after if per_step else 1, roots[1], setup=False if with_setup else None)
+    old = _amounts(
+        before, steps_before if per_step else 1, roots[0], setup=False if with_setup else None
+    )
+    new = _amounts(
+        after, steps_after if per_step else 1, roots[1], setup=False if with_setup else None
+    )
     changes = _changes(old, new)
     if with_setup:
-        for change in _changes(_amounts(before, 1, roots[0], setup=True), _amounts(after, 1, roots[1], setup=True)):
+        for change in _changes(
+            _amounts(before, 1, roots[0], setup=True), _amounts(after, 1, roots[1], setup=True)
+        ):
             change.sentence += ", in the setup"
             changes.append(change)
     if before.world_size != after.world_size:
@@ -108,7 +126,9 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
 
 def answer(comparison: Comparison) -> str:
     """Return the comparison in one sentence."""
-    calls = f"{count(comparison.calls_after, 'collective')}{' per step' if comparison.per_step else ''}"
+    calls = (
+        f"{count(comparison.calls_after, 'collective')}{' per step' if comparison.per_step else ''}"
+    )
     was, now = two_sizes(comparison.wire_bytes_before, comparison.wire_bytes_after)
     carried = f"{now} on the wire"
     if not comparison.changes:
@@ -130,7 +150,9 @@ def answer(comparison: Comparison) -> str:
 def _notes(before: TraceData, after: TraceData) -> list[str]:
     notes = []
     if before.rank != after.rank:
-        notes.append(f"The first trace is from rank {before.rank}, the second from rank {after.rank}.")
+        notes.append(
+            f"The first trace is from rank {before.rank}, the second from rank {after.rank}."
+        )
     for name, data in (("first", before), ("second", after)):
         lost = data.coverage.dispatched - data.coverage.recorded
         if lost:
@@ -144,7 +166,9 @@ def _root(data: TraceData) -> str | None:
 
 
 def _amounts(data: TraceData, steps: int, root: str | None, *, setup: bool | None) -> Amounts:
-    """Return the numbers of collectives; with ``setup`` only of those that are, or are not, before the first forward."""
+    """Return the numbers of collectives; with ``setup`` only of those that are, or are not, before
+    the first forward.
+    """
     amounts: Amounts = defaultdict(Fraction)
     for event in data.events:
         if setup is None or data.is_setup(event) is setup:
@@ -156,7 +180,11 @@ def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
     group, cause, owner = data.group_of(event), event.cause, event.owner
 
     def path(text: str) -> str:
-        return _ROOT + text.removeprefix(root) if root is not None and text.split(".")[0] == root else text
+        return (
+            _ROOT + text.removeprefix(root)
+            if root is not None and text.split(".")[0] == root
+            else text
+        )
 
     return Kind(
         op=event.op,
@@ -169,8 +197,17 @@ def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
         output_bytes=event.output_bytes,
         wire_bytes=event.wire_bytes,
         reduce_op=event.reduce_op,
-        placements=f"{wording.placements(cause.before)} -> {wording.placements(cause.after)}" if cause else "",
-        cause=f"{wording.short_op(cause.op or 'DTensor')}, {'implicit' if cause.implicit else 'explicit'}" if cause else "",
+        placements=(
+            f"{wording.placements(cause.before)} -> {wording.placements(cause.after)}"
+            if cause
+            else ""
+        ),
+        cause=(
+            f"{wording.short_op(cause.op or 'DTensor')},"
+            f" {'implicit' if cause.implicit else 'explicit'}"
+            if cause
+            else ""
+        ),
         owner=f"{owner.library} {path(owner.name)}" if owner else "",
         api=event.api,
         asynchronous=event.asynchronous,
@@ -188,12 +225,31 @@ def _weight(amounts: Mapping[Kind, Fraction]) -> Fraction:
 
 def _changes(old: Amounts, new: Amounts) -> list[Change]:
     common = {kind: min(amount, new[kind]) for kind, amount in old.items() if kind in new}
-    gone = {kind: amount - common.get(kind, 0) for kind, amount in old.items() if amount > common.get(kind, 0)}
-    added = {kind: amount - common.get(kind, 0) for kind, amount in new.items() if amount > common.get(kind, 0)}
+    gone = {
+        kind: amount - common.get(kind, 0)
+        for kind, amount in old.items()
+        if amount > common.get(kind, 0)
+    }
+    added = {
+        kind: amount - common.get(kind, 0)
+        for kind, amount in new.items()
+        if amount > common.get(kind, 0)
+    }
     steps: list[tuple[str, Callable[[Kind], Hashable]]] = [
         ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
-        ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),  # to another group
-        ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes, wording.pattern(kind.site or ""))),  # to another phase
+        # to another group
+        ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),
+        # to another phase
+        (
+            "moved",
+            lambda kind: (
+                kind.op,
+                kind.group,
+                kind.dtype,
+                kind.input_bytes,
+                wording.pattern(kind.site or ""),
+            ),
+        ),
         ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes)),
         ("replaced", lambda kind: (kind.phase, kind.site, kind.group)),
     ]
@@ -203,17 +259,28 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
     changes = [_pair_change(name, group) for name, group in _similar_pairs(pairs)]
     changes += [_alone_change("gone", group, old, new) for group in _similar(gone)]
     changes += [_alone_change("new", group, old, new) for group in _similar(added)]
-    return sorted(changes, key=lambda change: (-change.weight, -max(change.calls_before, change.calls_after), change.sentence))
+    return sorted(
+        changes,
+        key=lambda change: (
+            -change.weight,
+            -max(change.calls_before, change.calls_after),
+            change.sentence,
+        ),
+    )
 
 
-def _pair(gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]) -> Iterable[tuple[Kind, Kind, Fraction]]:
+def _pair(
+    gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]
+) -> Iterable[tuple[Kind, Kind, Fraction]]:
     """Take pairs with the same key out of both, the most similar pairs first."""
     candidates: dict[Hashable, list[Kind]] = defaultdict(list)
     for kind in added:
         candidates[key(kind)].append(kind)
     pairs = []
     for kind in sorted(gone, key=repr):
-        others = sorted(candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), repr(other)))
+        others = sorted(
+            candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), repr(other))
+        )
         for other in others:
             amount = min(gone.get(kind, Fraction()), added.get(other, Fraction()))
             if amount <= 0:
@@ -237,8 +304,13 @@ def _difference(one: Kind, other: Kind) -> dict[str, tuple[str, str]]:
         if getattr(one, name) != getattr(other, name)
     }
     most, most_after = (max(kind.input_bytes, kind.output_bytes) for kind in (one, other))
-    if "bytes in" in changed and "bytes out" in changed and most != most_after:  # one size says both
-        changed = {("size" if name == "bytes in" else name): value for name, value in changed.items() if name != "bytes out"}
+    # one size says both
+    if "bytes in" in changed and "bytes out" in changed and most != most_after:
+        changed = {
+            ("size" if name == "bytes in" else name): value
+            for name, value in changed.items()
+            if name != "bytes out"
+        }
         changed["size"] = two_sizes(most, most_after)
     return changed
 
@@ -252,26 +324,43 @@ def _shown(name: str, before: object, after: object) -> tuple[str, str]:
 
 def _without_numbers(kind: Kind) -> Kind:
     return replace(
-        kind, site=None if kind.site is None else wording.pattern(kind.site), owner=wording.pattern(kind.owner.replace(" ", "."))
+        kind,
+        site=None if kind.site is None else wording.pattern(kind.site),
+        owner=wording.pattern(kind.owner.replace(" ", ".")),
     )
 
 
 Pair = tuple[Kind, Kind, Fraction]
 
 
-def _similar_pairs(pairs: list[tuple[str, Kind, Kind, Fraction]]) -> Iterable[tuple[str, list[Pair]]]:
+def _similar_pairs(
+    pairs: list[tuple[str, Kind, Kind, Fraction]],
+) -> Iterable[tuple[str, list[Pair]]]:
     groups: dict[Hashable, list[Pair]] = {}
     for name, one, other, amount in pairs:
-        key = (name, _without_numbers(one), _without_numbers(other), one.site == other.site, one.owner == other.owner)
+        key = (
+            name,
+            _without_numbers(one),
+            _without_numbers(other),
+            one.site == other.site,
+            one.owner == other.owner,
+        )
         groups.setdefault(key, []).append((one, other, amount))
     return [(key[0], group) for key, group in groups.items()]  # type: ignore[index]
 
 
 def _similar(amounts: Amounts) -> list[dict[Kind, Fraction]]:
-    """Group by op, place and group, regardless of size. Modules that differ only in a number are grouped."""
+    """Group by op, place and group, regardless of size. Modules that differ only in a number are
+    grouped.
+    """
     groups: dict[Hashable, dict[Kind, Fraction]] = {}
     for kind, amount in amounts.items():
-        key = (kind.op, kind.phase, None if kind.site is None else wording.pattern(kind.site), kind.group)
+        key = (
+            kind.op,
+            kind.phase,
+            None if kind.site is None else wording.pattern(kind.site),
+            kind.group,
+        )
         groups.setdefault(key, {})[kind] = amount
     return list(groups.values())
 
@@ -283,7 +372,13 @@ def _site(kinds: Iterable[Kind]) -> tuple[str | None, int]:
 
 def _model(site: str | None) -> str | None:
     """Return the path to show where the models' class names differ."""
-    return "the model" if site == _ROOT else site.removeprefix(f"{_ROOT}.") if site is not None else None
+    return (
+        "the model"
+        if site == _ROOT
+        else site.removeprefix(f"{_ROOT}.")
+        if site is not None
+        else None
+    )
 
 
 def _pair_change(name: str, group: list[Pair]) -> Change:
@@ -292,12 +387,19 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     one, other = ones[0], others[0]
     site, modules = _site(ones)
     site_after, _ = _site(others)
-    before, after = wording.place(one.phase, _model(site)), wording.place(other.phase, _model(site_after))
+    before, after = (
+        wording.place(one.phase, _model(site)),
+        wording.place(other.phase, _model(site_after)),
+    )
     within = wording.within(one.phase, _model(site))
     collectives = f"{number(_plain(amount))} {one.op} on {one.group}"
     changed = _difference(one, other)
     if name == "moved":
-        changed = {key: value for key, value in changed.items() if key in ("dtype", "group size", "placements", "reduce op")}
+        changed = {
+            key: value
+            for key, value in changed.items()
+            if key in ("dtype", "group size", "placements", "reduce op")
+        }
         if one.group != other.group:
             sentence = f"{collectives} {within}: now on {other.group}"
             changed = {"group": (one.group, other.group), **changed}
@@ -308,7 +410,11 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
         sentence = f"{collectives} {within}: replaced by {other.op}"
         changed = {
             "op": (one.op, other.op),
-            **{key: value for key, value in changed.items() if key in ("dtype", "group size", "placements")},
+            **{
+                key: value
+                for key, value in changed.items()
+                if key in ("dtype", "group size", "placements")
+            },
         }
         if one.wire_bytes != other.wire_bytes:
             was, now = two_sizes(one.wire_bytes, other.wire_bytes)
@@ -335,17 +441,25 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
 
 
 def _features(changed: Mapping[str, tuple[str, str]]) -> str:
-    return joined(f"{name} {after} instead of {before}" for name, (before, after) in changed.items())
+    return joined(
+        f"{name} {after} instead of {before}" for name, (before, after) in changed.items()
+    )
 
 
 def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: Amounts) -> Change:
-    """Describe new or missing collectives; if the same op remains in the same place, only its number changed."""
+    """Describe new or missing collectives; if the same op remains in the same place, only its
+    number changed.
+    """
     first = next(iter(group))
     site, modules = _site(group)
     places = {(one.op, one.phase, one.site, one.group) for one in group}
 
     def totals(amounts: Amounts) -> tuple[Fraction, Fraction]:
-        same = {one: amount for one, amount in amounts.items() if (one.op, one.phase, one.site, one.group) in places}
+        same = {
+            one: amount
+            for one, amount in amounts.items()
+            if (one.op, one.phase, one.site, one.group) in places
+        }
         return sum(same.values(), Fraction()), _weight(same)
 
     (calls_before, bytes_before), (calls_after, bytes_after) = totals(old), totals(new)
@@ -354,13 +468,17 @@ def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: 
     where = wording.within(first.phase, _model(site))
     carried = size(_plain(_weight(group)))
     if not (calls_before if kind == "new" else calls_after):
-        sentence = f"{kind}: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
+        sentence = (
+            f"{kind}: {number(_plain(difference))} {collectives} {where}, {carried} on the"
+            f" wire{_purpose(group)}"
+        )
     else:
         kind = "count"
         more = "more" if calls_after > calls_before else "fewer"
         sentence = (
-            f"{number(_plain(difference))} {more} {collectives} {where} "
-            f"({number(_plain(calls_after))} instead of {number(_plain(calls_before))}), {carried} on the wire"
+            f"{number(_plain(difference))} {more} {collectives} {where}"
+            f" ({number(_plain(calls_after))} instead of {number(_plain(calls_before))}), {carried}"
+            " on the wire"
         )
     return Change(
         kind=kind,
@@ -384,5 +502,9 @@ def _purpose(group: Iterable[Kind]) -> str:
         return f", DTensor {next(iter(causes))}"
     if len(owners) == 1:
         kinds = sorted({kind.owner for kind in group if kind.owner}, key=wording.natural)
-        return f", for {kinds[0].replace(_ROOT, 'the model')}" if len(kinds) == 1 else f", for {kinds[0].split(' ')[0]}"
+        return (
+            f", for {kinds[0].replace(_ROOT, 'the model')}"
+            if len(kinds) == 1
+            else f", for {kinds[0].split(' ')[0]}"
+        )
     return ""

@@ -15,7 +15,8 @@ from commlens.traces.time_changes import add_times
 def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
     """Compare two runs. A change that several ranks share is reported once.
 
-    Two single traces are compared even if their ranks differ. Otherwise, ranks traced in only one run are noted.
+    Two single traces are compared even if their ranks differ. Otherwise, ranks traced in only one
+    run are noted.
     """
     if len(before) == len(after) == 1:
         one, other = next(iter(before)).data, next(iter(after)).data
@@ -35,31 +36,45 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
             changes.setdefault((change.kind, change.sentence), change).ranks.append(rank)
         for note in one.notes:
             notes.setdefault(note, []).append(rank)
-    comparison.changes = sorted(changes.values(), key=lambda change: (-change.weight * len(change.ranks), change.sentence))
+    comparison.changes = sorted(
+        changes.values(), key=lambda change: (-change.weight * len(change.ranks), change.sentence)
+    )
     for change in comparison.changes:
         if len(change.ranks) < len(both):
             change.sentence = f"{ranks_phrase(change.ranks)}: {change.sentence}"
     for name, mine, theirs in (("first", before, after), ("second", after, before)):
         alone = [rank for rank in mine.ranks if rank not in theirs.by_rank]
         if alone:
-            comparison.notes.append(f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run.")
+            comparison.notes.append(
+                f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run."
+            )
     for note, ranks in notes.items():
-        comparison.notes.append(note if len(ranks) == len(both) else f"{ranks_phrase(ranks)}: {note}")
+        comparison.notes.append(
+            note if len(ranks) == len(both) else f"{ranks_phrase(ranks)}: {note}"
+        )
     add_times(comparison, [before[rank].data for rank in both], [after[rank].data for rank in both])
-    comparison.answer = answer(comparison) if both else "No rank has a trace in both runs, so nothing was compared."
+    comparison.answer = (
+        answer(comparison) if both else "No rank has a trace in both runs, so nothing was compared."
+    )
     if both:
         comparison.answer = f"{count(len(both), 'rank')} compared. {comparison.answer}"
     return comparison
 
 
-def compare_page(before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]) -> bytes:
-    """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or the first, side by side."""
+def compare_page(
+    before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]
+) -> bytes:
+    """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or
+    the first, side by side.
+    """
     one, other = before[before.ranks[0]].data, after[after.ranks[0]].data
     notes = [comparison.time] if comparison.time else []
     both = [rank for rank in before.ranks if rank in after.by_rank]
     if both and not len(before) == len(after) == 1:
         shown = next((change.ranks[0] for change in comparison.changes if change.ranks), both[0])
         one, other = before[shown].data, after[shown].data
-        notes.append(f"The changes cover {ranks_phrase(both)}; the side-by-side view shows rank {shown}.")
+        notes.append(
+            f"The changes cover {ranks_phrase(both)}; the side-by-side view shows rank {shown}."
+        )
         comparison = msgspec.structs.replace(comparison, per_step=compare(one, other).per_step)
     return trace_page.compare_page((one, other), comparison, names=names, notes=notes)

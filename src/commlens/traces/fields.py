@@ -20,19 +20,24 @@ Matcher = Callable[[ProcessGroup, TraceEvent, Any], bool]
 
 @dataclass(frozen=True)
 class Field:
-    """How to read a field from an event and its group, and whether an event matches a wanted value."""
+    """How to read a field from an event and its group, and whether an event matches a wanted
+    value.
+    """
 
     get: Getter
     matches: Matcher
 
 
 def path_matches(path: str | None, wanted: str) -> bool:
-    """Match a module's path to ``wanted`` or below it, with or without the root's class name; ``*`` matches one part."""
+    """Match a module's path to ``wanted`` or below it, with or without the root's class name; ``*``
+    matches one part.
+    """
     if path is None:
         return False
     parts, asked = path.split("."), wanted.split(".")
     return any(
-        len(parts) - start >= len(asked) and all(fnmatchcase(part, want) for part, want in zip(parts[start:], asked, strict=False))
+        len(parts) - start >= len(asked)
+        and all(fnmatchcase(part, want) for part, want in zip(parts[start:], asked, strict=False))
         for start in (0, 1)
     )
 
@@ -46,8 +51,12 @@ def _module(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
 
 
 def _mesh_dim(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
-    """Match a mesh dimension; also a group without one by the name that stands for it in tables, such as ``default``."""
-    return bool(wanted == group.mesh_dim) or (group.mesh_dim is None and wanted is not None and wanted == wording.label(group))
+    """Match a mesh dimension; also a group without one by the name that stands for it in tables,
+    such as ``default``.
+    """
+    return bool(wanted == group.mesh_dim) or (
+        group.mesh_dim is None and wanted is not None and wanted == wording.label(group)
+    )
 
 
 def _group(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
@@ -60,7 +69,12 @@ def _owner(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
     owner = event.owner
     if owner is None or not isinstance(wanted, str):
         return bool(owner == wanted)
-    return wanted in (owner.library, owner.name, f"{owner.library} {owner.name}", *owner.parameters) or path_matches(owner.name, wanted)
+    return wanted in (
+        owner.library,
+        owner.name,
+        f"{owner.library} {owner.name}",
+        *owner.parameters,
+    ) or path_matches(owner.name, wanted)
 
 
 def _cause(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
@@ -70,7 +84,10 @@ def _cause(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
     change = wording.cause_words(cause)
     return (
         wanted == ("implicit" if cause.implicit else "explicit")
-        or (cause.op is not None and wanted in (cause.op, cause.op.rsplit(".", 1)[0], wording.short_op(cause.op)))
+        or (
+            cause.op is not None
+            and wanted in (cause.op, cause.op.rsplit(".", 1)[0], wording.short_op(cause.op))
+        )
         or wanted in (cause.before, cause.after, f"{cause.before} -> {cause.after}")
         or ("->" in wanted and wanted in change)
     )
@@ -81,7 +98,9 @@ def _source(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
     if frame is None or not isinstance(wanted, str):
         return bool(frame == wanted)
     full = f"{frame.file}:{frame.line}"
-    return wanted in (frame.function, event.through) or any(text == wanted or text.endswith("/" + wanted) for text in (full, frame.file))
+    return wanted in (frame.function, event.through) or any(
+        text == wanted or text.endswith("/" + wanted) for text in (full, frame.file)
+    )
 
 
 def _step(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
@@ -102,8 +121,16 @@ FIELDS: Final[dict[str, Field]] = {
     "module": Field(lambda group, event: event.site, _module),
     "call": _equal(lambda group, event: event.call),
     "microbatch": _equal(lambda group, event: event.microbatch),
-    "owner": Field(lambda group, event: f"{event.owner.library} {event.owner.name}".strip() if event.owner else None, _owner),
-    "cause": Field(lambda group, event: None if event.cause is None else wording.cause_words(event.cause), _cause),
+    "owner": Field(
+        lambda group, event: (
+            f"{event.owner.library} {event.owner.name}".strip() if event.owner else None
+        ),
+        _owner,
+    ),
+    "cause": Field(
+        lambda group, event: None if event.cause is None else wording.cause_words(event.cause),
+        _cause,
+    ),
     "source": Field(lambda group, event: event.source.where if event.source else None, _source),
     "through": _equal(lambda group, event: event.through),
     "api": _equal(lambda group, event: event.api),
@@ -128,7 +155,14 @@ FIELDS: Final[dict[str, Field]] = {
 def field(name: str) -> Field:
     """Return a field by its name."""
     if name not in FIELDS:
-        aliases = {"site": "module", "mesh": "mesh_dim", "dim": "mesh_dim", "line": "source", "bytes": "wire_bytes", "size": "wire_bytes"}
+        aliases = {
+            "site": "module",
+            "mesh": "mesh_dim",
+            "dim": "mesh_dim",
+            "line": "source",
+            "bytes": "wire_bytes",
+            "size": "wire_bytes",
+        }
         close = [aliases[name]] if name in aliases else difflib.get_close_matches(name, FIELDS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"The fields are {', '.join(FIELDS)}."
         raise SelectionError(f"A collective has no field {name!r}. {hint}")
@@ -141,7 +175,12 @@ def wanted_values(name: str, value: Any) -> list[Any]:
     Raises:
         SelectionError: unknown phase, or not a step.
     """
-    alternatives = list(value) if isinstance(value, (list, set, frozenset)) or (isinstance(value, tuple) and name != "ranks") else [value]
+    alternatives = (
+        list(value)
+        if isinstance(value, (list, set, frozenset))
+        or (isinstance(value, tuple) and name != "ranks")
+        else [value]
+    )
     if name == "phase":
         return [_phase(item) for item in alternatives]
     if name == "step":
@@ -175,7 +214,8 @@ def _steps(value: Any) -> Any:
 
 
 def check_exists(traces: Sequence[TraceData], name: str, wanted: Any) -> None:
-    """Check that a wanted module, group, op or phase exists in the program of one of the traces, whether or not it communicated.
+    """Check that a wanted module, group, op or phase exists in the program of one of the traces,
+    whether or not it communicated.
 
     Raises:
         SelectionError: it does not; the message names similar ones.
@@ -185,36 +225,77 @@ def check_exists(traces: Sequence[TraceData], name: str, wanted: Any) -> None:
     what, known_of, matches = _EXISTING[name]
     known = list(dict.fromkeys(item for data in traces for item in known_of(data)))
     for value in wanted_values(name, wanted):
-        if not isinstance(value, str) or isinstance(value, Phase) or any(matches(item, value) for item in known):
+        if (
+            not isinstance(value, str)
+            or isinstance(value, Phase)
+            or any(matches(item, value) for item in known)
+        ):
             continue
-        plain = list(dict.fromkeys([*known, *(path.partition(".")[2] for path in known if name == "module" and "." in path)]))
+        plain = list(
+            dict.fromkeys(
+                [
+                    *known,
+                    *(path.partition(".")[2] for path in known if name == "module" and "." in path),
+                ]
+            )
+        )
         close = difflib.get_close_matches(value, plain, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {wording.some_of(known, 12)}" if known else "There is none at all."
-        raise SelectionError(f"{'The trace has' if len(traces) == 1 else 'The traces have'} no {what} {value!r}. {hint}")
+        hint = (
+            f"Did you mean {close[0]!r}?"
+            if close
+            else f"There are {wording.some_of(known, 12)}"
+            if known
+            else "There is none at all."
+        )
+        raise SelectionError(
+            f"{'The trace has' if len(traces) == 1 else 'The traces have'} no {what} {value!r}."
+            f" {hint}"
+        )
 
 
 def _known_modules(data: TraceData) -> list[str]:
     sites = (event.site for event in data.events if event.site is not None)
-    paths = [*(path for module in data.modules for path in (module.path, *module.other_paths)), *sites]
+    paths = [
+        *(path for module in data.modules for path in (module.path, *module.other_paths)),
+        *sites,
+    ]
     return list(dict.fromkeys(prefix for path in paths for prefix in wording.prefixes(path)))
 
 
 def _known_groups(data: TraceData) -> list[str]:
-    names = (name for group in data.groups for name in (wording.label(group), group.label, group.name, group.description))
+    names = (
+        name
+        for group in data.groups
+        for name in (wording.label(group), group.label, group.name, group.description)
+    )
     return list(dict.fromkeys(name for name in names if name))
 
 
-_EXISTING: Final[dict[str, tuple[str, Callable[[TraceData], list[str]], Callable[[str, str], bool]]]] = {
+_EXISTING: Final[
+    dict[str, tuple[str, Callable[[TraceData], list[str]], Callable[[str, str], bool]]]
+] = {
     "module": ("module", _known_modules, path_matches),
     "group": ("group", _known_groups, str.__eq__),
-    "mesh_dim": ("mesh dimension", lambda data: list(dict.fromkeys(map(wording.label, data.groups))), str.__eq__),
-    "op": ("op", lambda data: sorted({*WIRE_OPS.values(), *(event.op for event in data.events)}), str.__eq__),
+    "mesh_dim": (
+        "mesh dimension",
+        lambda data: list(dict.fromkeys(map(wording.label, data.groups))),
+        str.__eq__,
+    ),
+    "op": (
+        "op",
+        lambda data: sorted({*WIRE_OPS.values(), *(event.op for event in data.events)}),
+        str.__eq__,
+    ),
 }
-"""By field: the field in words, the values that exist in a trace, and whether one of them is meant by a wanted value."""
+"""By field: the field in words, the values that exist in a trace, and whether one of them is meant
+by a wanted value.
+"""
 
 
 def values_in(data: TraceData, name: str, wanted: Any) -> list[Any]:
-    """Return the wanted values, as :func:`wanted_values` does, and the paths under which wanted shared modules are recorded."""
+    """Return the wanted values, as :func:`wanted_values` does, and the paths under which wanted
+    shared modules are recorded.
+    """
     values = wanted_values(name, wanted)
     return [*values, *_shared_modules(data, values)] if name == "module" else values
 
@@ -223,15 +304,28 @@ def _shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
     """Return the paths under which shared modules are recorded that also have a wanted path."""
     paths = [path for path in wanted if isinstance(path, str)]
     shared = (module for module in data.modules if module.other_paths)
-    return [module.path for module in shared if any(path_matches(other, path) for other in module.other_paths for path in paths)]
+    return [
+        module.path
+        for module in shared
+        if any(path_matches(other, path) for other in module.other_paths for path in paths)
+    ]
 
 
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
-    """Return the events that match one wanted value of every field. A callable receives the field's value."""
+    """Return the events that match one wanted value of every field. A callable receives the field's
+    value.
+    """
     tests = [(field(name), values_in(data, name, value)) for name, value in wanted.items()]
 
     def holds(test: Field, values: Iterable[Any], group: ProcessGroup, event: TraceEvent) -> bool:
-        return any(bool(value(test.get(group, event))) if callable(value) else test.matches(group, event, value) for value in values)
+        return any(
+            (
+                bool(value(test.get(group, event)))
+                if callable(value)
+                else test.matches(group, event, value)
+            )
+            for value in values
+        )
 
     found = []
     for event in data.events:

@@ -19,11 +19,13 @@ class ReadTraces:
     """The traces that were read, and notes about files that were not."""
 
     ranks: RankTraces
-    notes: list[str] = field(default_factory=list)  # sentences: files of a folder that are not traces
+    # sentences: files of a folder that are not traces
+    notes: list[str] = field(default_factory=list)
 
 
 def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
-    """Read traces, one per rank, from files and from folders with ``*.json`` and ``*.json.gz`` files.
+    """Read traces, one per rank, from files and from folders with ``*.json`` and ``*.json.gz``
+    files.
 
     A named file must be a trace; other files of a folder are skipped and noted.
 
@@ -48,20 +50,27 @@ def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
             rank = trace.data.rank
             if rank in traces:
                 raise CommandError(
-                    f"{traces[rank][0]} and {file} are both from rank {rank}: give one file per rank, or compare them with "
-                    "commlens compare."
+                    f"{traces[rank][0]} and {file} are both from rank {rank}: give one file per"
+                    " rank, or compare them with commlens compare."
                 )
             traces[rank] = (file, trace)
         if not found:
             why = f" {notes[0]}" if notes else ""
-            raise FormatError(f"There is no trace in {path}: none of its {len(files)} files named *.json or *.json.gz is a trace.{why}")
+            raise FormatError(
+                f"There is no trace in {path}: none of its {len(files)} files named *.json or"
+                f" *.json.gz is a trace.{why}"
+            )
     found_traces = [trace for _, trace in traces.values()]
     return ReadTraces(RankTraces(found_traces), [*notes, *_different_jobs(found_traces)])
 
 
 def _files(folder: Path) -> list[Path]:
     try:
-        return sorted(file for file in folder.iterdir() if file.name.endswith(_ENDINGS) and not file.name.startswith("."))
+        return sorted(
+            file
+            for file in folder.iterdir()
+            if file.name.endswith(_ENDINGS) and not file.name.startswith(".")
+        )
     except OSError as error:
         raise FormatError(f"{folder} cannot be read: {error.strerror or error}.") from None
 
@@ -73,5 +82,7 @@ def _different_jobs(traces: Iterable[Trace]) -> list[str]:
         sizes.setdefault(trace.data.world_size, []).append(trace.data.rank)
     if len(sizes) < 2:
         return []
-    listed = ", ".join(f"rank {ranks[0]} has world size {size}" for size, ranks in sorted(sizes.items()))
+    listed = ", ".join(
+        f"rank {ranks[0]} has world size {size}" for size, ranks in sorted(sizes.items())
+    )
     return [f"These traces are from different jobs: {listed}."]

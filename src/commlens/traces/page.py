@@ -22,7 +22,8 @@ def page_of(
 ) -> bytes:
     """Return the HTML page of one trace, or of one trace for each class of ranks.
 
-    ``name`` is the run's; ``names`` are the traces', by default the same. A network may be a preset's name.
+    ``name`` is the run's; ``names`` are the traces', by default the same. A network may be a
+    preset's name.
     """
     text = answer(traces[0])
     network = preset(network) if isinstance(network, str) else network
@@ -39,7 +40,14 @@ def page_of(
 
 def _time_estimate(data: TraceData, network: Network) -> TimeEstimate:
     seconds = [
-        collective_seconds(event.op, data.group_of(event).ranks, event.wire_bytes, network, rank=data.rank, peer=event.peer)
+        collective_seconds(
+            event.op,
+            data.group_of(event).ranks,
+            event.wire_bytes,
+            network,
+            rank=data.rank,
+            peer=event.peer,
+        )
         for event in data.events
     ]
     return TimeEstimate(network.name, seconds)

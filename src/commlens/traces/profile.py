@@ -1,8 +1,9 @@
 """A profiler's trace joined with ours: the time that each collective itself took.
 
-Both know when the host issued a collective, in Unix time: a ``c10d`` call of the profile that encloses an issue of ours is the same one.
-The kernels of a collective on an accelerator are those that were launched during that call. gloo's threads run its collectives in the order
-of issue, so the n-th of them is the n-th that was issued.
+Both know when the host issued a collective, in Unix time: a ``c10d`` call of the profile that
+encloses an issue of ours is the same one. The kernels of a collective on an accelerator are those
+that were launched during that call. gloo's threads run its collectives in the order of issue, so
+the n-th of them is the n-th that was issued.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _NOT_QUEUED = ("send", "recv", "monitored_barrier")  # gloo does these without i
 
 
 def join(data: TraceData, path: Path) -> tuple[TraceData, str]:
-    """Return the trace with the times of a profile, and a sentence on how much of it was found there.
+    """Return the trace with the times of a profile, and a sentence on how much of it was found
+    there.
 
     Raises:
         FormatError: the file is not a profiler's trace.
@@ -37,13 +39,19 @@ def join(data: TraceData, path: Path) -> tuple[TraceData, str]:
     profile = read_kineto(path)
     if profile.rank is not None and profile.rank != data.rank:
         raise CommandError(
-            f"{path} is the profile of rank {profile.rank}, and the trace is of rank {data.rank}: give one of the same rank."
+            f"{path} is the profile of rank {profile.rank}, and the trace is of rank {data.rank}:"
+            " give one of the same rank."
         )
     if not profile.unix_times or not data.started_unix_ns:
-        raise CommandError(f"{path} cannot be joined: its times, or the trace's, are not Unix times (torch 2.4 and later write them).")
+        raise CommandError(
+            f"{path} cannot be joined: its times, or the trace's, are not Unix times (torch 2.4 and"
+            " later write them)."
+        )
     issues = _issues(data, profile.issues)
     if not issues:
-        raise CommandError(f"{path} has none of the trace's collectives: they were issued at other times.")
+        raise CommandError(
+            f"{path} has none of the trace's collectives: they were issued at other times."
+        )
     durations = _kernels(issues, profile.kernels) | _on_cpu(data, issues, profile)
     events = []
     for index, event in enumerate(data.events):
@@ -51,9 +59,14 @@ def join(data: TraceData, path: Path) -> tuple[TraceData, str]:
             duration, overlapped = durations[index]
             event = msgspec.structs.replace(event, duration_ns=duration, overlapped_ns=overlapped)
         events.append(event)
-    text = f"{number(len(durations))} of {count(len(data.events), 'collective')} have their time from {path.name}"
+    text = (
+        f"{number(len(durations))} of {count(len(data.events), 'collective')} have their time from"
+        f" {path.name}"
+    )
     if len(issues) > len(durations):
-        text += f"; {number(len(issues) - len(durations))} more are in it without a time of their own"
+        text += (
+            f"; {number(len(issues) - len(durations))} more are in it without a time of their own"
+        )
     return msgspec.structs.replace(data, events=events), f"{text}."
 
 
@@ -65,13 +78,27 @@ def _issues(data: TraceData, issues: Sequence[Span]) -> dict[int, Span]:
     for index, event in enumerate(data.events):
         if not event.returned_ns:
             continue
-        began, returned = data.started_unix_ns + event.started_ns, data.started_unix_ns + event.returned_ns
-        near = range(
-            max(0, bisect.bisect_left(starts, began - _TOLERANCE_NS) - _NEIGHBOURS), bisect.bisect_right(starts, began + _TOLERANCE_NS)
+        began, returned = (
+            data.started_unix_ns + event.started_ns,
+            data.started_unix_ns + event.returned_ns,
         )
-        same = [at for at in near if at not in taken and issues[at].end + _TOLERANCE_NS >= returned and _same_op(event, issues[at])]
+        near = range(
+            max(0, bisect.bisect_left(starts, began - _TOLERANCE_NS) - _NEIGHBOURS),
+            bisect.bisect_right(starts, began + _TOLERANCE_NS),
+        )
+        same = [
+            at
+            for at in near
+            if at not in taken
+            and issues[at].end + _TOLERANCE_NS >= returned
+            and _same_op(event, issues[at])
+        ]
         enclosing = [at for at in same if issues[at].start <= began and returned <= issues[at].end]
-        best = max(enclosing, default=None) if enclosing else min(same, key=lambda at: abs(issues[at].start - began), default=None)
+        best = (
+            max(enclosing, default=None)
+            if enclosing
+            else min(same, key=lambda at: abs(issues[at].start - began), default=None)
+        )
         if best is not None:
             found[index] = issues[best]
             taken.add(best)
@@ -84,8 +111,13 @@ def _same_op(event: TraceEvent, issue: Span) -> bool:
 
 
 def _kernels(issues: dict[int, Span], kernels: Sequence[Kernel]) -> dict[int, Measured]:
-    """Return duration and overlapped part of the collectives whose kernels were launched in their call."""
-    launched = sorted((kernel for kernel in kernels if kernel.communicates and kernel.launched is not None), key=lambda k: k.launched or 0)
+    """Return duration and overlapped part of the collectives whose kernels were launched in their
+    call.
+    """
+    launched = sorted(
+        (kernel for kernel in kernels if kernel.communicates and kernel.launched is not None),
+        key=lambda k: k.launched or 0,
+    )
     moments = [kernel.launched or 0 for kernel in launched]
     busy: dict[int, list[tuple[int, int]]] = {}
     for kernel in kernels:
@@ -94,15 +126,21 @@ def _kernels(issues: dict[int, Span], kernels: Sequence[Kernel]) -> dict[int, Me
     merged = {device: union(spans) for device, spans in busy.items()}
     found: dict[int, Measured] = {}
     for index, issue in issues.items():
-        own = launched[bisect.bisect_left(moments, issue.start) : bisect.bisect_right(moments, issue.end)]
+        own = launched[
+            bisect.bisect_left(moments, issue.start) : bisect.bisect_right(moments, issue.end)
+        ]
         if own:
-            overlapped = sum(covered(merged.get(kernel.device, []), kernel.start, kernel.end) for kernel in own)
+            overlapped = sum(
+                covered(merged.get(kernel.device, []), kernel.start, kernel.end) for kernel in own
+            )
             found[index] = (sum(kernel.end - kernel.start for kernel in own), overlapped)
     return found
 
 
 def _on_cpu(data: TraceData, issues: dict[int, Span], profile: KinetoTrace) -> dict[int, Measured]:
-    """Return duration and overlapped part of the collectives that gloo ran, if the profile has as many of them as were issued in it."""
+    """Return duration and overlapped part of the collectives that gloo ran, if the profile has as
+    many of them as were issued in it.
+    """
     queued = [issue for issue in profile.issues if not issue.name.startswith(_NOT_QUEUED)]
     runs = [run for run in profile.on_cpu if not run.name.startswith(_NOT_QUEUED)]
     if len(queued) != len(runs):

@@ -1,4 +1,6 @@
-"""The traces of several ranks: classes of ranks that issued the same collectives, and the differences between them."""
+"""The traces of several ranks: classes of ranks that issued the same collectives, and the
+differences between them.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ class RankTraces:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
         self._stages: list[list[int]] | None = None
-        self._counters: dict[tuple[int, Callable[..., Any]], dict[str, Counter[tuple[Any, ...]]]] = {}
+        self._counters: dict[
+            tuple[int, Callable[..., Any]], dict[str, Counter[tuple[Any, ...]]]
+        ] = {}
 
     @property
     def stages(self) -> list[list[int]]:
-        """The ranks of each pipeline stage, which are compared only with one another; all ranks in one list without a pipeline."""
+        """The ranks of each pipeline stage, which are compared only with one another; all ranks in
+        one list without a pipeline.
+        """
         if self._stages is None:
             self._stages = find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
         return self._stages
@@ -78,19 +84,29 @@ class RankTraces:
         return [row for trace in self for row in trace.to_rows()]
 
     def classes(self) -> list[list[int]]:
-        """Return the classes of ranks that issued the same collectives, largest first. Point-to-point is compared by pairs instead."""
+        """Return the classes of ranks that issued the same collectives, largest first.
+        Point-to-point is compared by pairs instead.
+        """
         return self._classes(self.ranks)
 
-    def _classes(self, ranks: Iterable[int], labels: Iterable[str] | None = None) -> list[list[int]]:
-        """Do the same for some ranks and, if ``labels`` are given, the collectives on these groups."""
+    def _classes(
+        self, ranks: Iterable[int], labels: Iterable[str] | None = None
+    ) -> list[list[int]]:
+        """Do the same for some ranks and, if ``labels`` are given, the collectives on these
+        groups.
+        """
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
         for rank in ranks:
             counted = self._counted(rank, _fully)
             chosen = counted if labels is None else [label for label in labels if label in counted]
-            by_signature[frozenset((label, frozenset(counted[label].items())) for label in chosen)].append(rank)
+            by_signature[
+                frozenset((label, frozenset(counted[label].items())) for label in chosen)
+            ].append(rank)
         return sorted(by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
-    def _counted(self, rank: int, key: Callable[..., tuple[Any, ...]]) -> dict[str, Counter[tuple[Any, ...]]]:
+    def _counted(
+        self, rank: int, key: Callable[..., tuple[Any, ...]]
+    ) -> dict[str, Counter[tuple[Any, ...]]]:
         """Count a rank's collectives, without point-to-point, by group label and key."""
         counted = self._counters.get((rank, key))
         if counted is None:
@@ -98,7 +114,9 @@ class RankTraces:
             data = self.by_rank[rank].data
             for event in data.events:
                 if event.op not in POINT_TO_POINT:
-                    counted.setdefault(wording.label(data.group_of(event)), Counter())[key(data, event)] += event.count
+                    counted.setdefault(wording.label(data.group_of(event)), Counter())[
+                        key(data, event)
+                    ] += event.count
         return counted
 
     def _members(self) -> dict[str, set[int]]:
@@ -110,7 +128,9 @@ class RankTraces:
         return members
 
     def _deviations(self) -> list[tuple[list[int], str, list[list[int]]]]:
-        """Return each stage and group label whose ranks issued different collectives there, with their classes."""
+        """Return each stage and group label whose ranks issued different collectives there, with
+        their classes.
+        """
         found = []
         for stage in self.stages:
             for label, members in self._members().items():
@@ -120,22 +140,35 @@ class RankTraces:
         return found
 
     def answer(self) -> str:
-        """Say in one sentence whether all ranks issued the same collectives, or all ranks of each pipeline stage."""
+        """Say in one sentence whether all ranks issued the same collectives, or all ranks of each
+        pipeline stage.
+        """
         if len(self) == 1:
             return f"One trace, from rank {self.ranks[0]} of {self.world_size}."
         missing = sorted(set(range(self.world_size)) - set(self.by_rank))
-        lacking = f" There is no trace of {ranks_phrase(missing)}." if missing and len(missing) < self.world_size else ""
+        lacking = (
+            f" There is no trace of {ranks_phrase(missing)}."
+            if missing and len(missing) < self.world_size
+            else ""
+        )
         deviations = self._deviations()
         if deviations:
             return self._answer_to(deviations) + lacking
         subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
         if len(self.classes()) == 1:
             collectives = any(self._counted(rank, _fully) for rank in self.by_rank)
-            done = "issued the same collectives" if collectives or not self.stages[1:] else "issued only sends and receives"
+            done = (
+                "issued the same collectives"
+                if collectives or not self.stages[1:]
+                else "issued only sends and receives"
+            )
         elif len(self.stages) == len(self):
             done = "pass messages like stages of a pipeline, so their collectives are not compared"
         elif len(self.stages) > 1:
-            done = f"issued the same collectives as the others of their pipeline stage ({_listed(self.stages)})"
+            done = (
+                "issued the same collectives as the others of their pipeline stage"
+                f" ({_listed(self.stages)})"
+            )
         else:
             done = "issued the same collectives on the groups that they share"
         order = ", but not in the same order" if self._order() else ""
@@ -145,17 +178,39 @@ class RankTraces:
     def _answer_to(self, deviations: list[tuple[list[int], str, list[list[int]]]]) -> str:
         stage = deviations[0][0]
         labels = [label for ranks, label, _ in deviations if ranks is stage]
-        compared = {rank for ranks, _, classes in deviations if ranks is stage for members in classes for rank in members}
+        compared = {
+            rank
+            for ranks, _, classes in deviations
+            if ranks is stage
+            for members in classes
+            for rank in members
+        }
         classes = self._classes(sorted(compared), labels)
-        together = f"The {len(compared)} ranks" if len(compared) == len(self) else capital(ranks_phrase(sorted(compared)))
+        together = (
+            f"The {len(compared)} ranks"
+            if len(compared) == len(self)
+            else capital(ranks_phrase(sorted(compared)))
+        )
         if len(classes) == 2:
-            text = f"{capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued different collectives."
+            text = (
+                f"{capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued"
+                " different collectives."
+            )
         else:
-            text = f"{together} fall into {len(classes)} classes that issued different collectives: {_listed(classes)}."
-        return text + (f" They are one stage of a pipeline (the stages: {_listed(self.stages)})." if len(self.stages) > 1 else "")
+            text = (
+                f"{together} fall into {len(classes)} classes that issued different collectives:"
+                f" {_listed(classes)}."
+            )
+        return text + (
+            f" They are one stage of a pipeline (the stages: {_listed(self.stages)})."
+            if len(self.stages) > 1
+            else ""
+        )
 
     def differences(self) -> list[str]:
-        """Return sentences on how ranks differ from the largest class of their stage; empty if no rank differs."""
+        """Return sentences on how ranks differ from the largest class of their stage; empty if no
+        rank differs.
+        """
         sentences = [
             sentence
             for _, label, (usual, *others) in self._deviations()
@@ -165,34 +220,57 @@ class RankTraces:
         sentences += [*(self._order() if not sentences else []), *self._messages()]
         if len(sentences) > _MOST_DIFFERENCES:
             more = len(sentences) - _MOST_DIFFERENCES
-            sentences = [*sentences[:_MOST_DIFFERENCES], f"{more} more differences; commlens compare shows all of them for two ranks."]
+            sentences = [
+                *sentences[:_MOST_DIFFERENCES],
+                f"{more} more differences; commlens compare shows all of them for two ranks.",
+            ]
         return sentences
 
     def _against(self, ranks: Sequence[int], majority: Sequence[int], label: str) -> list[str]:
         these, others = ranks_phrase(ranks), ranks_phrase(majority)
         empty: Counter[tuple[Any, ...]] = Counter()
-        mine, theirs = (self._counted(some[0], _place).get(label, empty) for some in (ranks, majority))
+        mine, theirs = (
+            self._counted(some[0], _place).get(label, empty) for some in (ranks, majority)
+        )
         found: dict[Hashable, list[tuple[Any, int, int]]] = {}
         for key in {**theirs, **mine}:
             if mine[key] != theirs[key]:
                 op, group, phase, site = key
-                alike = (op, group, phase, None if site is None else wording.pattern(site), mine[key] - theirs[key])
+                alike = (
+                    op,
+                    group,
+                    phase,
+                    None if site is None else wording.pattern(site),
+                    mine[key] - theirs[key],
+                )
                 found.setdefault(alike, []).append((key, mine[key], theirs[key]))
-        most_first = sorted(found.values(), key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)))
+        most_first = sorted(
+            found.values(),
+            key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)),
+        )
         sentences = [_count_sentence(these, others, places) for places in most_first]
         if not sentences:  # the same counts, with different sizes
-            sizes_mine, sizes_theirs = (self._counted(some[0], _fully).get(label, empty) for some in (ranks, majority))
+            sizes_mine, sizes_theirs = (
+                self._counted(some[0], _fully).get(label, empty) for some in (ranks, majority)
+            )
             places: dict[Hashable, tuple[list[Any], list[Any]]] = {}
-            for counts, against, side in ((sizes_mine, sizes_theirs, 0), (sizes_theirs, sizes_mine, 1)):
+            for counts, against, side in (
+                (sizes_mine, sizes_theirs, 0),
+                (sizes_theirs, sizes_mine, 1),
+            ):
                 for key in counts - against:
                     places.setdefault(key[:4], ([], []))[side].append(key)
             for (op, group, phase, site), (own, usual) in list(places.items()):  # type: ignore[misc]
                 collective = f"{op} on {group} {wording.within(phase, site)}"
-                sentences.append(f"{these}: {collective} is {_shapes(own)}; on {others} it is {_shapes(usual)}")
+                sentences.append(
+                    f"{these}: {collective} is {_shapes(own)}; on {others} it is {_shapes(usual)}"
+                )
         return sentences
 
     def _messages(self) -> list[str]:
-        """Report pairs of ranks with different numbers of sends and receives. A rank that receives from any rank is left out."""
+        """Report pairs of ranks with different numbers of sends and receives. A rank that receives
+        from any rank is left out.
+        """
         sent: Counter[tuple[int, int, str]] = Counter()
         received: Counter[tuple[int, int, str]] = Counter()
         any_source = set()
@@ -207,15 +285,20 @@ class RankTraces:
                     received[event.peer, rank, group] += event.count
         unmatched = [pair for pair in sorted({**sent, **received}) if sent[pair] != received[pair]]
         return [
-            f"rank {sender} sent {count(sent[sender, receiver, group], 'message')} to rank {receiver} on {group}, "
-            f"but rank {receiver} received {received[sender, receiver, group]}"
+            f"rank {sender} sent {count(sent[sender, receiver, group], 'message')} to rank"
+            f" {receiver} on {group}, but rank {receiver} received"
+            f" {received[sender, receiver, group]}"
             for sender, receiver, group in unmatched
             if {sender, receiver} <= set(self.by_rank) and receiver not in any_source
         ]
 
     def _order(self) -> list[str]:
-        """Report ranks whose order differs within a stage. Threads are not ordered against one another."""
-        return [sentence for stage in self.stages for sentence in self._order_within(stage)][:_MOST_DIFFERENCES]
+        """Report ranks whose order differs within a stage. Threads are not ordered against one
+        another.
+        """
+        return [sentence for stage in self.stages for sentence in self._order_within(stage)][
+            :_MOST_DIFFERENCES
+        ]
 
     def _order_within(self, stage: Sequence[int]) -> list[str]:
         first, *rest = stage
@@ -223,35 +306,57 @@ class RankTraces:
         sentences = []
         for rank in rest:
             shared = {label for label, ranks in members.items() if {first, rank} <= ranks}
-            orders = zip(_sequence(self.by_rank[rank].data, shared), _sequence(self.by_rank[first].data, shared), strict=False)
+            orders = zip(
+                _sequence(self.by_rank[rank].data, shared),
+                _sequence(self.by_rank[first].data, shared),
+                strict=False,
+            )
             for place, (mine, theirs) in enumerate(orders, start=1):
                 if mine != theirs:
                     sentences.append(
-                        f"rank {rank}'s order differs from rank {first}'s from #{place} on: {mine[0]} on {mine[1]} "
-                        f"{wording.within(*mine[2:])}, where rank {first} has {theirs[0]} on {theirs[1]} {wording.within(*theirs[2:])}"
+                        f"rank {rank}'s order differs from rank {first}'s from #{place} on:"
+                        f" {mine[0]} on {mine[1]} {wording.within(*mine[2:])}, where rank {first}"
+                        f" has {theirs[0]} on {theirs[1]} {wording.within(*theirs[2:])}"
                     )
                     break
         return sentences
 
-    def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | str | None = None) -> bytes:
+    def to_html(
+        self,
+        *,
+        name: str,
+        names: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        network: Network | str | None = None,
+    ) -> bytes:
         """Return an HTML page with the trace of one rank of each class.
 
-        ``names`` are those of the ranks' traces, in the order of the ranks; the others are as for :func:`~commlens.traces.page.page_of`.
+        ``names`` are those of the ranks' traces, in the order of the ranks; the others are as for
+        :func:`~commlens.traces.page.page_of`.
         """
         if len(self) == 1:
-            return page_of([trace.data for trace in self], name=name, names=names, notes=notes, network=network)
+            return page_of(
+                [trace.data for trace in self], name=name, names=names, notes=notes, network=network
+            )
         classes = self.classes()
         shown = [members[0] for members in classes[:MOST_CLASSES]]
         name_of = dict(zip(self.ranks, names or [name] * len(self), strict=True))
         notes = [*notes]
         if len(classes) > MOST_CLASSES:
-            notes.append(f"There are {len(classes)} classes of ranks; this page shows one rank of each of the {MOST_CLASSES} largest.")
+            notes.append(
+                f"There are {len(classes)} classes of ranks; this page shows one rank of each of"
+                f" the {MOST_CLASSES} largest."
+            )
         return page_of(
             [self[rank].data for rank in shown],
             name=name,
             names=[name_of[rank] for rank in shown],
             notes=notes,
-            ranks=RankClasses(self.answer(), self.differences(), [_class_name(members) for members in classes[:MOST_CLASSES]]),
+            ranks=RankClasses(
+                self.answer(),
+                self.differences(),
+                [_class_name(members) for members in classes[:MOST_CLASSES]],
+            ),
             network=network,
         )
 
@@ -265,13 +370,22 @@ def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
 
 
 def _fully(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
-    # Without the peer, the root, the group's ranks and uneven sizes, which legitimately differ between ranks.
+    # Without the peer, the root, the group's ranks and uneven sizes, which legitimately differ
+    # between ranks.
     sizes = (0, 0) if event.op in UNEVEN else (event.input_bytes, event.output_bytes)
-    return (*_place(data, event), len(data.group_of(event).ranks), event.dtype, *sizes, event.reduce_op)
+    return (
+        *_place(data, event),
+        len(data.group_of(event).ranks),
+        event.dtype,
+        *sizes,
+        event.reduce_op,
+    )
 
 
 def _listed(classes: Sequence[Sequence[int]]) -> str:
-    return "; ".join(format_ranks(ranks) for ranks in classes[:6]) + ("; ..." if len(classes) > 6 else "")
+    return "; ".join(format_ranks(ranks) for ranks in classes[:6]) + (
+        "; ..." if len(classes) > 6 else ""
+    )
 
 
 def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
@@ -279,7 +393,9 @@ def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
     places = (
         _place(data, event)
         for event in data.events
-        if event.count == 1 and event.op not in POINT_TO_POINT and (event.thread == 0 or len(threads) == 1)
+        if event.count == 1
+        and event.op not in POINT_TO_POINT
+        and (event.thread == 0 or len(threads) == 1)
     )
     return [place for place in places if place[1] in labels]
 
@@ -291,10 +407,20 @@ def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) 
     where = wording.within(phase, wording.fold(sites) or None)
     more = "more" if mine > theirs else "fewer"
     return (
-        f"{these} issued {number(abs(mine - theirs))} {more} {op} on {group} {where}{each} than {others} "
-        f"({number(mine)} instead of {number(theirs)})"
+        f"{these} issued {number(abs(mine - theirs))} {more} {op} on {group} {where}{each} than"
+        f" {others} ({number(mine)} instead of {number(theirs)})"
     )
 
 
 def _shapes(keys: list[Any]) -> str:
-    return joined(sorted({f"{key[5]} {size(most) if (most := max(key[6], key[7])) else ''}".strip() for key in keys})) or "missing"
+    return (
+        joined(
+            sorted(
+                {
+                    f"{key[5]} {size(most) if (most := max(key[6], key[7])) else ''}".strip()
+                    for key in keys
+                }
+            )
+        )
+        or "missing"
+    )

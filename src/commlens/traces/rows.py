@@ -11,7 +11,9 @@ from commlens.traces import wording
 
 
 def rows(data: TraceData) -> list[dict[str, Any]]:
-    """Return one flat dict per event, all with the same keys; values are strings, numbers, booleans or None."""
+    """Return one flat dict per event, all with the same keys; values are strings, numbers, booleans
+    or None.
+    """
     return [row(data, event) for event in data.events]
 
 
@@ -66,5 +68,10 @@ def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
     }
 
 
-COLUMNS: Final = tuple(row(TraceData(groups=[ProcessGroup("", ())]), TraceEvent(sequence=0, op="", api="", phase=None, group=0)))
+COLUMNS: Final = tuple(
+    row(
+        TraceData(groups=[ProcessGroup("", ())]),
+        TraceEvent(sequence=0, op="", api="", phase=None, group=0),
+    )
+)
 """The keys of a row, in order."""

@@ -1,4 +1,6 @@
-"""The summary of a trace: breakdowns, the tree of modules, the costliest reasons, and the self-check in words."""
+"""The summary of a trace: breakdowns, the tree of modules, the costliest reasons, and the
+self-check in words.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ _FOLD_FROM = 3  # this many modules that differ only in a number, or more, share
 _ORDER = [*(phase.value for phase in Phase), "unclassified"]
 
 
-def summarise(data: TraceData, *, unfiltered: int | None = None, network: Network | None = None) -> Summary:
+def summarise(
+    data: TraceData, *, unfiltered: int | None = None, network: Network | None = None
+) -> Summary:
     """Summarise a trace.
 
-    ``unfiltered`` is the number of collectives before filtering, if the trace was filtered; ``network`` one to estimate times for.
+    ``unfiltered`` is the number of collectives before filtering, if the trace was filtered;
+    ``network`` one to estimate times for.
     """
     calls, total, known = _amount(data)
     setup_calls, setup_bytes = _setup(data)
@@ -37,8 +42,15 @@ def summarise(data: TraceData, *, unfiltered: int | None = None, network: Networ
         bytes_known=known,
         setup_calls=setup_calls,
         setup_bytes=setup_bytes,
-        by_mesh_dim=_by(data, lambda group, event: wording.label(group), sizes=True) if _groups_known(data) else [],
-        by_phase=sorted(_by(data, lambda group, event: wording.phase_name(event.phase)), key=lambda row: _ORDER.index(row.name)),
+        by_mesh_dim=(
+            _by(data, lambda group, event: wording.label(group), sizes=True)
+            if _groups_known(data)
+            else []
+        ),
+        by_phase=sorted(
+            _by(data, lambda group, event: wording.phase_name(event.phase)),
+            key=lambda row: _ORDER.index(row.name),
+        ),
         by_op=_by(data, lambda group, event: event.op),
         by_module=modules(data),
         why=reasons(data)[:MAX_REASONS],
@@ -54,14 +66,26 @@ def _amount(data: TraceData) -> tuple[int, int, bool]:
     """Return the number of collectives, the bytes on the wire, and whether bytes are known."""
     calls = sum(event.count for event in data.events)
     total = sum(event.wire_bytes * event.count for event in data.events)
-    return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op in BARRIERS for event in data.events)
+    return (
+        calls,
+        total,
+        calls == 0
+        or total > 0
+        or any(event.dtype or event.op in BARRIERS for event in data.events),
+    )
 
 
 def answer(data: TraceData, unfiltered: int | None = None) -> str:
-    """Return only the summary's first sentence, which is cheap. The arguments are those of :func:`summarise`."""
+    """Return only the summary's first sentence, which is cheap. The arguments are those of
+    :func:`summarise`.
+    """
     calls, total, known = _amount(data)
     rank = f"rank {data.rank} of {data.world_size}{', a preview' if data.preview else ''}"
-    collectives = count(calls, "collective") if unfiltered is None else f"{number(calls)} of {count(unfiltered, 'collective')}"
+    collectives = (
+        count(calls, "collective")
+        if unfiltered is None
+        else f"{number(calls)} of {count(unfiltered, 'collective')}"
+    )
     over = _over(data) if unfiltered is None else ""
     if not calls and unfiltered is None:
         return f"No collectives{over}, {rank}."
@@ -77,7 +101,9 @@ def _groups_known(data: TraceData) -> bool:
 
 
 def _over(data: TraceData) -> str:
-    """Return the number of steps, the amount that each issued if all issued the same, and the amount of the setup before them."""
+    """Return the number of steps, the amount that each issued if all issued the same, and the
+    amount of the setup before them.
+    """
     if not data.steps:
         return ""
     calls, carried = _setup(data)
@@ -95,7 +121,11 @@ def _each(data: TraceData) -> str:
         calls_bytes = each.setdefault(event.step, [0, 0])
         calls_bytes[0] += event.count
         calls_bytes[1] += event.wire_bytes * event.count
-    if data.steps < 2 or len(each) != data.steps or any(amount != each[min(each)] for amount in each.values()):
+    if (
+        data.steps < 2
+        or len(each) != data.steps
+        or any(amount != each[min(each)] for amount in each.values())
+    ):
         return ""
     calls, carried = each[min(each)]
     return f" ({number(calls)} and {size(carried)} each)"
@@ -104,10 +134,14 @@ def _each(data: TraceData) -> str:
 def _setup(data: TraceData) -> tuple[int, int]:
     """Return the number of collectives before the first forward, and their bytes on the wire."""
     setup = [event for event in data.events if data.is_setup(event)]
-    return sum(event.count for event in setup), sum(event.wire_bytes * event.count for event in setup)
+    return sum(event.count for event in setup), sum(
+        event.wire_bytes * event.count for event in setup
+    )
 
 
-def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False) -> list[Total]:
+def _by(
+    data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False
+) -> list[Total]:
     rows: dict[str, Total] = {}
     for event in data.events:
         group = data.group_of(event)
@@ -146,7 +180,9 @@ def folded(paths: Iterable[str]) -> dict[str, str]:
 
 
 def modules(data: TraceData) -> list[ModuleTotal]:
-    """Return own and inclusive totals of each module that has collectives, its own or its children's."""
+    """Return own and inclusive totals of each module that has collectives, its own or its
+    children's.
+    """
     own: dict[str, list[int]] = {}
     own_times: dict[str, list[Time]] = {}
     for event in data.events:
@@ -189,7 +225,9 @@ def modules(data: TraceData) -> list[ModuleTotal]:
 
 
 def _call_order(data: TraceData) -> dict[str, int]:
-    """Return each path's position in the order of first calls; a parent takes that of its first called child."""
+    """Return each path's position in the order of first calls; a parent takes that of its first
+    called child.
+    """
     places: dict[str, int] = {}
     for place, module in enumerate(data.modules):
         for path in wording.prefixes(module.path):
@@ -198,16 +236,25 @@ def _call_order(data: TraceData) -> dict[str, int]:
 
 
 def _sort_key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
-    """Return a sort key: modules in the order of their first calls, parents before children, uncalled paths last."""
-    return [(0, places[part]) if part in places else (1, wording.natural(part.rpartition(".")[2])) for part in wording.prefixes(path)]
+    """Return a sort key: modules in the order of their first calls, parents before children,
+    uncalled paths last.
+    """
+    return [
+        (0, places[part]) if part in places else (1, wording.natural(part.rpartition(".")[2]))
+        for part in wording.prefixes(path)
+    ]
 
 
-def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]) -> list[ModuleTotal]:
+def _in_tree(
+    rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]
+) -> list[ModuleTotal]:
     """Return the rows in tree order, each below the row of its nearest ancestor."""
     children: dict[str | None, list[str]] = {}
     for name, path in first.items():
         ancestors = reversed(wording.prefixes(path)[:-1])
-        parent = next((names[other] for other in ancestors if other in names and names[other] != name), None)
+        parent = next(
+            (names[other] for other in ancestors if other in names and names[other] != name), None
+        )
         children.setdefault(parent, []).append(name)
     ordered: list[ModuleTotal] = []
     todo = [(name, 0) for name in reversed(children.get(None, []))]
@@ -220,7 +267,9 @@ def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[st
 
 
 def reasons(data: TraceData) -> list[Why]:
-    """Group collectives by place, cause, owner and line, costliest first. Modules that differ only in a number are grouped."""
+    """Group collectives by place, cause, owner and line, costliest first. Modules that differ only
+    in a number are grouped.
+    """
     groups: dict[Hashable, list[TraceEvent]] = {}
     for event in data.events:
         key = (
@@ -228,7 +277,11 @@ def reasons(data: TraceData) -> list[Why]:
             event.phase,
             wording.pattern(event.site) if event.site is not None else None,
             event.cause,
-            None if event.owner is None else (event.owner.library, wording.pattern(event.owner.name)),
+            (
+                None
+                if event.owner is None
+                else (event.owner.library, wording.pattern(event.owner.name))
+            ),
             event.source,
             event.through,
             wording.label(data.group_of(event)),
@@ -237,7 +290,13 @@ def reasons(data: TraceData) -> list[Why]:
     found = []
     for events in groups.values():
         calls = sum(event.count for event in events)
-        found.append(Why(_reason(data, events, calls), calls, sum(event.wire_bytes * event.count for event in events)))
+        found.append(
+            Why(
+                _reason(data, events, calls),
+                calls,
+                sum(event.wire_bytes * event.count for event in events),
+            )
+        )
     return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
 
 
@@ -247,7 +306,10 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
     sizes = {len(data.group_of(event).ranks) for event in events}
     of_ranks = f" ({count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
     sites = sorted({event.site for event in events if event.site is not None}, key=wording.natural)
-    text = f"{number(calls)} {first.op} on {wording.label(group)}{of_ranks}: {wording.place(first.phase, wording.fold(sites) or None)}"
+    text = (
+        f"{number(calls)} {first.op} on {wording.label(group)}{of_ranks}:"
+        f" {wording.place(first.phase, wording.fold(sites) or None)}"
+    )
     if first.owner is not None:
         text += f", {owner_words(events)}"
     if first.cause is not None:
@@ -261,14 +323,20 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
 
 
 def owner_words(events: Sequence[TraceEvent]) -> str:
-    """Return ``"for FSDP2's parameters of layers.0-31"``. The model's class is left out if the place already names it."""
+    """Return ``"for FSDP2's parameters of layers.0-31"``. The model's class is left out if the
+    place already names it.
+    """
     owner = events[0].owner
     assert owner is not None
-    names = sorted({event.owner.name for event in events if event.owner is not None}, key=wording.natural)
+    names = sorted(
+        {event.owner.name for event in events if event.owner is not None}, key=wording.natural
+    )
     if owner.library == "DDP":
         shown = names[0] if len(names) == 1 else f"{len(names)} buckets"
         if len(names) == 1 and owner.parameters:
-            most = ", ".join(owner.parameters[:2]) + (f" and {len(owner.parameters) - 2} more" if len(owner.parameters) > 2 else "")
+            most = ", ".join(owner.parameters[:2]) + (
+                f" and {len(owner.parameters) - 2} more" if len(owner.parameters) > 2 else ""
+            )
             return f"for DDP's {shown} ({most})"
         return f"for DDP's {shown}"
     sites = {event.site for event in events}
@@ -292,22 +360,37 @@ def why(event: TraceEvent) -> str:
 def _coverage(data: TraceData) -> tuple[str, bool]:
     if not _groups_known(data):
         return "CommDebugMode's JSON has no self-check.", False
-    seen, kept, unclassified = data.coverage.dispatched, data.coverage.recorded, data.coverage.unclassified
+    seen, kept, unclassified = (
+        data.coverage.dispatched,
+        data.coverage.recorded,
+        data.coverage.unclassified,
+    )
     if not seen and not kept:
         return "No collective was dispatched, so none is missing.", True
     if seen != kept:
         text = f"{number(kept)} of {number(seen)} dispatched collectives are recorded"
     else:
-        text = f"All {number(seen)} dispatched collectives are recorded" if seen > 1 else "The one dispatched collective is recorded"
+        text = (
+            f"All {number(seen)} dispatched collectives are recorded"
+            if seen > 1
+            else "The one dispatched collective is recorded"
+        )
     if not unclassified:
         return f"{text}; none is unclassified.", seen == kept
     places: dict[str, int] = {}
     for event in data.events:
         if not event.classified:
             where = wording.source_words(event.source, event.through)
-            place = f"{event.op} at {where}" if where else f"{event.op} of {wording.label(data.group_of(event))}"
+            place = (
+                f"{event.op} at {where}"
+                if where
+                else f"{event.op} of {wording.label(data.group_of(event))}"
+            )
             places[place] = places.get(place, 0) + event.count
     most = sorted(places.items(), key=lambda item: -item[1])
     listed = joined(f"{place} ({number(calls)})" for place, calls in most[:3])
     more = f" and {len(most) - 3} other places" if len(most) > 3 else ""
-    return f"{text}; {number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."), False
+    return (
+        f"{text}; {number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."),
+        False,
+    )

@@ -1,8 +1,9 @@
 """Whether time moved between two runs, by more than the noise.
 
-Each whole step gives one figure, the mean over the ranks. Two runs differ if the 95 % confidence intervals of their medians do not overlap
-(order statistics: no assumption about the distribution) and the medians differ by at least 5 %. Fewer than 4 steps decide nothing: with 4
-and 4, chance alone separates all figures in 3 of 100 cases.
+Each whole step gives one figure, the mean over the ranks. Two runs differ if the 95 % confidence
+intervals of their medians do not overlap (order statistics: no assumption about the distribution)
+and the medians differ by at least 5 %. Fewer than 4 steps decide nothing: with 4 and 4, chance
+alone separates all figures in 3 of 100 cases.
 """
 
 from __future__ import annotations
@@ -27,34 +28,53 @@ Figures = dict[str, list[float]]
 """By subject: a figure in ns for each step."""
 
 
-def add_times(comparison: Comparison, before: Sequence[TraceData], after: Sequence[TraceData]) -> None:
+def add_times(
+    comparison: Comparison, before: Sequence[TraceData], after: Sequence[TraceData]
+) -> None:
     """Add to a comparison whether time moved. Each side has one trace for each rank."""
     old, new = _figures(before), _figures(after)
     steps = len(old.get(_STEP, ())), len(new.get(_STEP, ()))
     if min(steps) < 2:
         return
     if min(steps) < LEAST_STEPS:
-        comparison.time = f"Times are not compared: {steps[0]} and {count(steps[1], 'whole step')} are too few, {LEAST_STEPS} are needed."
+        comparison.time = (
+            f"Times are not compared: {steps[0]} and {count(steps[1], 'whole step')} are too few,"
+            f" {LEAST_STEPS} are needed."
+        )
         return
-    changes = [change for subject in old if subject in new and (change := _change(subject, old[subject], new[subject])) is not None]
+    changes = [
+        change
+        for subject in old
+        if subject in new and (change := _change(subject, old[subject], new[subject])) is not None
+    ]
     comparison.times = [change for change in changes if change.moved]
     step = changes[0]
     if comparison.times:
         told = joined(_words(change) for change in comparison.times[:4])
-        comparison.time = f"Time moved: {told}. These are medians of {_steps(steps)}, with their 95% intervals."
+        comparison.time = (
+            f"Time moved: {told}. These are medians of {_steps(steps)}, with their 95% intervals."
+        )
     else:
-        comparison.time = f"Time did not move by more than the noise: {_words(step)}, medians of {_steps(steps)} with their 95% intervals."
+        comparison.time = (
+            f"Time did not move by more than the noise: {_words(step)}, medians of {_steps(steps)}"
+            " with their 95% intervals."
+        )
 
 
 def _steps(steps: tuple[int, int]) -> str:
-    return count(steps[0], "step") if steps[0] == steps[1] else f"{steps[0]} and {count(steps[1], 'step')}"
+    return (
+        count(steps[0], "step")
+        if steps[0] == steps[1]
+        else f"{steps[0]} and {count(steps[1], 'step')}"
+    )
 
 
 def _words(change: TimeChange) -> str:
     verb = "takes" if change.subject == _STEP else "takes, per step,"
     return (
-        f"{change.subject} {verb} {short_duration(change.after_ns)} ({_between(change.after_interval_ns)}) "
-        f"instead of {short_duration(change.before_ns)} ({_between(change.before_interval_ns)})"
+        f"{change.subject} {verb} {short_duration(change.after_ns)}"
+        f" ({_between(change.after_interval_ns)}) instead of {short_duration(change.before_ns)}"
+        f" ({_between(change.before_interval_ns)})"
     )
 
 

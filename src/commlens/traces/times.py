@@ -1,8 +1,9 @@
 """The time of collectives: in all, waited for, overlapped, and the bandwidth achieved.
 
-A collective on a CPU's backend lasts from its issue to the end of the wait for it, and the issuing thread is blocked in the call and in the
-wait. In between, other work runs, or the thread is blocked in another collective. On an accelerator, the host's times say nothing about a
-collective: its time is the one that the backend or a profiler measured, else it is unknown.
+A collective on a CPU's backend lasts from its issue to the end of the wait for it, and the issuing
+thread is blocked in the call and in the wait. In between, other work runs, or the thread is blocked
+in another collective. On an accelerator, the host's times say nothing about a collective: its time
+is the one that the backend or a profiler measured, else it is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from commlens.traces.network import collective_seconds
 CPU_BACKENDS: Final = ("gloo", "mpi")
 MAX_SLOWEST: Final = 5
 MAX_BANDWIDTHS: Final = 8
-_OVERLAPS_FROM = 0.1  # a collective is called overlapped if other work ran for this part of its time
+# a collective is called overlapped if other work ran for this part of its time
+_OVERLAPS_FROM = 0.1
 
 
 class Time(NamedTuple):
@@ -34,21 +36,31 @@ class Time(NamedTuple):
 
     @property
     def unwatched(self) -> int:
-        """The part in which the rank did not wait for it. On a CPU the collective may have ended then, before the wait began."""
+        """The part in which the rank did not wait for it. On a CPU the collective may have ended
+        then, before the wait began.
+        """
         return max(0, self.total - self.waited) if self.waited is not None else 0
 
 
 def time_of(data: TraceData, event: TraceEvent) -> Time | None:
-    """Return the time of a collective; None if it is unknown, as in a preview, a summarised event or on an accelerator."""
+    """Return the time of a collective; None if it is unknown, as in a preview, a summarised event
+    or on an accelerator.
+    """
     if data.preview or event.count > 1:
         return None
     on_cpu = data.group_of(event).backend in CPU_BACKENDS
-    blocked = event.returned_ns - event.started_ns + max(0, event.wait_ended_ns - max(event.wait_began_ns, event.returned_ns))
+    blocked = (
+        event.returned_ns
+        - event.started_ns
+        + max(0, event.wait_ended_ns - max(event.wait_began_ns, event.returned_ns))
+    )
     if event.duration_ns:
         waited = None if event.overlapped_ns is None else event.duration_ns - event.overlapped_ns
         if not on_cpu or not event.wait_ended_ns:
             return Time(event.duration_ns, waited)
-        return Time(event.duration_ns, min(blocked, event.duration_ns if waited is None else waited))
+        return Time(
+            event.duration_ns, min(blocked, event.duration_ns if waited is None else waited)
+        )
     if not on_cpu or not event.returned_ns or (event.wait_began_ns and not event.wait_ended_ns):
         return None  # the last: the trace was saved while the rank waited
     if event.wait_ended_ns:
@@ -73,19 +85,27 @@ def _blocked(event: TraceEvent) -> list[Span]:
     return spans
 
 
-def _overlapped(known: Iterable[tuple[TraceEvent, Time]], blocked: Mapping[int, Sequence[Span]]) -> int:
-    """Return the part of the collectives' time in which other work ran: neither they nor others blocked the issuing thread."""
+def _overlapped(
+    known: Iterable[tuple[TraceEvent, Time]], blocked: Mapping[int, Sequence[Span]]
+) -> int:
+    """Return the part of the collectives' time in which other work ran: neither they nor others
+    blocked the issuing thread.
+    """
     total = 0
     for event, time in known:
         if time.waited is not None and event.duration_ns:
             total += time.unwatched if event.overlapped_ns is None else event.overlapped_ns
         elif time.waited is not None:
-            total += time.total - covered(blocked.get(event.thread, ()), event.started_ns, event.started_ns + time.total)
+            total += time.total - covered(
+                blocked.get(event.thread, ()), event.started_ns, event.started_ns + time.total
+            )
     return total
 
 
 def source_of(data: TraceData) -> str:
-    """Return where the times of a trace come from: ``record``, ``backend`` or ``profile``; empty if none is known."""
+    """Return where the times of a trace come from: ``record``, ``backend`` or ``profile``; empty if
+    none is known.
+    """
     if any(event.overlapped_ns is not None for event in data.events):
         return "profile"
     if any(event.duration_ns for event in data.events):
@@ -94,13 +114,17 @@ def source_of(data: TraceData) -> str:
 
 
 def times(data: TraceData, network: Network | None = None) -> Times | None:
-    """Return what is known about the time of a trace's collectives; None for a preview and without collectives."""
+    """Return what is known about the time of a trace's collectives; None for a preview and without
+    collectives.
+    """
     if data.preview or not data.events:
         return None
     known = [(event, time) for event in data.events if (time := time_of(data, event)) is not None]
     untimed = sum(event.count for event in data.events) - len(known)
     steps = step_times(data)
-    waits = [waited for _, waited in steps] if any(time.waited is not None for _, time in known) else []
+    waits = (
+        [waited for _, waited in steps] if any(time.waited is not None for _, time in known) else []
+    )
     found = Times(
         answer="",
         source=source_of(data),
@@ -117,7 +141,9 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         slowest=_slowest(data, known),
         bandwidth=_bandwidths(data, known, network),
     )
-    found.elsewhere_ns = max(0, found.time_ns - found.waited_ns - found.overlapped_ns - found.unsplit_ns)
+    found.elsewhere_ns = max(
+        0, found.time_ns - found.waited_ns - found.overlapped_ns - found.unsplit_ns
+    )
     found.answer = _answer(data, found)
     return found
 
@@ -125,12 +151,13 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
 def step_times(data: TraceData) -> list[tuple[int, int]]:
     """Return the time of each whole step and the part that the rank waited in collectives, in ns.
 
-    A step lasts from its first collective to the next step's first one. The setup before the first forward is left out, and so is the
-    first step where there are others: it sets up too.
+    A step lasts from its first collective to the next step's first one. The setup before the first
+    forward is left out, and so is the first step where there are others: it sets up too.
     """
     first = _first_moments(data)
     measured: dict[int, int] = {}
-    blocked: dict[int, list[Span]] = {}  # of all threads: those that wait at the same time count once
+    # of all threads: those that wait at the same time count once
+    blocked: dict[int, list[Span]] = {}
     for event in data.events:
         time = time_of(data, event)
         if time is None or time.waited is None or data.is_setup(event):
@@ -139,11 +166,19 @@ def step_times(data: TraceData) -> list[tuple[int, int]]:
             measured[event.step] = measured.get(event.step, 0) + time.waited
         else:
             blocked.setdefault(event.step, []).extend(_blocked(event))
-    return [(first[step + 1] - first[step], measured.get(step, 0) + length(union(blocked.get(step, ())))) for step in whole_steps(data)]
+    return [
+        (
+            first[step + 1] - first[step],
+            measured.get(step, 0) + length(union(blocked.get(step, ()))),
+        )
+        for step in whole_steps(data)
+    ]
 
 
 def whole_steps(data: TraceData) -> list[int]:
-    """Return the steps whose time is known: those that are followed by another one, without the first if there are others."""
+    """Return the steps whose time is known: those that are followed by another one, without the
+    first if there are others.
+    """
     first = _first_moments(data)
     whole = [step for step in sorted(first) if step + 1 in first]
     return whole[1:] if len(whole) > 1 else whole
@@ -173,23 +208,37 @@ def _answer(data: TraceData, found: Times) -> str:
     if found.step_ns:
         text += f". A step took {short_duration(found.step_ns)}"
         if found.step_spread_ns is not None and found.steps > 3:
-            text += f" ({short_duration(found.step_spread_ns[0])} to {short_duration(found.step_spread_ns[1])})"
+            text += (
+                f" ({short_duration(found.step_spread_ns[0])} to"
+                f" {short_duration(found.step_spread_ns[1])})"
+            )
         waited = found.waited_per_step_ns
         if waited is not None:
-            text += f", of which the rank waited {short_duration(waited)} ({waited / found.step_ns:.0%}) in collectives"
+            text += (
+                f", of which the rank waited {short_duration(waited)}"
+                f" ({waited / found.step_ns:.0%}) in collectives"
+            )
     return f"{text}."
 
 
 def _parts(found: Times) -> str:
     """Return how the time divides into waiting and other work. What is below 1 % is left out."""
     least = 0.01 * found.time_ns
-    text = f"; the rank waited for {short_duration(found.waited_ns)} of it ({found.waited_ns / max(1, found.time_ns):.0%})"
+    text = (
+        f"; the rank waited for {short_duration(found.waited_ns)} of it"
+        f" ({found.waited_ns / max(1, found.time_ns):.0%})"
+    )
     if found.elsewhere_ns < least and found.unsplit_ns < least:
-        return text + (", and other work ran during the rest" if found.overlapped_ns >= least else "")
+        return text + (
+            ", and other work ran during the rest" if found.overlapped_ns >= least else ""
+        )
     if found.overlapped_ns >= least:
         text += f", and other work ran during {short_duration(found.overlapped_ns)}"
     if found.elsewhere_ns >= least:
-        text += f". During {short_duration(found.elsewhere_ns)}, it waited for other collectives in flight"
+        text += (
+            f". During {short_duration(found.elsewhere_ns)}, it waited for other collectives in"
+            " flight"
+        )
     if found.unsplit_ns >= least:
         text += f". Of {short_duration(found.unsplit_ns)}, it is unknown whether the rank waited"
     return text
@@ -197,7 +246,10 @@ def _parts(found: Times) -> str:
 
 def _of(found: Times) -> str:
     if found.untimed:
-        return f"{number(found.timed)} of {count(found.timed + found.untimed, 'collective')}, whose time is known,"
+        return (
+            f"{number(found.timed)} of {count(found.timed + found.untimed, 'collective')}, whose"
+            " time is known,"
+        )
     return f"The {count(found.timed, 'collective')}" if found.timed > 1 else "The collective"
 
 
@@ -207,44 +259,75 @@ def _why_unknown(data: TraceData) -> str:
         if backends == ["fake"]:
             return "nothing was sent on the fake backend."
         return (
-            f"on {' and '.join(backends)} the host's times say nothing about it. Give --profile FILE, a trace of torch.profiler, or set "
-            "TORCH_NCCL_ENABLE_TIMING=1 for the job."
+            f"on {' and '.join(backends)} the host's times say nothing about it. Give --profile"
+            " FILE, a trace of torch.profiler, or set TORCH_NCCL_ENABLE_TIMING=1 for the job."
         )
-    return "no wait for them was seen." if any(event.returned_ns for event in data.events) else "the trace has no times."
+    return (
+        "no wait for them was seen."
+        if any(event.returned_ns for event in data.events)
+        else "the trace has no times."
+    )
 
 
 def _slowest(data: TraceData, known: Sequence[tuple[TraceEvent, Time]]) -> list[SlowCall]:
     slowest = sorted(known, key=lambda pair: -pair[1].total)[:MAX_SLOWEST]
-    return [SlowCall(_call(data, event), event.sequence, event.step, time.total, time.waited) for event, time in slowest]
+    return [
+        SlowCall(_call(data, event), event.sequence, event.step, time.total, time.waited)
+        for event, time in slowest
+    ]
 
 
 def _call(data: TraceData, event: TraceEvent) -> str:
     where = wording.source_words(event.source, event.through)
     carries = wording.payload(event)
-    text = f"{event.op} #{event.sequence} on {wording.label(data.group_of(event))}{f', {carries}' if carries else ''}"
+    text = (
+        f"{event.op} #{event.sequence} on"
+        f" {wording.label(data.group_of(event))}{f', {carries}' if carries else ''}"
+    )
     text += f": step {event.step}, {wording.place_of(event)}"
     return f"{text}, at {where}" if where else text
 
 
-def _bandwidths(data: TraceData, known: Iterable[tuple[TraceEvent, Time]], network: Network | None) -> list[Bandwidth]:
+def _bandwidths(
+    data: TraceData, known: Iterable[tuple[TraceEvent, Time]], network: Network | None
+) -> list[Bandwidth]:
     """Return the bandwidth of equal collectives, those that took the longest in all first."""
     alike: dict[tuple[str, int, int, int], list[tuple[TraceEvent, Time]]] = {}
     for event, time in known:
         if event.op not in BARRIERS and event.wire_bytes and time.total:
             data_bytes = max(event.input_bytes, event.output_bytes)
-            alike.setdefault((event.op, event.group, data_bytes, event.wire_bytes), []).append((event, time))
+            alike.setdefault((event.op, event.group, data_bytes, event.wire_bytes), []).append(
+                (event, time)
+            )
     ordered = sorted(alike.items(), key=lambda item: -sum(time.total for _, time in item[1]))
     rows = []
     for (op, group_index, data_bytes, wire_bytes), calls in ordered[:MAX_BANDWIDTHS]:
         group = data.groups[group_index]
         median = round(statistics.median(time.total for _, time in calls))
         measured = all(event.duration_ns for event, _ in calls)
-        overlapped = statistics.median(time.unwatched / time.total for _, time in calls) > _OVERLAPS_FROM
+        overlapped = (
+            statistics.median(time.unwatched / time.total for _, time in calls) > _OVERLAPS_FROM
+        )
         estimated = None
         if network is not None:
-            seconds = collective_seconds(op, group.ranks, wire_bytes, network, rank=data.rank, peer=calls[0][0].peer)
+            seconds = collective_seconds(
+                op, group.ranks, wire_bytes, network, rank=data.rank, peer=calls[0][0].peer
+            )
             estimated = round(seconds * 1e9)
         ranks, at_least = len(group.ranks), overlapped and not measured
         rates = data_bytes / median * 1e9, wire_bytes / median * 1e9
-        rows.append(Bandwidth(op, wording.label(group), ranks, data_bytes, wire_bytes, len(calls), median, *rates, at_least, estimated))
+        rows.append(
+            Bandwidth(
+                op,
+                wording.label(group),
+                ranks,
+                data_bytes,
+                wire_bytes,
+                len(calls),
+                median,
+                *rates,
+                at_least,
+                estimated,
+            )
+        )
     return rows

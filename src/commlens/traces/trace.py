@@ -26,7 +26,8 @@ OfBytes = Literal["wire", "input", "output"]
 class Trace:
     """The collectives that one rank issued.
 
-    Created by ``with commlens.trace() as trace:``, read with ``Trace.load("x.json")``, narrowed with :meth:`filter`.
+    Created by ``with commlens.trace() as trace:``, read with ``Trace.load("x.json")``, narrowed
+    with :meth:`filter`.
 
     Args:
         data: the content of a trace file.
@@ -53,7 +54,9 @@ class Trace:
 
     @property
     def coverage(self) -> Coverage:
-        """The self-check: how many collectives were dispatched, recorded, and could not be classified."""
+        """The self-check: how many collectives were dispatched, recorded, and could not be
+        classified.
+        """
         return self.data.coverage
 
     @property
@@ -73,10 +76,10 @@ class Trace:
         """Return the events with the given values, as a trace.
 
         ``trace.filter(phase="backward", mesh_dim="tp", module="layers.0")``. Takes every field of
-        :data:`commlens.traces.fields.FIELDS`. A list matches any of its values; a callable receives the field's value
-        (``wire_bytes=lambda size: size > 1e6``). ``module`` takes a path with or without the root's class name and includes
-        children; ``*`` matches one part of the path. ``step`` takes ``"2:4"`` or a range. Tensor ops are filtered only by phase
-        and module.
+        :data:`commlens.traces.fields.FIELDS`. A list matches any of its values; a callable receives
+        the field's value (``wire_bytes=lambda size: size > 1e6``). ``module`` takes a path with or
+        without the root's class name and includes children; ``*`` matches one part of the path.
+        ``step`` takes ``"2:4"`` or a range. Tensor ops are filtered only by phase and module.
 
         Raises:
             SelectionError: unknown field or phase.
@@ -90,9 +93,18 @@ class Trace:
         if "module" in wanted:
             paths = fields.values_in(data, "module", wanted["module"])
             ops = [
-                op for op in ops if any(fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path for path in paths)
+                op
+                for op in ops
+                if any(
+                    fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path
+                    for path in paths
+                )
             ]
-        part = Trace(msgspec.structs.replace(data, events=kept, ops=ops, coverage=_coverage_of_part(data, kept, wanted)))
+        part = Trace(
+            msgspec.structs.replace(
+                data, events=kept, ops=ops, coverage=_coverage_of_part(data, kept, wanted)
+            )
+        )
         part._unfiltered = self.calls if self._unfiltered is None else self._unfiltered
         return part
 
@@ -131,18 +143,26 @@ class Trace:
         return totals
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one flat dict per event, ready for ``pandas.DataFrame(rows)`` or ``csv.DictWriter``."""
+        """Return one flat dict per event, ready for ``pandas.DataFrame(rows)`` or
+        ``csv.DictWriter``.
+        """
         return rows(self.data)
 
     def whys(self) -> list[str]:
-        """Return the reason of each event, in order: the parameters that it carries, the redistribution that it does."""
+        """Return the reason of each event, in order: the parameters that it carries, the
+        redistribution that it does.
+        """
         return [summarise.why(event) for event in self.events]
 
     def to_summary(self, *, network: Network | str | None = None) -> Summary:
         """Return the content of :meth:`summary` as data."""
         from commlens.traces.network import preset
 
-        return summarise.summarise(self.data, unfiltered=self._unfiltered, network=preset(network) if isinstance(network, str) else network)
+        return summarise.summarise(
+            self.data,
+            unfiltered=self._unfiltered,
+            network=preset(network) if isinstance(network, str) else network,
+        )
 
     def summary(
         self,
@@ -152,13 +172,15 @@ class Trace:
         colour: bool | None = None,
         network: Network | str | None = None,
     ) -> None:
-        """Print calls, bytes and times by mesh dimension, phase, op and module, the costliest reasons and the slowest calls.
+        """Print calls, bytes and times by mesh dimension, phase, op and module, the costliest
+        reasons and the slowest calls.
 
         Args:
             file: standard output by default.
             width: columns; the terminal's by default.
             colour: use colour; by default only on a terminal that supports it.
-            network: a network, or a preset's name, to estimate times for: beside the measured ones, or as a table if there are none.
+            network: a network, or a preset's name, to estimate times for: beside the measured ones,
+                or as a table if there are none.
         """
         from commlens.reports.network_terminal import print_estimate
         from commlens.reports.trace_terminal import print_summary
@@ -173,8 +195,11 @@ class Trace:
 
         return summary_html(self.to_summary())
 
-    def write_html(self, path: str | os.PathLike[str], *, network: Network | str | None = None) -> None:
-        """Write the page of ``commlens view -o``: one HTML file that works offline. An existing file is replaced.
+    def write_html(
+        self, path: str | os.PathLike[str], *, network: Network | str | None = None
+    ) -> None:
+        """Write the page of ``commlens view -o``: one HTML file that works offline. An existing
+        file is replaced.
 
         Args:
             path: the file.
@@ -200,7 +225,8 @@ class Trace:
         return Framed(_page(self.data, "trace", network), height)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save as JSON, schema ``commlens.trace/1``; compressed if the name ends with ``.gz``. An existing file is replaced.
+        """Save as JSON, schema ``commlens.trace/1``; compressed if the name ends with ``.gz``. An
+        existing file is replaced.
 
         Raises:
             OutputError: the file could not be written.
@@ -242,13 +268,22 @@ def _coverage_of_part(data: TraceData, kept: list[TraceEvent], wanted: dict[str,
     blind = [text for text in data.coverage.blind if not text.startswith(_FILTERED_BY)]
     if filters:
         number = sum(event.count for event in kept)
-        blind.append(f"{_FILTERED_BY}{filters}: {number} of {sum(event.count for event in data.events)} collectives.")
+        blind.append(
+            f"{_FILTERED_BY}{filters}: {number} of {sum(event.count for event in data.events)}"
+            " collectives."
+        )
     if "step" in wanted:
         shown = {id(event) for event in kept}
-        several_steps = (event for event in data.events if event.last_step is not None and event.last_step != event.step)
+        several_steps = (
+            event
+            for event in data.events
+            if event.last_step is not None and event.last_step != event.step
+        )
         left_out = sum(event.count for event in several_steps if id(event) not in shown)
         if left_out:
-            blind.append(f"{left_out} summarised collectives cannot be assigned to a step and are left out.")
+            blind.append(
+                f"{left_out} summarised collectives cannot be assigned to a step and are left out."
+            )
     return msgspec.structs.replace(data.coverage, blind=blind)
 
 

@@ -1,4 +1,6 @@
-"""Phrases for the terms of a trace: groups, places, causes, source lines and folded module paths."""
+"""Phrases for the terms of a trace: groups, places, causes, source lines and folded module
+paths.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from commlens.text import format_ranks, group_label, size
 
 
 def label(group: ProcessGroup) -> str:
-    """Return the group's short name: its mesh dimension, else its description, else torch's name."""
+    """Return the group's short name: its mesh dimension, else its description, else torch's
+    name.
+    """
     return group_label(group, "default")
 
 
@@ -37,12 +41,18 @@ def place(phase: Phase | None, site: str | None) -> str:
 
 
 def place_of(event: TraceEvent) -> str:
-    """Return the place of one collective, with its microbatch: ``"forward of Stage (microbatch 2)"``."""
-    return place(event.phase, event.site) + ("" if event.microbatch is None else f" (microbatch {event.microbatch})")
+    """Return the place of one collective, with its microbatch: ``"forward of Stage (microbatch
+    2)"``.
+    """
+    return place(event.phase, event.site) + (
+        "" if event.microbatch is None else f" (microbatch {event.microbatch})"
+    )
 
 
 def within(phase: Phase | None, site: str | None) -> str:
-    """Return the place with its preposition: ``"in forward of MLP.net2"``, ``"outside all modules"``."""
+    """Return the place with its preposition: ``"in forward of MLP.net2"``, ``"outside all
+    modules"``.
+    """
     text = place(phase, site)
     return text if phase is Phase.OUTSIDE else f"in {text}"
 
@@ -52,7 +62,9 @@ _MASK = re.compile(r"_?MaskPartial\((?:[^()]|\([^()]*\))*\)")
 
 
 def placements(text: str) -> str:
-    """Shorten ``"(Shard(dim=0),)"`` to ``"Shard(0)"``; placements on several mesh dimensions keep their brackets."""
+    """Shorten ``"(Shard(dim=0),)"`` to ``"Shard(0)"``; placements on several mesh dimensions keep
+    their brackets.
+    """
     text = _MASK.sub("MaskPartial", text).replace("dim=", "").strip()
     if text.startswith("(") and text.endswith(",)"):
         return text[1:-2]
@@ -89,7 +101,9 @@ def payload(event: TraceEvent) -> str:
 
 
 def pattern(path: str) -> str:
-    """Replace each numeric part of a path by ``#``. Paths with the same pattern are folded into one row."""
+    """Replace each numeric part of a path by ``#``. Paths with the same pattern are folded into one
+    row.
+    """
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -106,15 +120,26 @@ def fold(paths: Iterable[str]) -> str:
         return ""
     columns = zip(*split, strict=True)
     return ".".join(
-        column[0] if len(set(column)) == 1 else format_ranks(int(part) for part in column).replace(",", "+") for column in columns
+        (
+            column[0]
+            if len(set(column)) == 1
+            else format_ranks(int(part) for part in column).replace(",", "+")
+        )
+        for column in columns
     )
 
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key that puts ``layers.2`` before ``layers.10``."""
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", text) if part)
+    return tuple(
+        (0, int(part)) if part.isdecimal() else (1, part)
+        for part in re.split(r"(\d+)", text)
+        if part
+    )
 
 
 def some_of(values: Sequence[str], most: int) -> str:
-    """Return the end of a sentence: all of the values with a full stop, or the first ones with an ellipsis."""
+    """Return the end of a sentence: all of the values with a full stop, or the first ones with an
+    ellipsis.
+    """
     return f"{', '.join(values)}." if len(values) <= most else f"{', '.join(values[:most])}, ..."

@@ -1,1 +1,3 @@
-"""Tracing inside the training process: which collectives a model issues, when, why, and how many bytes."""
+"""Tracing inside the training process: which collectives a model issues, when, why, and how many
+bytes.
+"""

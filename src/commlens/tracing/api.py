@@ -17,16 +17,20 @@ def trace(
     steps: str | range | tuple[int, int | None] | None = None,
     whole_steps: int | None = None,
 ) -> LiveTrace:
-    """Trace the collectives of a block of code: ``with commlens.trace() as trace: ...``, then ``trace.summary()``.
+    """Trace the collectives of a block of code: ``with commlens.trace() as trace: ...``, then
+    ``trace.summary()``.
 
     Args:
-        depth: ``"collectives"`` costs almost nothing and leaves torch.compile alone; ``"ops"`` also records tensor ops, with a
-            dispatch mode.
-        steps: trace only these optimizer steps, counted from 0: ``"2:4"``, ``range(2, 4)``. None traces all.
-        whole_steps: the number of steps kept event by event (default 10). Later steps are summarised to bound memory.
+        depth: ``"collectives"`` costs almost nothing and leaves torch.compile alone; ``"ops"`` also
+            records tensor ops, with a dispatch mode.
+        steps: trace only these optimizer steps, counted from 0: ``"2:4"``, ``range(2, 4)``. None
+            traces all.
+        whole_steps: the number of steps kept event by event (default 10). Later steps are
+            summarised to bound memory.
 
     Returns:
-        A context manager that is also a :class:`commlens.Trace`, readable during and after the block.
+        A context manager that is also a :class:`commlens.Trace`, readable during and after the
+        block.
 
     Raises:
         MissingDependency: torch is not installed.

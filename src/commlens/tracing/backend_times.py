@@ -1,7 +1,9 @@
-"""The durations that torch's Flight Recorder measured on an accelerator, which it does under TORCH_NCCL_ENABLE_TIMING=1.
+"""The durations that torch's Flight Recorder measured on an accelerator, which it does under
+TORCH_NCCL_ENABLE_TIMING=1.
 
-Its entries hold no sequence number of ours. An entry was created while our collective was being issued, so their moments tell which
-belong together. Tried on torch 2.13.0 with gloo, whose entries have moments but no durations; on NCCL by the format only.
+Its entries hold no sequence number of ours. An entry was created while our collective was being
+issued, so their moments tell which belong together. Tried on torch 2.13.0 with gloo, whose entries
+have moments but no durations; on NCCL by the format only.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ def entries() -> list[dict[str, Any]]:
     return [entry for entries in found if isinstance(entries, list) for entry in entries]
 
 
-def add_durations(events: Iterable[TraceEvent], recorded: Sequence[dict[str, Any]], started_unix_ns: int) -> None:
+def add_durations(
+    events: Iterable[TraceEvent], recorded: Sequence[dict[str, Any]], started_unix_ns: int
+) -> None:
     """Set the duration of the events during whose issue an entry with a duration was created."""
     timed = sorted(
         (entry["time_created_ns"], entry["duration_ms"])
         for entry in recorded
-        if isinstance(entry.get("duration_ms"), (int, float)) and isinstance(entry.get("time_created_ns"), int)
+        if isinstance(entry.get("duration_ms"), (int, float))
+        and isinstance(entry.get("time_created_ns"), int)
     )
     moments = [moment for moment, _ in timed]
     for event in events:

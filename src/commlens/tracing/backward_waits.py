@@ -1,11 +1,13 @@
 """The wait for DDP's collectives, which its reducer does in C++ at the end of backward.
 
-The engine runs final callbacks in the order in which they were queued. Ours is queued with the first bucket and the reducer's with the
-last one, so ours runs just before the reducer waits; there it queues another one, which runs just after. The reducer waits for all buckets
-in one go, so the wait is recorded for the last one, and the others end with it.
+The engine runs final callbacks in the order in which they were queued. Ours is queued with the
+first bucket and the reducer's with the last one, so ours runs just before the reducer waits; there
+it queues another one, which runs just after. The reducer waits for all buckets in one go, so the
+wait is recorded for the last one, and the others end with it.
 
-Callbacks run at the end of the innermost pass: reentrant checkpointing nests passes, and buckets of several of them end together. A nested
-pass in which the reducer does not wait records a wait that the pass in which it does replaces.
+Callbacks run at the end of the innermost pass: reentrant checkpointing nests passes, and buckets of
+several of them end together. A nested pass in which the reducer does not wait records a wait that
+the pass in which it does replaces.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -27,18 +29,23 @@ class BackwardWaits:
     """The collectives that the reducers of this process will wait for."""
 
     def __init__(self) -> None:
-        self._issued: dict[int, list[RawEvent]] = {}  # by outermost pass: few, since each is removed when it ends
-        self._queued: set[int] = set()  # the passes, nested ones too, in which our callback is queued
+        # by outermost pass: few, since each is removed when it ends
+        self._issued: dict[int, list[RawEvent]] = {}
+        # the passes, nested ones too, in which our callback is queued
+        self._queued: set[int] = set()
 
     def issued(self, event: RawEvent, outermost: int) -> None:
-        """Note a collective that a reducer has issued, from inside backward, and the pass that no other one contains."""
+        """Note a collective that a reducer has issued, from inside backward, and the pass that no
+        other one contains.
+        """
         task = current_pass()
         if task < 0:
             return
         events = self._issued.get(outermost)
         if events is None:
             if len(self._issued) > 8:
-                self._issued.clear()  # left by backwards that raised, or with all buckets in nested passes
+                # left by backwards that raised, or with all buckets in nested passes
+                self._issued.clear()
                 self._queued.clear()
             events = self._issued[outermost] = []
         events.append(event)

@@ -1,7 +1,8 @@
-"""Collectives on fake tensors, in programs that run under torch's FakeTensorMode. They reach no backend, so the tap does not see them.
+"""Collectives on fake tensors, in programs that run under torch's FakeTensorMode. They reach no
+backend, so the tap does not see them.
 
-``FakeTensorMode.dispatch`` is wrapped while a tracer runs. A compiler's own work on fake tensors is not the program's, and is left out.
-Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+``FakeTensorMode.dispatch`` is wrapped while a tracer runs. A compiler's own work on fake tensors is
+not the program's, and is left out. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -69,7 +70,13 @@ def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
         if "group_name" not in names:
             return result
         name = func._schema.name.partition("::")[2]
-        describing = functools.partial(_of_functional, name, dict(zip(names, args, strict=False)) | (kwargs or {}), args, result)
+        describing = functools.partial(
+            _of_functional,
+            name,
+            dict(zip(names, args, strict=False)) | (kwargs or {}),
+            args,
+            result,
+        )
         scope.packet = public_packet(func._overloadpacket)
     try:
         for note in _notes:
@@ -86,16 +93,30 @@ def _specs() -> dict[Any, tap.OpSpec]:
 
 def _of_c10d(spec: tap.OpSpec, arguments: Any, groups: Any) -> tuple[InternedArgs, Any]:
     group = groups.find(tap.unbox_group(arguments[spec.process_group]))
-    return describe(spec, arguments, group), arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
+    return describe(spec, arguments, group), (
+        arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
+    )
 
 
-def _of_functional(name: str, given: dict[str, Any], arguments: Any, result: Any, groups: Any) -> tuple[InternedArgs, Any]:
+def _of_functional(
+    name: str, given: dict[str, Any], arguments: Any, result: Any, groups: Any
+) -> tuple[InternedArgs, Any]:
     group = groups.find(c10d._resolve_process_group(given["group_name"]))
     inputs, device = describe_tensors(arguments[0])
     outputs, _ = describe_tensors(result)
     root, reduce_op = given.get("src"), given.get("reduce_op")
     content = {
-        "k": "asked", "op": api_wire_op(name), "dop": name, "in": inputs, "out": outputs, "rop": None,
-        "root": None if root is None else group.global_rank(int(root)), "is": [], "os": [], "async": True,
-    }  # fmt: skip
-    return InternedArgs(content, group.channel(device)), None if reduce_op is None else str(reduce_op).upper()
+        "k": "asked",
+        "op": api_wire_op(name),
+        "dop": name,
+        "in": inputs,
+        "out": outputs,
+        "rop": None,
+        "root": None if root is None else group.global_rank(int(root)),
+        "is": [],
+        "os": [],
+        "async": True,
+    }
+    return InternedArgs(content, group.channel(device)), (
+        None if reduce_op is None else str(reduce_op).upper()
+    )

@@ -1,7 +1,8 @@
-"""Depth ``ops``: a dispatch mode that records every tensor op with its module and phase, and the placements of DTensor ops.
+"""Depth ``ops``: a dispatch mode that records every tensor op with its module and phase, and the
+placements of DTensor ops.
 
-Only a dispatch mode sees tensor ops. The hot path keeps references to small shared objects (an op, a DTensor's spec); everything else
-is computed when the ops are read. No tensor is kept alive.
+Only a dispatch mode sees tensor ops. The hot path keeps references to small shared objects (an op,
+a DTensor's spec); everything else is computed when the ops are read. No tensor is kept alive.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -22,16 +23,32 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.attribution.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node, current_pass
+from commlens.tracing.attribution.module_calls import (
+    FIRST_ACCUMULATION,
+    ModuleCall,
+    ModuleRow,
+    current_node,
+    current_pass,
+)
 from commlens.tracing.attribution.modules import ModuleTracker
-from commlens.tracing.attribution.op_names import FUNCTIONAL, functional_scope, public_packet, split_name
+from commlens.tracing.attribution.op_names import (
+    FUNCTIONAL,
+    functional_scope,
+    public_packet,
+    split_name,
+)
 from commlens.tracing.attribution.recomputations import follow_recomputations, recomputes
 from commlens.tracing.patches import Patches
 from commlens.tracing.raw_event import RawEvent
 
 _SETTLE_AT = 50_000  # ten thousand ops
 _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
-_BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
+_BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = (
+    Phase.BACKWARD,
+    Phase.RECOMPUTATION,
+    Phase.OPTIMIZER,
+    Phase.OUTSIDE,
+)
 _Tensor = torch.Tensor
 _NOWHERE = -2
 _SPECS_LIMIT = 1_000
@@ -72,7 +89,11 @@ class _Op:
         self.is_tensor_op = namespace != "prim"  # such as a fake tensor's look-up of its device
         self.communicates = bool(names & {"group_name", "process_group"})
         # Collectives issued inside count under this packet.
-        self.packet = public_packet(op._overloadpacket) if self.communicates and namespace in (*FUNCTIONAL, "_dtensor") else None
+        self.packet = (
+            public_packet(op._overloadpacket)
+            if self.communicates and namespace in (*FUNCTIONAL, "_dtensor")
+            else None
+        )
 
 
 _known: dict[int, _Op] = {}
@@ -86,8 +107,10 @@ class _Here:
     def __init__(self) -> None:
         self.issued = 0  # collectives that the tap has reported
         self.optimizers = 0  # running optimizer steps
-        self.optimizing_in = -1  # the backward pass inside which the innermost of them began; -1 outside of any
-        self.recomputing: list[tuple[int, int]] = []  # the nodes that recompute a forward, and their backward passes: innermost last
+        # the backward pass inside which the innermost of them began; -1 outside of any
+        self.optimizing_in = -1
+        # the nodes that recompute a forward, and their backward passes: innermost last
+        self.recomputing: list[tuple[int, int]] = []
         self.call: ModuleCall | None = None
         self.number = _NOWHERE
         self.place: Any = None
@@ -95,7 +118,8 @@ class _Here:
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.here = _Here()  # one object, since looking up each attribute of a thread-local one is slow
+        # one object, since looking up each attribute of a thread-local one is slow
+        self.here = _Here()
 
 
 def _leave_to_eager(code: Any) -> bool:
@@ -134,28 +158,42 @@ _SKIPPED = _leave_to_eager(_dispatch.__code__)
 
 
 class OpsMode(TorchDispatchMode):  # type: ignore[misc]
-    """Records ops while it is entered. It may be entered again after it was left, but not nested."""
+    """Records ops while it is entered. It may be entered again after it was left, but not
+    nested.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, modules: ModuleTracker, on_collective: list[Callable[[RawEvent], None]], *, shapes: bool = True) -> None:
-        """Create a mode for a tracer with these modules and listeners. ``shapes``: keep the shapes of plain tensors too."""
+    def __init__(
+        self,
+        modules: ModuleTracker,
+        on_collective: list[Callable[[RawEvent], None]],
+        *,
+        shapes: bool = True,
+    ) -> None:
+        """Create a mode for a tracer with these modules and listeners. ``shapes``: keep the shapes
+        of plain tensors too.
+        """
         super().__init__()
         self.on_unissued: list[Callable[[Any, Phase | None, str | None], None]] = []
-        """Called with packet, phase and path for communicating ops that issued nothing: on fake tensors, or on a backend that
-        bypasses the dispatcher."""
+        """Called with packet, phase and path for communicating ops that issued nothing: on fake
+        tensors, or on a backend that bypasses the dispatcher.
+        """
         self.rows: dict[str, ModuleRow] = {}
-        """Modules seen in backward, by path. Their forward may have run before the tracer started."""
+        """Modules seen in backward, by path. Their forward may have run before the tracer started.
+        """
         self._backward_places: dict[ModuleRow, tuple[Phase, str]] = {}
         self._modules = modules
         self._on_collective = on_collective
         self._shapes = shapes
-        self._fresh: list[Any] = []  # five items per op: an object per op would keep the garbage collector busy
+        # five items per op: an object per op would keep the garbage collector busy
+        self._fresh: list[Any] = []
         self._settled: list[OpRecord] = []
         self._after = array("q")  # per record, the sequence number of the last collective before it
         self._records: dict[Any, OpRecord] = {}
         self._layouts: dict[Any, Layout] = {}
-        self._layouts_of_specs: dict[tuple[int, ...], tuple[Layout, Any]] = {}  # by ids, with the specs, which stay alive so
+        # by ids, with the specs, which stay alive so
+        self._layouts_of_specs: dict[tuple[int, ...], tuple[Layout, Any]] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
         self._sequence = 0
         self._thread = _ThreadState()
@@ -178,7 +216,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def __enter__(self) -> OpsMode:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         self._thread = _ThreadState()
         self._on_collective.append(self._issued)
@@ -225,7 +266,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
                 before_sequence=after + 1,
                 phase=record.phase,
                 site=record.site,
-                input_shapes=tuple(tuple(shape) for shape in (layout.shapes if layout else record.shapes)),
+                input_shapes=tuple(
+                    tuple(shape) for shape in (layout.shapes if layout else record.shapes)
+                ),
                 input_placements=_printed(layout, placements) if layout else (),
                 mesh=layout.mesh if layout else None,
             )
@@ -261,7 +304,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     # --- where an op runs
 
     def _place(self) -> Any:
-        """Return where this thread is: a module call, a phase, or phase and path. ``_phase_and_path`` reads all three."""
+        """Return where this thread is: a module call, a phase, or phase and path.
+        ``_phase_and_path`` reads all three.
+        """
         stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
         if node is None:
@@ -270,7 +315,8 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             return _OPTIMIZER
         number = node._sequence_nr()
         recomputing = bool(here.recomputing) and here.recomputing[-1] == (number, current_pass())
-        if recomputing or torch.is_grad_enabled():  # the latter also in a double backward, and in a recomputation that torch does not run
+        # the latter also in a double backward, and in a recomputation that torch does not run
+        if recomputing or torch.is_grad_enabled():
             here.number = _NOWHERE
             return self._place_while_recording(node, number, call, recomputing=recomputing)
         if number == here.number and call is here.call:
@@ -289,7 +335,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         here.place = place
         return place
 
-    def _place_while_recording(self, node: Any, number: int, call: ModuleCall | None, *, recomputing: bool) -> Any:
+    def _place_while_recording(
+        self, node: Any, number: int, call: ModuleCall | None, *, recomputing: bool
+    ) -> Any:
         phase, located = self._modules.locate_node(number, call)
         if phase is _BACKWARD and number < FIRST_ACCUMULATION and (recomputing or _in_checkpoint()):
             phase = _RECOMPUTATION
@@ -319,10 +367,13 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         with self._lock:
             count = len(self._fresh)  # another thread may append meanwhile
             items = iter(self._fresh[:count])
-            for op, place, specs, shapes, after in zip(items, items, items, items, items, strict=True):
+            for op, place, specs, shapes, after in zip(
+                items, items, items, items, items, strict=True
+            ):
                 phase, path = _phase_and_path(place)
                 layout = self._layout_of(specs) if specs is not None else None
-                key = (id(op), id(phase), path, id(layout), shapes)  # enums and ops are slow to hash; the record keeps them alive
+                # enums and ops are slow to hash; the record keeps them alive
+                key = (id(op), id(phase), path, id(layout), shapes)
                 record = self._records.get(key)
                 if record is None:
                     record = self._records[key] = OpRecord(op, phase, path, layout, shapes)
@@ -331,7 +382,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             del self._fresh[:count]
 
     def _layout_of(self, specs: tuple[Any, ...]) -> Layout:
-        """Return the layout of an op's DTensors, which mostly share their specs with earlier ones."""
+        """Return the layout of an op's DTensors, which mostly share their specs with earlier
+        ones.
+        """
         key = tuple([id(spec) for spec in specs])
         known = self._layouts_of_specs.get(key)
         if known is None:
@@ -346,10 +399,14 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         mesh = specs[-1].mesh if specs else None
         key = (shapes, placements, id(mesh))
         layout = self._layouts.get(key)
-        if layout is None or (mesh is not None and self._meshes.get(id(mesh), (None,))[0] is not mesh):
+        if layout is None or (
+            mesh is not None and self._meshes.get(id(mesh), (None,))[0] is not mesh
+        ):
             if mesh is not None:
                 self._meshes[id(mesh)] = (mesh, str(mesh))
-            layout = self._layouts[key] = Layout(shapes, placements, str(mesh) if mesh is not None else "")
+            layout = self._layouts[key] = Layout(
+                shapes, placements, str(mesh) if mesh is not None else ""
+            )
         return layout
 
 
@@ -382,7 +439,9 @@ def _is_fake(result: Any) -> bool:
 
 
 def _in_propagation() -> bool:
-    """Check whether DTensor is running an op on fake tensors to learn its result's shape. It does so once per new op."""
+    """Check whether DTensor is running an op on fake tensors to learn its result's shape. It does
+    so once per new op.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_PROPAGATION):

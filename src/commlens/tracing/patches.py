@@ -16,7 +16,8 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
-        self._aliased: dict[int, tuple[Any, Any]] = {}  # by id of a module's attribute: its former value and its value
+        # by id of a module's attribute: its former value and its value
+        self._aliased: dict[int, tuple[Any, Any]] = {}
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute, or add it."""
@@ -24,7 +25,9 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        """Make calls of a function or method, if it exists, call ``instead(original, *arguments)``."""
+        """Make calls of a function or method, if it exists, call ``instead(original,
+        *arguments)``.
+        """
         found = owner.__dict__.get(name)
         if found is None:
             return
@@ -34,7 +37,9 @@ class Patches:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return instead(original, *args, **kwargs)
 
-        self.replace(owner, name, staticmethod(wrapper) if isinstance(found, staticmethod) else wrapper)
+        self.replace(
+            owner, name, staticmethod(wrapper) if isinstance(found, staticmethod) else wrapper
+        )
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute that other modules may have under names of their own."""
@@ -44,7 +49,9 @@ class Patches:
             self._aliased[id(original)] = original, value
 
     def replace_aliases(self) -> None:
-        """Replace what was wrapped or replaced so far under every name that any module has for them."""
+        """Replace what was wrapped or replaced so far under every name that any module has for
+        them.
+        """
         aliased, self._aliased = self._aliased, {}
         for module in list(sys.modules.values()):
             if type(module) is not types.ModuleType:
@@ -65,6 +72,8 @@ class Patches:
 
 
 def called_by_torch(package: str = "torch") -> bool:
-    """Check whether torch called a wrapped function, from the code that runs instead of it. The user's code gets other answers."""
+    """Check whether torch called a wrapped function, from the code that runs instead of it. The
+    user's code gets other answers.
+    """
     name = str(sys._getframe(3).f_globals.get("__name__", ""))
     return name == package or name.startswith(package + ".")

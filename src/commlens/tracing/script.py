@@ -43,7 +43,8 @@ class TracedProcess:
         self._pid = os.getpid()
         self._rank: int | None = None
         self._world_size = 1
-        self._snapshot: tuple[int, TraceData] | None = None  # at destroy_process_group: number of collectives and trace
+        # at destroy_process_group: number of collectives and trace
+        self._snapshot: tuple[int, TraceData] | None = None
         self._patches = Patches()
         self._saving = threading.Lock()
         self._finishing = False  # the main thread is about to save
@@ -99,7 +100,9 @@ class TracedProcess:
             return trace
 
     def _data(self) -> TraceData:
-        """Return the current trace, or that of the last destroy_process_group if no collective was issued since."""
+        """Return the current trace, or that of the last destroy_process_group if no collective was
+        issued since.
+        """
         self._note_rank()
         if self._snapshot is not None and self._snapshot[0] == self.live.tracer.dispatched:
             data = self._snapshot[1]
@@ -135,11 +138,16 @@ class TracedProcess:
     # --- SIGTERM, with which torchrun ends the other workers after a death
 
     def _save_on_sigterm(self) -> None:
-        """Save the trace on SIGTERM, then die of it. A handler of the program, earlier or later, takes precedence.
+        """Save the trace on SIGTERM, then die of it. A handler of the program, earlier or later,
+        takes precedence.
 
-        A thread saves, woken through the wake-up descriptor, because the main thread may be stuck in a collective forever.
+        A thread saves, woken through the wake-up descriptor, because the main thread may be stuck
+        in a collective forever.
         """
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
             return
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reading, True)
@@ -150,7 +158,9 @@ class TracedProcess:
             os.close(writing)
             return
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        threading.Thread(target=self._await_sigterm, args=(reading,), name="commlens-trace", daemon=True).start()
+        threading.Thread(
+            target=self._await_sigterm, args=(reading,), name="commlens-trace", daemon=True
+        ).start()
 
     def _await_sigterm(self, reading: int) -> None:
         while data := os.read(reading, 64):
@@ -158,7 +168,9 @@ class TracedProcess:
                 self._die()
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        """Wait in the main thread until the other thread ends the process. A forked child has no such thread."""
+        """Wait in the main thread until the other thread ends the process. A forked child has no
+        such thread.
+        """
         if os.getpid() != self._pid:
             _die_of_sigterm()
         if self._finishing and self.saved is None:
@@ -175,11 +187,15 @@ class TracedProcess:
         _die_of_sigterm()
 
     def _fail(self, problem: str, error: Exception) -> None:
-        log.warning("commlens: process %d %s: %s: %s", self._pid, problem, type(error).__name__, error)
+        log.warning(
+            "commlens: process %d %s: %s: %s", self._pid, problem, type(error).__name__, error
+        )
 
 
 def _die_of_sigterm() -> None:
-    """Die as if SIGTERM had no handler. Python allows resetting it only in the main thread; libc allows it in any."""
+    """Die as if SIGTERM had no handler. Python allows resetting it only in the main thread; libc
+    allows it in any.
+    """
     sys.stdout.flush()
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)

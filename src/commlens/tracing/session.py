@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class LiveTrace(Trace):
-    """A running trace: a context manager that is a :class:`commlens.Trace` of everything traced so far.
+    """A running trace: a context manager that is a :class:`commlens.Trace` of everything traced so
+    far.
 
     Entering it again continues the trace. Several may be open at once.
     """
@@ -28,7 +29,9 @@ class LiveTrace(Trace):
         whole_steps: int | None = None,
         preview: bool = False,
     ) -> None:
-        self.tracer = Tracer(Depth(depth), steps=_parse_steps(steps), whole_steps=whole_steps, preview=preview)
+        self.tracer = Tracer(
+            Depth(depth), steps=_parse_steps(steps), whole_steps=whole_steps, preview=preview
+        )
         self._open = 0
         self._finished: TraceData | None = None
         super().__init__(TraceData())
@@ -64,12 +67,20 @@ class LiveTrace(Trace):
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.stop()
 
 
-def _parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[int, int | None] | None:
-    """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all from 2 on.
+def _parse_steps(
+    steps: str | range | tuple[int, int | None] | None,
+) -> tuple[int, int | None] | None:
+    """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all
+    from 2 on.
 
     A single number is that one step. None means all steps.
     """
@@ -88,4 +99,7 @@ def _parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[in
         else:
             if start >= 0 and (stop is None or stop > start):
                 return start, stop
-    raise CommandError(f"{steps!r} is not a range of steps: give FIRST:LAST counted from 0, for example 2:4 for steps 2 and 3.")
+    raise CommandError(
+        f"{steps!r} is not a range of steps: give FIRST:LAST counted from 0, for example 2:4 for"
+        " steps 2 and 3."
+    )

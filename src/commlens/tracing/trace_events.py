@@ -78,14 +78,23 @@ class TraceEvents:
             index = self._indices[group, device] = len(self.groups)
             self.on_accelerator = self.on_accelerator or device not in ("cpu", "meta")
             self.groups.append(
-                ProcessGroup(group.name, group.ranks, group.description, group.backend(device), group.mesh_dim, group.incarnation)
+                ProcessGroup(
+                    group.name,
+                    group.ranks,
+                    group.description,
+                    group.backend(device),
+                    group.mesh_dim,
+                    group.incarnation,
+                )
             )
         return index
 
 
 def reduce_op_text(reduce_op: Any) -> str | None:
     """Return a reduce op's name; a name or None is returned as it is."""
-    return reduce_op if reduce_op is None or isinstance(reduce_op, str) else reduce_op_name(reduce_op)
+    return (
+        reduce_op if reduce_op is None or isinstance(reduce_op, str) else reduce_op_name(reduce_op)
+    )
 
 
 def _api(raw: RawEvent) -> str:
@@ -99,7 +108,9 @@ def _api(raw: RawEvent) -> str:
 
 
 def _sizes(op: str, inputs: list[Any], outputs: list[Any]) -> tuple[int, int]:
-    """Return the input and output bytes of a call. Ops in place have one list of tensors for both; a barrier's tensor is no data."""
+    """Return the input and output bytes of a call. Ops in place have one list of tensors for both;
+    a barrier's tensor is no data.
+    """
     if op in BARRIERS:
         return 0, 0
     if op in IN_PLACE:
@@ -127,4 +138,8 @@ def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and world size; 0 and 1 without a process group."""
     import torch.distributed as dist
 
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    return (
+        (dist.get_rank(), dist.get_world_size())
+        if dist.is_available() and dist.is_initialized()
+        else (0, 1)
+    )

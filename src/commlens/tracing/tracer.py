@@ -1,7 +1,7 @@
 """The tracer: the tap's subscriber that records where and why each collective is issued.
 
-The hot path is ``begin``, ``returned`` and the waits; everything else is computed when the trace is read. An error in the tracer is
-logged once, and the collective proceeds.
+The hot path is ``begin``, ``returned`` and the waits; everything else is computed when the trace is
+read. An error in the tracer is logged once, and the collective proceeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from commlens.tracing.attribution.op_names import functional_scope
 from commlens.tracing.attribution.owners import Owners
 from commlens.tracing.attribution.parameters import Parameters
 from commlens.tracing.attribution.pipelines import mark_messages, set_microbatch, stop_marking
-from commlens.tracing.attribution.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps, use_native_engine
+from commlens.tracing.attribution.stacks import (
+    ENGINE,
+    RECOMPUTE,
+    StackInfo,
+    StackInfos,
+    running_steps,
+    use_native_engine,
+)
 from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.raw_event import RawEvent
@@ -74,8 +81,9 @@ class Tracer:
     ) -> None:
         """Create a tracer; ``start()`` starts it.
 
-        Only optimizer steps ``first <= step < last`` are recorded, counted from 0. After ``whole_steps`` recorded steps, by default
-        ``WHOLE_STEPS``, events are summarised. In a preview, the process plays one rank of a fake world.
+        Only optimizer steps ``first <= step < last`` are recorded, counted from 0. After
+        ``whole_steps`` recorded steps, by default ``WHOLE_STEPS``, events are summarised. In a
+        preview, the process plays one rank of a fake world.
         """
         self.depth = depth
         self.wanted_steps = steps
@@ -100,14 +108,17 @@ class Tracer:
         self._backward_waits = BackwardWaits()
         self.modules.on_leave.append(self.parameters.left)
         self.modules.on_enter.append(self._setup_ended)
-        self._setup_until: int | None = None  # number of the last collective before the first forward; None until then
+        # number of the last collective before the first forward; None until then
+        self._setup_until: int | None = None
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
         self._dropped_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
-        self._works: dict[Any, RawEvent] = {}  # in flight on a CPU backend; few, and dropped once complete
+        # in flight on a CPU backend; few, and dropped once complete
+        self._works: dict[Any, RawEvent] = {}
         self._pointers: dict[int, RawEvent] = {}
-        self._stepper: Callable[[], Any] | None = None  # reference to the optimizer whose steps are counted
+        # reference to the optimizer whose steps are counted
+        self._stepper: Callable[[], Any] | None = None
         self._step_hook: Any = None
         self._rank_and_size: tuple[int, int] | None = None  # rank and world size
         self._started_ns = 0
@@ -173,7 +184,9 @@ class Tracer:
             self._fail(error)
             return None
 
-    def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None) -> RawEvent:
+    def _begin(
+        self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None
+    ) -> RawEvent:
         group = self._groups.find(tap.unbox_group(arguments[spec.process_group]))
         args = self._args_table.find(spec, arguments, group)
         reduce_op = None
@@ -187,13 +200,22 @@ class Tracer:
             for pointer in output_pointers(spec, arguments):
                 self._pointers[pointer] = event
             if len(self._pointers) > _POINTERS_LIMIT:
-                self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
-        if event.owner is not None and event.owner.library == "DDP" and not args.channel.runs_ahead and not self.preview:
+                self._pointers = dict(
+                    itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None)
+                )
+        if (
+            event.owner is not None
+            and event.owner.library == "DDP"
+            and not args.channel.runs_ahead
+            and not self.preview
+        ):
             self._backward_waits.issued(event, self.modules.outermost_pass())
         event.started_ns = _now()
         return event
 
-    def _record(self, op: str, args: InternedArgs, reduce_op: Any, frame: FrameType | None) -> RawEvent:
+    def _record(
+        self, op: str, args: InternedArgs, reduce_op: Any, frame: FrameType | None
+    ) -> RawEvent:
         event = RawEvent()
         event.args = args
         event.reduce_op = reduce_op
@@ -213,10 +235,13 @@ class Tracer:
         for listener in self.on_collective:
             listener(event)
         if self._rank_and_size is None:
-            self._rank_and_size = rank_and_world()  # now: the program may destroy its group before it reads the trace
+            # now: the program may destroy its group before it reads the trace
+            self._rank_and_size = rank_and_world()
         return event
 
-    def _on_fake_tensors(self, op: str, describing: fake_tensors.Describe, frame: FrameType | None) -> None:
+    def _on_fake_tensors(
+        self, op: str, describing: fake_tensors.Describe, frame: FrameType | None
+    ) -> None:
         """Record a collective on fake tensors, which is not issued."""
         if self.wanted_steps is not None and not self._wanted():
             return
@@ -229,7 +254,9 @@ class Tracer:
             self._fail(error)
 
     def _attribute(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set the phase, module call, path, cause and owner of an event whose stack starts at ``frame``."""
+        """Set the phase, module call, path, cause and owner of an event whose stack starts at
+        ``frame``.
+        """
         info, args = event.info, event.args
         event.phase, event.call = self.modules.locate()
         event.owner = event.cause = event.path = event.microbatch = None
@@ -244,18 +271,24 @@ class Tracer:
         if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
             event.cause = self._causes.find(info, frame)
         event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
-        if owners_path is not None and (event.path is None or (event.owner is not None and event.owner.library == "DDP")):
+        if owners_path is not None and (
+            event.path is None or (event.owner is not None and event.owner.library == "DDP")
+        ):
             event.path, event.call = owners_path, None
             if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
                 event.phase = Phase.BACKWARD
         elif event.path is None and event.phase is Phase.BACKWARD:
-            event.path = self.modules.accumulating_path(current_node())  # in the hook of a parameter's gradient
+            # in the hook of a parameter's gradient
+            event.path = self.modules.accumulating_path(current_node())
         elif frame is None and event.phase is Phase.OUTSIDE:
             event.phase = None  # issued by a C++ thread: the phase is unknown
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
-        """Take the phase from the stack where no node is current or no module runs: final callbacks, recomputed functions."""
-        if info.in_optimizer and event.phase in (Phase.OUTSIDE, Phase.BACKWARD):  # also inside backward, in a gradient's hook
+        """Take the phase from the stack where no node is current or no module runs: final
+        callbacks, recomputed functions.
+        """
+        # also inside backward, in a gradient's hook
+        if info.in_optimizer and event.phase in (Phase.OUTSIDE, Phase.BACKWARD):
             event.phase, event.call = Phase.OPTIMIZER, None
         elif info.in_pass == RECOMPUTE and event.phase in (Phase.BACKWARD, Phase.OUTSIDE):
             event.phase = Phase.RECOMPUTATION
@@ -269,7 +302,12 @@ class Tracer:
         event.returned_ns = _now()
         try:
             args = event.args
-            if not args.synchronous and event.info.returns_work and not self.preview and not args.channel.runs_ahead:
+            if (
+                not args.synchronous
+                and event.info.returns_work
+                and not self.preview
+                and not args.channel.runs_ahead
+            ):
                 boxed = result[-1] if type(result) is tuple else result
                 if boxed is not None:
                     self._hold(tap.unbox_work(boxed), event)
@@ -286,11 +324,17 @@ class Tracer:
             event.reduce_op = reduce_op_text(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
-        """Keep a Work to recognise its wait. Works keep tensors alive, so drop completed and old ones."""
+        """Keep a Work to recognise its wait. Works keep tensors alive, so drop completed and old
+        ones.
+        """
         works = self._works
         if works:
             # Amortised: each new Work checks the oldest two.
-            dropped = [held for held in itertools.islice(works, 2) if len(works) > _WORKS_LIMIT or held.is_completed()]
+            dropped = [
+                held
+                for held in itertools.islice(works, 2)
+                if len(works) > _WORKS_LIMIT or held.is_completed()
+            ]
             for held in dropped:
                 its_event = works.pop(held, None)
                 if its_event is not None:
@@ -309,7 +353,9 @@ class Tracer:
         """Record that a thread is about to block in ``work.wait()``."""
         event = self._synchronous.pop(threading.get_ident(), None) if self._synchronous else None
         if event is None:
-            event = self._works.pop(work, None) or (self._dropped_works.pop(work, None) if self._dropped_works else None)
+            event = self._works.pop(work, None) or (
+                self._dropped_works.pop(work, None) if self._dropped_works else None
+            )
         if event is not None and not event.wait_began_ns:
             event.wait_began_ns = _now()
         return event
@@ -338,18 +384,29 @@ class Tracer:
         return first <= self.steps and (last is None or self.steps < last)
 
     def _setup_ended(self, *_: Any) -> None:
-        """Note that the first forward begins, or another pass of a program without modules: what is issued from now on belongs to steps."""
+        """Note that the first forward begins, or another pass of a program without modules: what is
+        issued from now on belongs to steps.
+        """
         # A new list: the old one is being iterated over.
-        self.modules.on_enter = [listener for listener in self.modules.on_enter if listener != self._setup_ended]
-        if not self.steps:  # else whole steps were issued without a pass: where they begin is unknown
+        self.modules.on_enter = [
+            listener for listener in self.modules.on_enter if listener != self._setup_ended
+        ]
+        # else whole steps were issued without a pass: where they begin is unknown
+        if not self.steps:
             self._setup_until = self.events[-1].sequence if self.events else 0
 
     def _end_of_setup(self, events: list[TraceEvent]) -> int | None:
-        """Return the number of the setup's last collective. What a later step issues again, as a batch's broadcast, is part of its step."""
+        """Return the number of the setup's last collective. What a later step issues again, as a
+        batch's broadcast, is part of its step.
+        """
         if not self._setup_until:
             return self._setup_until
         repeated = {_call_site(event) for event in events if (event.last_step or event.step) > 0}
-        setup = [event.sequence for event in events if event.sequence <= self._setup_until and _call_site(event) not in repeated]
+        setup = [
+            event.sequence
+            for event in events
+            if event.sequence <= self._setup_until and _call_site(event) not in repeated
+        ]
         return max(setup, default=0)
 
     def traced_steps(self) -> int:
@@ -367,7 +424,9 @@ class Tracer:
                 return  # of several optimizers, only the first counts
             if torch._C._current_graph_task_id() == -1:
                 self._count_step()
-            else:  # the optimizer runs in a gradient's hook, and others may follow: the step ends with the backward pass
+            else:
+                # the optimizer runs in a gradient's hook, and others may follow: the step ends with
+                # the backward pass
                 torch.autograd.Variable._execution_engine.queue_callback(self._count_step)
         except Exception as error:
             self._fail(error)
@@ -385,7 +444,9 @@ class Tracer:
             listener()
 
     def _fold_old(self) -> None:
-        """Summarise events after the whole steps. Keep those of the current step, whose waits may still come."""
+        """Summarise events after the whole steps. Keep those of the current step, whose waits may
+        still come.
+        """
         first = self.wanted_steps[0] if self.wanted_steps is not None else 0
         too_many = len(self.events) + self._folded > WHOLE_EVENTS
         if self.steps <= first + self.whole_steps and not too_many:
@@ -402,8 +463,18 @@ class Tracer:
 
     def _fold(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
-        key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional,
-               event.microbatch, event.sequence <= (self._setup_until or 0))  # fmt: skip
+        key = (
+            id(event.args),
+            event.reduce_op,
+            event.path,
+            event.phase,
+            event.info.index,
+            event.owner,
+            event.cause,
+            event.functional,
+            event.microbatch,
+            event.sequence <= (self._setup_until or 0),
+        )
         summary = self._summaries.get(key)
         if summary is None:
             summary = self._summaries[key] = _Summary(event, event.step)
@@ -425,7 +496,9 @@ class Tracer:
             event = converter.convert(summary.first)
             event.count, event.last_step = summary.count, summary.last_step
             if summary.count > 1:
-                event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = event.call = 0
+                event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = (
+                    event.call
+                ) = 0
             events.append(event)
         events.sort(key=lambda event: event.sequence)
         if converter.on_accelerator and not self.preview:
@@ -460,13 +533,24 @@ class Tracer:
 
     def _traced_module(self, row: ModuleRow) -> TracedModule:
         parent = row.parent.index if row.parent is not None else None
-        return TracedModule(row.path, row.type, row.calls, parent, self.parameters.of(row), self.modules.other_paths(row))
+        return TracedModule(
+            row.path,
+            row.type,
+            row.calls,
+            parent,
+            self.parameters.of(row),
+            self.modules.other_paths(row),
+        )
 
     def _fail(self, error: Exception) -> None:
         self.lost += 1
         if not self._logged:
             self._logged = True
-            log.warning("commlens could not trace a collective and continues without it: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens could not trace a collective and continues without it: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
 
 def _call_site(event: TraceEvent) -> tuple[Any, ...]:

@@ -1,1 +1,3 @@
-"""Strict verification: compare each collective with the peers' before it is issued, and raise on all ranks instead of hanging."""
+"""Strict verification: compare each collective with the peers' before it is issued, and raise on
+all ranks instead of hanging.
+"""

@@ -1,8 +1,9 @@
 """A replacement for the check in Accelerate's own debug mode.
 
-Accelerate (tried with 1.15.0) gathers all ranks' shapes over the user's process group before each of its operations. If all ranks
-verify, commlens compares the arguments on the boards instead: it sends nothing, no other op can be mistaken for the check, and the
-message names a rank that does not arrive.
+Accelerate (tried with 1.15.0) gathers all ranks' shapes over the user's process group before each
+of its operations. If all ranks verify, commlens compares the arguments on the boards instead: it
+sends nothing, no other op can be mistaken for the check, and the message names a rank that does not
+arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def replace_check() -> None:
     @functools.wraps(original)
     def gather_object(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if caller.f_code.co_name == "wrapper" and caller.f_globals is operations.__dict__ and _compare(caller):
+        if (
+            caller.f_code.co_name == "wrapper"
+            and caller.f_globals is operations.__dict__
+            and _compare(caller)
+        ):
             return args[0]  # as if all other ranks had gathered the same
         return original(*args, **kwargs)
 
@@ -36,7 +41,9 @@ def replace_check() -> None:
 
 
 def _compare(caller: Any) -> bool:
-    """Compare an operation's argument across all ranks. Return False if that is impossible and Accelerate must check."""
+    """Compare an operation's argument across all ranks. Return False if that is impossible and
+    Accelerate must check.
+    """
     function, given = caller.f_locals.get("function"), caller.f_locals.get("tensor")
     distributed = sys.modules.get("torch.distributed")
     if function is None or distributed is None or not distributed.is_initialized():
@@ -48,5 +55,11 @@ def _compare(caller: Any) -> bool:
     path = "" if hasattr(given, "shape") else "tensor"
     name = f"{function.__module__}.{function.__qualname__}"
     with next_call(world) as number:
-        verifier.before_call(name, group, number, lambda: pack(describe({path: given}, lambda _: False)), caller.f_back)
+        verifier.before_call(
+            name,
+            group,
+            number,
+            lambda: pack(describe({path: given}, lambda _: False)),
+            caller.f_back,
+        )
     return True

@@ -1,4 +1,6 @@
-"""Announce this rank's collectives on its board: the channel, the number, and the arguments to compare."""
+"""Announce this rank's collectives on its board: the channel, the number, and the arguments to
+compare.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ log = logging.getLogger("commlens")
 
 _MASK = (1 << 64) - 1
 _KEPT = 10_000  # signatures, and blobs
-_COMPARED = ("op", "in", "out", "root", "is", "os")  # fields that a signature covers; the reduce op's code is added
+# fields that a signature covers; the reduce op's code is added
+_COMPARED = ("op", "in", "out", "root", "is", "os")
 
 
 class Announcer:
     """This rank's board, and how its collectives are announced there."""
 
-    def __init__(self, board: Board, bells: Any, peers: Peers, refusals: Refusals, exchange: Any) -> None:
+    def __init__(
+        self, board: Board, bells: Any, peers: Peers, refusals: Refusals, exchange: Any
+    ) -> None:
         """Announce on a board.
 
         Args:
@@ -38,7 +43,8 @@ class Announcer:
             bells: wake the peers that wait for this rank.
             peers: the peers' boards.
             refusals: a refusal starts a channel's next round.
-            exchange: announces and verifies in C++; None with the Python engine. Only one of the two may write announcements.
+            exchange: announces and verifies in C++; None with the Python engine. Only one of the
+                two may write announcements.
         """
         self._board = board
         self._writer = board if exchange is None else exchange
@@ -48,13 +54,22 @@ class Announcer:
         self._refusals = refusals
         self._channels: dict[Any, VerifiedChannel] = {}
         self._signatures: dict[int, tuple[InternedArgs, int]] = {}
-        self._blobs: dict[Any, tuple[Any, int]] = {}  # with the object whose id is in the key, to keep it alive
+        # with the object whose id is in the key, to keep it alive
+        self._blobs: dict[Any, tuple[Any, int]] = {}
         self._threads: set[int] = set()
         self._from_any_source: set[tuple[Channel, int]] = set()
         self._native_peers: set[int] = set()  # ranks whose boards the exchange has
 
-    def announce(self, token: Token, frame: FrameType | None, reduce_op_code: int | None, *, ring: bool = True) -> Pending | None:
-        """Announce a collective, unless C++ has done so already; None if it is not compared with any peer's.
+    def announce(
+        self,
+        token: Token,
+        frame: FrameType | None,
+        reduce_op_code: int | None,
+        *,
+        ring: bool = True,
+    ) -> Pending | None:
+        """Announce a collective, unless C++ has done so already; None if it is not compared with
+        any peer's.
 
         Args:
             token: the recorder's token of the collective.
@@ -71,12 +86,26 @@ class Announcer:
         if token.announced is None:
             number = self._with_round(channel, token.tagged_number or token.number)
             token.announced = (channel.slot, number)
-            self._writer.announce(channel.slot, number, signature, self._blob(token.args, code, token.stack, frame), code)
+            self._writer.announce(
+                channel.slot,
+                number,
+                signature,
+                self._blob(token.args, code, token.stack, frame),
+                code,
+            )
             if ring:
                 self._bells.ring(channel.peers)
         return Pending(channel, token.announced[1], signature, code, token.args)
 
-    def announce_call(self, name: str, group: Group, number: int, leaves: Any, thread: int, frame: FrameType | None) -> Pending | None:
+    def announce_call(
+        self,
+        name: str,
+        group: Group,
+        number: int,
+        leaves: Any,
+        thread: int,
+        frame: FrameType | None,
+    ) -> Pending | None:
         """Announce a call of a user's function."""
         channel = self._call_channel(name, group)
         if not channel.slot:
@@ -95,9 +124,11 @@ class Announcer:
         self._writer.withdraw(slot, number)
 
     def plan(self, args: InternedArgs, code: int, stack: int) -> Any:
-        """Return how C++ verifies further collectives like one that was verified here; None if Python must do it.
+        """Return how C++ verifies further collectives like one that was verified here; None if
+        Python must do it.
 
-        Python does it on an accelerator, and for a collective that is not compared. ``commlens/native/exchange.hpp`` is the other side.
+        Python does it on an accelerator, and for a collective that is not compared.
+        ``commlens/native/exchange.hpp`` is the other side.
 
         Args:
             args: the collective's arguments.
@@ -111,15 +142,29 @@ class Announcer:
         if channel is None or not channel.slot:
             return None
         own, peers = self._peers.rank, channel.peers
-        at_issue = peers if may_complete_early(args) and channel.rooted_patience_ns else needed_at_issue(args, peers, own)
+        at_issue = (
+            peers
+            if may_complete_early(args) and channel.rooted_patience_ns
+            else needed_at_issue(args, peers, own)
+        )
         return self._exchange.plan(
-            self._native(channel), generation, self._with_round(channel, 0), self.signature(args, code),
-            self._known_blob((id(args), code, stack), args), code, at_issue, needed(args, peers, own),
-        )  # fmt: skip
+            self._native(channel),
+            generation,
+            self._with_round(channel, 0),
+            self.signature(args, code),
+            self._known_blob((id(args), code, stack), args),
+            code,
+            at_issue,
+            needed(args, peers, own),
+        )
 
     def forget_groups(self) -> None:
         """Forget the channels of groups that are gone."""
-        self._channels = {identity: channel for identity, channel in self._channels.items() if channel.group.ref() is not None}
+        self._channels = {
+            identity: channel
+            for identity, channel in self._channels.items()
+            if channel.group.ref() is not None
+        }
 
     def peers_changed(self) -> None:
         """Look up every channel's peers again, after boards were created."""
@@ -133,7 +178,10 @@ class Announcer:
         if known is None or known[0] is not args:
             if len(self._signatures) > _KEPT:
                 self._signatures.clear()
-            known = self._signatures[id(args)] = (args, B.key_of(*(args.content[field] for field in _COMPARED)))
+            known = self._signatures[id(args)] = (
+                args,
+                B.key_of(*(args.content[field] for field in _COMPARED)),
+            )
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
     def channel(self, args: InternedArgs) -> VerifiedChannel | None:
@@ -145,10 +193,14 @@ class Announcer:
             if args.peer < 0 or args.flags & L.FLAG_ANY_SOURCE:
                 if self._exchange is not None and (channel, tag) not in self._from_any_source:
                     self._from_any_source.add((channel, tag))
-                    self._exchange.forget()  # it has plans for messages that are not compared from now on
+                    # it has plans for messages that are not compared from now on
+                    self._exchange.forget()
                 return None
             sends = args.op == "send"
-            if not sends and (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs:
+            if (
+                not sends
+                and (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs
+            ):
                 return None  # after a receive from any source, this peer's next message is unknown
             identity = (channel, sends, args.peer, tag)
         found = self._channels.get(identity)
@@ -179,31 +231,46 @@ class Announcer:
         key = B.key_of(*parts)
         slot = self._board.add_channel(key, {**description, "ranks": list(members)})
         if not slot:
-            log.warning("commlens: more than %d channels are in use; collectives on further ones are not verified", B.CHANNELS)
+            log.warning(
+                "commlens: more than %d channels are in use; collectives on further ones are not"
+                " verified",
+                B.CHANNELS,
+            )
         if channel.runs_ahead:
-            self._peers.await_boards(members)  # init_process_group returned without having met the other ranks
+            # init_process_group returned without having met the other ranks
+            self._peers.await_boards(members)
         peers = self._peers.among(members)
         self._peers.warn_about(members, peers)
         return VerifiedChannel(group, key, slot, members, peers, family)
 
     def _call_channel(self, name: str, group: Group) -> VerifiedChannel:
-        """Return the channel for function calls of a group. All functions share it, as all collectives share one."""
+        """Return the channel for function calls of a group. All functions share it, as all
+        collectives share one.
+        """
         found = self._channels.get(group)
         if found is None:
             key = B.key_of("calls", group.incarnation, group.name, group.ranks)
-            slot = self._board.add_channel(key, {"group": group_name(group), "ranks": list(group.ranks)})
+            slot = self._board.add_channel(
+                key, {"group": group_name(group), "ranks": list(group.ranks)}
+            )
             peers = self._peers.among(group.ranks)
-            left_out = [rank for rank in group.ranks if rank != self._peers.rank and rank not in peers]
+            left_out = [
+                rank for rank in group.ranks if rank != self._peers.rank and rank not in peers
+            ]
             if left_out:
                 log.warning(
-                    "commlens: the arguments of %s are not compared with those of %s (on another node, or not verifying)",
-                    name, ranks_phrase(left_out),
-                )  # fmt: skip
+                    "commlens: the arguments of %s are not compared with those of %s (on another"
+                    " node, or not verifying)",
+                    name,
+                    ranks_phrase(left_out),
+                )
             found = self._channels[group] = VerifiedChannel(group, key, slot, group.ranks, peers)
         return found
 
     def _with_round(self, channel: VerifiedChannel, number: int) -> int:
-        """Return the number as boards have it. After a refusal that all members of a channel raise, its next round starts."""
+        """Return the number as boards have it. After a refusal that all members of a channel raise,
+        its next round starts.
+        """
         while channel.refusals_seen < self._refusals.raised:
             ranks = self._refusals.ranks_of(channel.refusals_seen)
             channel.refusals_seen += 1
@@ -217,25 +284,35 @@ class Announcer:
                 if rank not in self._native_peers:
                     self._native_peers.add(rank)
                     self._exchange.add_peer(rank, self._peers[rank].map)
-            channel.native = self._exchange.channel(channel.key, channel.slot, channel.members, channel.peers)
+            channel.native = self._exchange.channel(
+                channel.key, channel.slot, channel.members, channel.peers
+            )
         return channel.native
 
     # --- blobs: arguments and call sites, for messages
 
     def _blob(self, args: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
-        """Return the position of the blob of a collective at a call site, written once for each stack."""
+        """Return the position of the blob of a collective at a call site, written once for each
+        stack.
+        """
         key = (id(args), code, stack)
         position = self._known_blob(key, args)
         if not position:
             name, where = call_site(frame, args.op)
             content = {
                 **{field: args.content[field] for field in (*_COMPARED, "dop", "async")},
-                "rop": L.reduce_op_of(code), "name": name, "where": where, "peer": args.peer, "tag": args.tag,
-            }  # fmt: skip
+                "rop": L.reduce_op_of(code),
+                "name": name,
+                "where": where,
+                "peer": args.peer,
+                "tag": args.tag,
+            }
             position = self._keep_blob(key, args, self._board.add_blob(content))
         return position
 
-    def _call_blob(self, channel_key: int, signature: int, call: FunctionCall, frame: FrameType | None) -> int:
+    def _call_blob(
+        self, channel_key: int, signature: int, call: FunctionCall, frame: FrameType | None
+    ) -> int:
         places: list[Any] = []
         caller = frame
         while caller is not None:
@@ -245,12 +322,16 @@ class Announcer:
         position = self._known_blob(key, None)
         if not position:
             content = {**call.content, "name": call.op, "where": call_site(frame, "")[1]}
-            position = self._board.add_blob(content) or self._board.add_blob({**content, "leaves": None})
+            position = self._board.add_blob(content) or self._board.add_blob(
+                {**content, "leaves": None}
+            )
             self._keep_blob(key, None, position)
         return position
 
     def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
-        """Return the position of a blob; 0 if it was not written, or is too old to be referred to."""
+        """Return the position of a blob; 0 if it was not written, or is too old to be referred
+        to.
+        """
         known, position = self._blobs.get(key, (None, 0))
         return position if known is of and position and self._board.is_recent(position) else 0
 

@@ -1,7 +1,8 @@
 """Name an operation for the user: the library function that the user's line called, and that line.
 
-The parts of torch and Accelerate that communicate are known by their files (torch 2.6 to 2.15, Accelerate 1.15). On another version
-the name may be that of an inner function; the line is right in any case.
+The parts of torch and Accelerate that communicate are known by their files (torch 2.6 to 2.15,
+Accelerate 1.15). On another version the name may be that of an inner function; the line is right in
+any case.
 """
 
 from __future__ import annotations
@@ -16,9 +17,23 @@ from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
 
 _MAX_FRAMES = 400  # of a deeper stack, only the innermost frames are read
 _WRAPPERS = frozenset(
-    {"wrapper", "wrapped", "inner", "_fn", "<lambda>", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
-     "_no_grad_wrapper", "__enter__", "__exit__", "compile_wrapper", "apply"}
-)  # fmt: skip
+    {
+        "wrapper",
+        "wrapped",
+        "inner",
+        "_fn",
+        "<lambda>",
+        "decorate_context",
+        "__call__",
+        "_wrapped_call_impl",
+        "_call_impl",
+        "_no_grad_wrapper",
+        "__enter__",
+        "__exit__",
+        "compile_wrapper",
+        "apply",
+    }
+)
 _DDP = "torch.nn.parallel.distributed"
 _FSDP1 = (
     "torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -42,9 +57,11 @@ class _Step(NamedTuple):
 
 
 def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
-    """Return ``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` for the stack whose innermost frame is ``frame``.
+    """Return ``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` for the stack
+    whose innermost frame is ``frame``.
 
-    The name is ``torch.distributed.<op>`` if the user's line issued the op directly. The line is empty if no frame is the user's.
+    The name is ``torch.distributed.<op>`` if the user's line issued the op directly. The line is
+    empty if no frame is the user's.
     """
     if frame is None and op == "all_reduce":
         # A C++ thread (autograd's, on an accelerator): DDP's reducer issues it.
@@ -56,7 +73,8 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         kind = _kind(file)
         if kind is FrameKind.USER and not file.startswith("<"):
-            return _name(steps, op), f"{os.path.basename(file)}:{frame.f_lineno} in {function}"  # noqa: PTH119
+            place = f"{os.path.basename(file)}:{frame.f_lineno} in {function}"  # noqa: PTH119
+            return _name(steps, op), place
         if kind in (FrameKind.TORCH, FrameKind.LIBRARY) and (module := _module(file)):
             steps.append(_Step(kind, module, function, frame))
         frame = frame.f_back
@@ -64,7 +82,8 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
 
 
 def _name(steps: list[_Step], op: str) -> str:
-    """Return the part of torch that communicates, else the library closest to torch, else the outermost public torch.distributed function.
+    """Return the part of torch that communicates, else the library closest to torch, else the
+    outermost public torch.distributed function.
 
     Args:
         steps: innermost first.
@@ -74,24 +93,38 @@ def _name(steps: list[_Step], op: str) -> str:
         if found:
             return found
     for step in reversed(steps):
-        if step.kind is FrameKind.TORCH and _is_public(step) and step.module.startswith(("torch.distributed", "torch.nn.utils")):
+        if (
+            step.kind is FrameKind.TORCH
+            and _is_public(step)
+            and step.module.startswith(("torch.distributed", "torch.nn.utils"))
+        ):
             return _full_name(step)
     return f"torch.distributed.{op}"
 
 
 def _sharding(steps: list[_Step]) -> str:
-    """Return the name of DDP, FSDP, DTensor or tensor parallelism; "" if none of them is in the stack."""
+    """Return the name of DDP, FSDP, DTensor or tensor parallelism; "" if none of them is in the
+    stack.
+    """
     modules = {step.module for step in steps}
     if any(module.startswith("torch.distributed.fsdp._fully_shard") for module in modules):
-        names = [step.plain for step in steps if step.module.startswith("torch.distributed.fsdp._fully_shard")]
+        names = [
+            step.plain
+            for step in steps
+            if step.module.startswith("torch.distributed.fsdp._fully_shard")
+        ]
         return f"torch.distributed.fsdp.fully_shard{_phase(names)}"
     if modules & set(_FSDP1):
-        return f"torch.distributed.fsdp.FullyShardedDataParallel{_phase([step.plain for step in steps if step.module in _FSDP1])}"
+        names = [step.plain for step in steps if step.module in _FSDP1]
+        return f"torch.distributed.fsdp.FullyShardedDataParallel{_phase(names)}"
     if _DDP in modules:
         phase = next((step.plain for step in steps if step.module == _DDP), "")
-        return f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
+        return (
+            f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
+        )
     if steps[0].module == "torch.autograd.graph":
-        return "torch.nn.parallel.DistributedDataParallel (backward)"  # its reducer, called from C++
+        # its reducer, called from C++
+        return "torch.nn.parallel.DistributedDataParallel (backward)"
     if any(module.startswith("torch.distributed.tensor") for module in modules):
         return _dtensor(steps)
     return ""
@@ -117,7 +150,9 @@ def _dtensor(steps: list[_Step]) -> str:
 
 
 def _library(steps: list[_Step]) -> str:
-    """Return the outermost function of the package closest to torch: Accelerate's, not that of a trainer built on it."""
+    """Return the outermost function of the package closest to torch: Accelerate's, not that of a
+    trainer built on it.
+    """
     nearest = next((step for step in steps if step.kind is FrameKind.LIBRARY), None)
     if nearest is None:
         return ""
@@ -126,8 +161,13 @@ def _library(steps: list[_Step]) -> str:
     for step in steps[steps.index(nearest) :]:
         if step.kind is FrameKind.LIBRARY and step.module.partition(".")[0] != package:
             break
-        wrapped = step.frame.f_locals.get("function") if step.module == _ACCELERATE and step.plain == "wrapper" else None
-        if wrapped is not None:  # Accelerate's decorator, whose own check may communicate for the function
+        wrapped = (
+            step.frame.f_locals.get("function")
+            if step.module == _ACCELERATE and step.plain == "wrapper"
+            else None
+        )
+        # Accelerate's decorator, whose own check may communicate for the function
+        if wrapped is not None:
             name = f"{wrapped.__module__}.{wrapped.__qualname__}"
         elif step.kind is FrameKind.LIBRARY and _is_public(step):
             name = _full_name(step)
@@ -136,7 +176,11 @@ def _library(steps: list[_Step]) -> str:
 
 def _is_public(step: _Step) -> bool:
     name = step.plain
-    return name not in _WRAPPERS and not name.startswith("<") and (not name.startswith("_") or name == "__init__")
+    return (
+        name not in _WRAPPERS
+        and not name.startswith("<")
+        and (not name.startswith("_") or name == "__init__")
+    )
 
 
 def _full_name(step: _Step) -> str:
@@ -147,13 +191,17 @@ def _full_name(step: _Step) -> str:
         return f"torch.distributed.{function}"
     parts = module.split(".")
     owner = function.split(".")[0]
-    while len(parts) > 1 and (parts[-1] in ("_api", "api", "clip_grad") or parts[-1].replace("_", "") == owner.lower()):
+    while len(parts) > 1 and (
+        parts[-1] in ("_api", "api", "clip_grad") or parts[-1].replace("_", "") == owner.lower()
+    ):
         parts.pop()
     return ".".join([*parts, function.removesuffix(".__init__")])
 
 
 def _with_class(step: _Step) -> str:
-    """Return a function's name with its class. Before Python 3.11, the class is that of ``self``."""
+    """Return a function's name with its class. Before Python 3.11, the class is that of
+    ``self``.
+    """
     qualified: str = getattr(step.frame.f_code, "co_qualname", "")
     if qualified:
         return qualified.replace(".<locals>", "")
@@ -168,7 +216,11 @@ def _module(file: str) -> str:
         if found:
             return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     _, found, inside = file.rpartition("/torch/")  # built in place
-    return f"torch.{inside.removesuffix('.py').replace('/', '.')}" if found and _kind(file) is FrameKind.TORCH else ""
+    return (
+        f"torch.{inside.removesuffix('.py').replace('/', '.')}"
+        if found and _kind(file) is FrameKind.TORCH
+        else ""
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,4 +232,5 @@ def _kind(file: str) -> FrameKind:
 def _prefixes() -> KindPrefixes:
     import torch
 
-    return process_prefixes(os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+    ours = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
+    return process_prefixes(os.path.dirname(torch.__file__), ours)  # noqa: PTH120

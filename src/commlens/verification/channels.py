@@ -8,15 +8,35 @@ from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import DEFAULT_LABELS
 
-ROOTED_PATIENCE_NS: Final = 1_000_000_000  # how long a rank of a rooted op waits for ranks that it does not need
+# how long a rank of a rooted op waits for ranks that it does not need
+ROOTED_PATIENCE_NS: Final = 1_000_000_000
 
 
 class VerifiedChannel:
     """A channel of this rank, or the messages of one tag from one rank to another."""
 
-    __slots__ = ("family", "group", "key", "members", "native", "peers", "refusals_seen", "rooted_patience_ns", "round", "slot")
+    __slots__ = (
+        "family",
+        "group",
+        "key",
+        "members",
+        "native",
+        "peers",
+        "refusals_seen",
+        "rooted_patience_ns",
+        "round",
+        "slot",
+    )
 
-    def __init__(self, group: Group, key: int, slot: int, members: tuple[int, ...], peers: list[int], family: int = 0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        key: int,
+        slot: int,
+        members: tuple[int, ...],
+        peers: list[int],
+        family: int = 0,
+    ) -> None:
         self.group = group
         self.key = key
         self.slot = slot  # on this rank's own board; 0 if it has none left
@@ -25,7 +45,8 @@ class VerifiedChannel:
         self.family = family  # of messages: the key of all tags in this direction
         self.native: Any = None  # the same channel in C++, until the peers change
         self.rooted_patience_ns = ROOTED_PATIENCE_NS
-        self.round = 0  # number of refusals that all members raised: a retry must not match the first attempt
+        # number of refusals that all members raised: a retry must not match the first attempt
+        self.round = 0
         self.refusals_seen = 0
 
 
@@ -55,7 +76,14 @@ class Pending:
 
     __slots__ = ("absent", "args", "channel", "code", "number", "signature")
 
-    def __init__(self, channel: VerifiedChannel, number: int, signature: int, code: int, args: InternedArgs | BoardArgs) -> None:
+    def __init__(
+        self,
+        channel: VerifiedChannel,
+        number: int,
+        signature: int,
+        code: int,
+        args: InternedArgs | BoardArgs,
+    ) -> None:
         self.channel = channel
         self.number = number  # with its round
         self.signature = signature
@@ -65,6 +93,8 @@ class Pending:
 
 
 def group_name(group: Group) -> str:
-    """Return the name of a group in messages, the same as in verdicts: ``"group dp"``, ``"the default group"``."""
+    """Return the name of a group in messages, the same as in verdicts: ``"group dp"``, ``"the
+    default group"``.
+    """
     label = group.mesh_dim or group.description or group.name
     return "the default group" if label in DEFAULT_LABELS else f"group {label}"

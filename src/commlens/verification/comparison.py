@@ -18,7 +18,8 @@ from commlens.verification.messages import Row, Subject, leaves_text, mismatch_t
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
-FULL_TABLE_NS: Final = 400_000_000  # a mismatch is reported when all ranks have announced, or after this
+# a mismatch is reported when all ranks have announced, or after this
+FULL_TABLE_NS: Final = 400_000_000
 _NAP_S: Final = 50e-6
 _KEPT: Final = 10_000  # sets of signatures that agree
 _Announcements = list[tuple[int, int, dict[str, Any] | None]]  # rank, signature, blob
@@ -29,7 +30,9 @@ class Comparison:
     """Compares announcements, and refuses a collective that does not match its peers'."""
 
     def __init__(self, peers: Peers, refusals: Refusals, exchange: Any) -> None:
-        """Compare with peers; ``exchange`` compares further collectives with the same signatures in C++."""
+        """Compare with peers; ``exchange`` compares further collectives with the same signatures in
+        C++.
+        """
         self._peers = peers
         self._refusals = refusals
         self._exchange = exchange
@@ -49,7 +52,8 @@ class Comparison:
             seen = board.announced(slot, pending.number) if slot else None
             if seen is None:
                 if slot and board.is_past(slot, pending.number):
-                    continue  # its announcement was overwritten: it has arrived, and was not refused
+                    # its announcement was overwritten: it has arrived, and was not refused
+                    continue
                 if not board.word(B.ACTIVE):
                     continue  # it does not verify (any more), so no announcement will come
                 absent.append(rank)
@@ -81,11 +85,16 @@ class Comparison:
         ]
 
     def own_row(self, pending: Pending) -> Row:
-        """Return this rank's own row: its arguments, with the call site and the name from its board."""
+        """Return this rank's own row: its arguments, with the call site and the name from its
+        board.
+        """
         board = self._peers.own()
         seen = board.announced(pending.channel.slot, pending.number)
         blob = (board.blob(seen[1]) if seen is not None else None) or {}
-        return table_row(self._peers.rank, {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")})
+        return table_row(
+            self._peers.rank,
+            {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")},
+        )
 
     def _announcements(self, pending: Pending) -> _Announcements:
         """Return the announcements of all ranks that have made one, this rank included."""
@@ -101,9 +110,20 @@ class Comparison:
                 found.append((rank, seen[0], board.blob(seen[1])))
         return found
 
-    def _disagreement(self, pending: Pending, announced: _Announcements) -> Disagree | LeafDisagreement | None:
-        if isinstance(pending.args, FunctionCall) and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1:
-            return compare_leaves({rank: unpack(blob.get("leaves")) for rank, _, blob in announced if blob is not None})
+    def _disagreement(
+        self, pending: Pending, announced: _Announcements
+    ) -> Disagree | LeafDisagreement | None:
+        if (
+            isinstance(pending.args, FunctionCall)
+            and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1
+        ):
+            return compare_leaves(
+                {
+                    rank: unpack(blob.get("leaves"))
+                    for rank, _, blob in announced
+                    if blob is not None
+                }
+            )
         key = tuple((rank, signature) for rank, signature, _ in announced)
         if key in self._agreed:
             return None
@@ -121,11 +141,15 @@ class Comparison:
             self._agreed.clear()
         self._agreed.add(key)
         if self._exchange is not None and len(by_rank) == len(announced):
-            self._exchange.agree([number for rank_and_signature in key for number in rank_and_signature])
+            self._exchange.agree(
+                [number for rank_and_signature in key for number in rank_and_signature]
+            )
         return None
 
     def _refuse(self, pending: Pending) -> None:
-        """Give the other ranks a moment to announce, so that the table is complete; then post the refusal and raise."""
+        """Give the other ranks a moment to announce, so that the table is complete; then post the
+        refusal and raise.
+        """
         until = _now() + FULL_TABLE_NS
         while _now() < until and len(self._announcements(pending)) < len(pending.channel.peers) + 1:
             self._refusals.raise_if_posted(pending)
@@ -134,30 +158,56 @@ class Comparison:
         if answer is None:
             return  # the peers that differed have withdrawn their announcements
         subject, rows = self.subject(pending), self.rows(pending)
-        text = leaves_text(answer, subject, rows) if isinstance(answer, LeafDisagreement) else mismatch_text(answer, subject, rows)
+        text = (
+            leaves_text(answer, subject, rows)
+            if isinstance(answer, LeafDisagreement)
+            else mismatch_text(answer, subject, rows)
+        )
         self._refusals.post(pending, f"mismatch/{answer.aspect}", text)
 
 
 def table_row(rank: int, blob: dict[str, Any]) -> Row:
     """Return the table row of an announcement's blob."""
     peer = blob.get("peer")
-    return Row(rank, _arguments(blob), str(blob.get("where", "")), str(blob.get("name", "")),
-               peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))  # fmt: skip
+    return Row(
+        rank,
+        _arguments(blob),
+        str(blob.get("where", "")),
+        str(blob.get("name", "")),
+        peer if isinstance(peer, int) and peer >= 0 else None,
+        int(blob.get("tag") or 0),
+    )
 
 
 def _own_blob(pending: Pending) -> dict[str, Any]:
     args = pending.args
-    return {**args.content, "rop": L.reduce_op_of(pending.code), "peer": args.peer, "tag": args.tag, "name": "", "where": ""}
+    return {
+        **args.content,
+        "rop": L.reduce_op_of(pending.code),
+        "peer": args.peer,
+        "tag": args.tag,
+        "name": "",
+        "where": "",
+    }
 
 
 def _arguments(blob: dict[str, Any]) -> CollectiveArgs:
     def specs(tensors: Any) -> tuple[TensorSpec, ...]:
         return tuple(
-            TensorSpec(tuple(shape), dtype, device, layout, tuple(order) if order is not None else None)
+            TensorSpec(
+                tuple(shape), dtype, device, layout, tuple(order) if order is not None else None
+            )
             for shape, dtype, device, layout, order in tensors or ()
         )
 
     return CollectiveArgs(
-        op=str(blob["op"]), dispatcher_op=str(blob["dop"]), inputs=specs(blob["in"]), outputs=specs(blob["out"]), reduce_op=blob.get("rop"),
-        root=blob["root"], input_splits=tuple(blob["is"] or ()), output_splits=tuple(blob["os"] or ()), asynchronous=blob.get("async"),
-    )  # fmt: skip
+        op=str(blob["op"]),
+        dispatcher_op=str(blob["dop"]),
+        inputs=specs(blob["in"]),
+        outputs=specs(blob["out"]),
+        reduce_op=blob.get("rop"),
+        root=blob["root"],
+        input_splits=tuple(blob["is"] or ()),
+        output_splits=tuple(blob["os"] or ()),
+        asynchronous=blob.get("async"),
+    )

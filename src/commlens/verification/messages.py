@@ -1,6 +1,7 @@
 """The message of a refused operation: one wording for each kind, the same text on every rank.
 
-A message about shapes has the words of Accelerate's own debug mode, which names processes; the others name ranks.
+A message about shapes has the words of Accelerate's own debug mode, which names processes; the
+others name ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,25 @@ _MISMATCHES = {
     "reduce-op": ("reduce op mismatches. All ranks must use the same reduce op", "Reduce ops"),
     "root": ("root mismatches. All ranks must use the same root", "Roots"),
     "device": ("device mismatches. All ranks must use the same kind of device", "Devices"),
-    "layout": ("memory layout mismatches. All ranks must use the same memory layout", "Input layouts"),
-    "splits": ("split mismatches. Each rank must send as many elements as the receiver expects", "Splits"),
-    "p2p": ("point-to-point mismatches. The receiver must expect the sender's dtype and number of elements", "Messages"),
-    "structure": ("structure mismatches. Containers must have the same elements on all ranks", "Structure"),
+    "layout": (
+        "memory layout mismatches. All ranks must use the same memory layout",
+        "Input layouts",
+    ),
+    "splits": (
+        "split mismatches. Each rank must send as many elements as the receiver expects",
+        "Splits",
+    ),
+    "p2p": (
+        (
+            "point-to-point mismatches. The receiver must expect the sender's dtype and number of"
+            " elements"
+        ),
+        "Messages",
+    ),
+    "structure": (
+        "structure mismatches. Containers must have the same elements on all ranks",
+        "Structure",
+    ),
     "value": ("value mismatches. Values must be equal on all ranks", "Values"),
     "argument": ("argument mismatches. Arguments must match on all ranks", "Arguments"),
 }
@@ -71,17 +87,33 @@ def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> st
     """
     if answer.aspect == "op":
         first, heading = (
-            "Cannot apply desired operation: ranks issued different operations as the same collective of their group.",
+            (
+                "Cannot apply desired operation: ranks issued different operations as the same"
+                " collective of their group."
+            ),
             "Operations",
         )
     else:
         reason, heading = _MISMATCHES[answer.aspect]
         first = f"Cannot apply desired operation due to {reason}."
-    return "\n".join([first, "", _operation(subject, rows, answer.aspect), f"{heading}:", *_table(answer.aspect, rows)])
+    return "\n".join(
+        [
+            first,
+            "",
+            _operation(subject, rows, answer.aspect),
+            f"{heading}:",
+            *_table(answer.aspect, rows),
+        ]
+    )
 
 
 def absence_text(
-    kind: str, subject: Subject, rows: Sequence[Row], absent: Mapping[int, str], waited_s: float, behind: Sequence[CycleStep] = ()
+    kind: str,
+    subject: Subject,
+    rows: Sequence[Row],
+    absent: Mapping[int, str],
+    waited_s: float,
+    behind: Sequence[CycleStep] = (),
 ) -> str:
     """Return the message for ranks that do not arrive.
 
@@ -89,7 +121,8 @@ def absence_text(
         kind: "missing" or "dead".
         subject: the collective that the others wait in.
         rows: the ranks that have arrived.
-        absent: the whereabouts of the others, by rank: "has finished", "is in load_batch (train.py:30)".
+        absent: the whereabouts of the others, by rank: "has finished", "is in load_batch
+            (train.py:30)".
         waited_s: how long the others have waited, in seconds.
         behind: further ranks that wait, for those that wait.
     """
@@ -100,7 +133,16 @@ def absence_text(
         fact = f"{ranks} did not take part within {waited_s:.0f} s"
     table = _table("missing", [*rows, *(Row(rank, None, where) for rank, where in absent.items())])
     held_up = ["Held up by this:", *map(_wait_line, behind)] if behind else []
-    return "\n".join([f"Cannot apply desired operation: {fact}.", "", _operation(subject, rows, "missing"), "Ranks:", *table, *held_up])
+    return "\n".join(
+        [
+            f"Cannot apply desired operation: {fact}.",
+            "",
+            _operation(subject, rows, "missing"),
+            "Ranks:",
+            *table,
+            *held_up,
+        ]
+    )
 
 
 def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> str:
@@ -114,8 +156,9 @@ def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: st
     """
     receive, send = rows
     first = (
-        f"Cannot apply desired operation due to tag mismatches. Rank {send.rank} sent no message with tag {receive.tag} within "
-        f"{waited_s:.1f} s. It sent one with tag {send.tag}, which rank {receive.rank} does not receive."
+        f"Cannot apply desired operation due to tag mismatches. Rank {send.rank} sent no message"
+        f" with tag {receive.tag} within {waited_s:.1f} s. It sent one with tag {send.tag}, which"
+        f" rank {receive.rank} does not receive."
     )
     ordered = sorted(rows, key=lambda row: row.rank)
     lines = [first, "", _operation(subject, ordered, "p2p"), "Messages:", *_table("p2p", ordered)]
@@ -124,17 +167,27 @@ def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: st
 
 def cycle_text(steps: Sequence[CycleStep]) -> str:
     """Return the message for ranks that wait for each other in a cycle."""
-    lines = ["Cannot apply desired operation: ranks wait for each other, and none of them can continue.", "", "Cycle:"]
+    lines = [
+        "Cannot apply desired operation: ranks wait for each other, and none of them can continue.",
+        "",
+        "Cycle:",
+    ]
     lines += [*map(_wait_line, steps), ""]
     if all(step.collective.startswith("recv") for step in steps):
         lines.append("Each receives before it sends: let one of them send first.")
     else:
-        lines.append("They issue the same collectives in different orders: let all of them use the same order.")
+        lines.append(
+            "They issue the same collectives in different orders: let all of them use the same"
+            " order."
+        )
     return "\n".join(lines)
 
 
 def _wait_line(step: CycleStep) -> str:
-    return f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}   {step.where}".rstrip()
+    return (
+        f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}  "
+        f" {step.where}".rstrip()
+    )
 
 
 def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> str:
@@ -146,14 +199,23 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
         rows: all ranks that have announced, in order of rank.
     """
     reason, heading = _MISMATCHES[answer.aspect]
-    lines = [f"Cannot apply desired operation due to {reason}.", "", _operation(subject, rows, answer.aspect)]
+    lines = [
+        f"Cannot apply desired operation due to {reason}.",
+        "",
+        _operation(subject, rows, answer.aspect),
+    ]
     if not answer.at:
-        return "\n".join([*lines, "The arguments differ, but have too many elements to show where."])
+        return "\n".join(
+            [*lines, "The arguments differ, but have too many elements to show where."]
+        )
     places = {row.rank: row.where for row in rows}
     for path, words in answer.at[:_LEAVES_SHOWN]:
         lines += [
             f"{heading} of {path}:" if path else f"{heading}:",
-            *_lines(answer.aspect, [(rank, cells, places.get(rank, "")) for rank, cells in words.items()]),
+            *_lines(
+                answer.aspect,
+                [(rank, cells, places.get(rank, "")) for rank, cells in words.items()],
+            ),
         ]
     more = len(answer.at) - _LEAVES_SHOWN
     return "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
@@ -164,8 +226,15 @@ def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     arrived = [row.args for row in rows if row.args is not None]
     names = sorted({row.name for row in rows if row.args is not None and row.name})
     ops = {args.op for args in arrived}
-    plain = f"torch.distributed.{next(iter(ops))}" if len(ops) == 1 and not any("." in op for op in ops) else ""
-    where = f"{subject.group.removeprefix('the ')}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
+    plain = (
+        f"torch.distributed.{next(iter(ops))}"
+        if len(ops) == 1 and not any("." in op for op in ops)
+        else ""
+    )
+    where = (
+        f"{subject.group.removeprefix('the ')}, ranks {format_ranks(subject.ranks)},"
+        f" #{subject.number}"
+    )
     roots = {args.root for args in arrived}
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
         where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"
@@ -181,7 +250,9 @@ def _table(aspect: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _lines(aspect: str, rows: Sequence[tuple[int, tuple[str, str], str]]) -> list[str]:
-    """Return one line for all ranks with the same content, in order of their first rank. A row has a rank, two cells, and a call site."""
+    """Return one line for all ranks with the same content, in order of their first rank. A row has
+    a rank, two cells, and a call site.
+    """
     grouped: dict[tuple[str, ...], list[int]] = {}
     for rank, cells, where in sorted(rows, key=lambda row: row[0]):
         grouped.setdefault((*cells, where), []).append(rank)
@@ -197,7 +268,11 @@ def _lines(aspect: str, rows: Sequence[tuple[int, tuple[str, str], str]]) -> lis
 
 def _head(aspect: str, ranks: Sequence[int]) -> str:
     phrase = ranks_phrase(ranks).capitalize()
-    return phrase.replace("Ranks", "Processes").replace("Rank", "Process") if aspect == "shape" else phrase
+    return (
+        phrase.replace("Ranks", "Processes").replace("Rank", "Process")
+        if aspect == "shape"
+        else phrase
+    )
 
 
 def _cells(aspect: str, row: Row) -> tuple[str, str]:
@@ -205,14 +280,20 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
     if args is None:
         return "has not arrived", ""
     specs = args.payload
-    shapes = ", ".join(str(list(spec.shape)) for spec in specs[:4]) + (f", ... ({len(specs)} tensors)" if len(specs) > 4 else "")
+    shapes = ", ".join(str(list(spec.shape)) for spec in specs[:4]) + (
+        f", ... ({len(specs)} tensors)" if len(specs) > 4 else ""
+    )
     dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
     tensors = f"{shapes} {dtypes}".strip()
     if args.op in POINT_TO_POINT:
         peer = f"rank {row.peer}" if row.peer is not None else "any rank"
         return f"{args.op} {'to' if args.op == 'send' else 'from'} {peer}, tag {row.tag}", tensors
     if aspect in ("op", "missing"):
-        through = f" of {row.name}" if row.name not in ("", args.op) and not row.name.startswith("torch.distributed.") else ""
+        through = (
+            f" of {row.name}"
+            if row.name not in ("", args.op) and not row.name.startswith("torch.distributed.")
+            else ""
+        )
         return _op_words(args) + through, tensors
     if aspect == "dtype":
         return dtypes, shapes
@@ -223,10 +304,18 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
     if aspect == "device":
         return ", ".join(sorted({spec.device for spec in specs})), tensors
     if aspect == "layout":
-        orders = {spec.layout if spec.layout != "strided" else _order(spec.memory_order) for spec in specs}
+        orders = {
+            spec.layout if spec.layout != "strided" else _order(spec.memory_order) for spec in specs
+        }
         return ", ".join(sorted(orders)), tensors
     if aspect == "splits":
-        return f"sends {list(args.input_splits) or 'even'}, receives {list(args.output_splits) or 'even'}", tensors
+        return (
+            (
+                f"sends {list(args.input_splits) or 'even'}, receives"
+                f" {list(args.output_splits) or 'even'}"
+            ),
+            tensors,
+        )
     return shapes or "no tensor", dtypes
 
 

@@ -1,7 +1,8 @@
-"""``commlens.verify_operation``: compare the arguments of a user's multi-rank function across ranks before it runs.
+"""``commlens.verify_operation``: compare the arguments of a user's multi-rank function across ranks
+before it runs.
 
-Nothing is sent over the user's process groups: the ranks of a node read each other's boards, and wait there for each other
-at most as long as for a collective.
+Nothing is sent over the user's process groups: the ranks of a node read each other's boards, and
+wait there for each other at most as long as for a collective.
 """
 
 from __future__ import annotations
@@ -38,29 +39,39 @@ def verify_operation(
 
 
 def verify_operation(
-    function: Callable[..., Any] | None = None, *, group: Any = None, values: bool | Collection[str] = False, shapes: bool = True
+    function: Callable[..., Any] | None = None,
+    *,
+    group: Any = None,
+    values: bool | Collection[str] = False,
+    shapes: bool = True,
 ) -> Any:
-    """Before each call, compare the function's arguments with those of the other ranks that call it.
+    """Before each call, compare the function's arguments with those of the other ranks that call
+    it.
 
-    For a function that all ranks of a group call together, such as a helper around some collectives::
+    For a function that all ranks of a group call together, such as a helper around some
+    collectives::
 
         @commlens.verify_operation(values=["op"])
         def gather_metrics(inputs, op="mean"): ...
 
-    With verification on (``commlens launch --debug``, ``with commlens.verify()``), a call waits until the group's other ranks call the
-    function too. Then lists, tuples, dicts, named tuples and dataclasses must have the same elements, tensors the same
-    shapes, dtypes and device types, and everything else the same types; otherwise all these ranks raise, and the function runs on none.
-    Ranks on nodes that cannot be reached are not compared, which is logged once. With verification off, the decorator does nothing.
+    With verification on (``commlens launch --debug``, ``with commlens.verify()``), a call waits
+    until the group's other ranks call the function too. Then lists, tuples, dicts, named tuples and
+    dataclasses must have the same elements, tensors the same shapes, dtypes and device types, and
+    everything else the same types; otherwise all these ranks raise, and the function runs on none.
+    Ranks on nodes that cannot be reached are not compared, which is logged once. With verification
+    off, the decorator does nothing.
 
     Args:
         function: the function. Its name must be the same on all ranks.
-        group: the process group whose ranks call it, or the name of the parameter that holds it. By default a parameter
-            ``group`` or ``process_group``, else all ranks.
-        values: whether numbers, strings and booleans must be equal too: in all arguments, or in those with these names.
+        group: the process group whose ranks call it, or the name of the parameter that holds it. By
+            default a parameter ``group`` or ``process_group``, else all ranks.
+        values: whether numbers, strings and booleans must be equal too: in all arguments, or in
+            those with these names.
         shapes: False if tensors may differ in size and need only the same number of dimensions.
 
     Raises:
-        DistributedOperationException: raised by the decorated function: the arguments do not match, or a rank did not arrive.
+        DistributedOperationException: raised by the decorated function: the arguments do not match,
+            or a rank did not arrive.
     """
     if function is None:
         return functools.partial(verify_operation, group=group, values=values, shapes=shapes)
@@ -74,7 +85,11 @@ def verify_operation(
     @functools.wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
         distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if (
+            distributed is None
+            or not distributed.is_available()
+            or not distributed.is_initialized()
+        ):
             return function(*args, **kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -86,7 +101,11 @@ def verify_operation(
         with next_call(among) as number:
             if verifier is not None and verifier.is_active:
                 verifier.before_call(
-                    name, known, number, lambda: pack(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
+                    name,
+                    known,
+                    number,
+                    lambda: pack(describe(bound.arguments, compare_value, shapes=shapes)),
+                    sys._getframe(1),
                 )
         return function(*args, **kwargs)
 
@@ -107,12 +126,15 @@ def _group(group: Any, arguments: dict[str, Any]) -> Any:
         return arguments[group]
     if group is not None:
         return group
-    return next((arguments[name] for name in GROUP_NAMES if hasattr(arguments.get(name), "rank")), None)
+    return next(
+        (arguments[name] for name in GROUP_NAMES if hasattr(arguments.get(name), "rank")), None
+    )
 
 
 @contextlib.contextmanager
 def next_call(among: Any) -> Iterator[int]:
-    """Number the calls of decorated functions in a group. Calls count on all ranks alike, whether they verify or not.
+    """Number the calls of decorated functions in a group. Calls count on all ranks alike, whether
+    they verify or not.
 
     A call that is refused does not count: the function did not run.
     """
@@ -130,7 +152,9 @@ def next_call(among: Any) -> Iterator[int]:
 
 
 def verifier_of(among: Any) -> tuple[Any, Any]:
-    """Return the process's verifier and the recorder's view of the group; None for both without a verifier."""
+    """Return the process's verifier and the recorder's view of the group; None for both without a
+    verifier.
+    """
     from commlens.tap.torch_patches import active_recorder
 
     recorder = active_recorder()

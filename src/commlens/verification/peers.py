@@ -18,14 +18,16 @@ log = logging.getLogger("commlens")
 
 HAS_FINISHED: Final = "has finished"
 FRESH_NS: Final = 1_500_000_000  # three beats of a relay: what is older may be a cut network
-GIVE_UP_NS: Final = 7_000_000_000  # the relay itself gives up a node that is silent for 5 s; it may be stopped, too
+# the relay itself gives up a node that is silent for 5 s; it may be stopped, too
+GIVE_UP_NS: Final = 7_000_000_000
 AWAIT_BOARDS_S: Final = 10.0
 ANSWER_S: Final = 1.0  # the longest wait for another node's answer
 _LOW_HALF: Final = (1 << 32) - 1
 
 
 class Peers:
-    """Boards by rank, opened on demand. Usually all ranks have created theirs before the first group exists.
+    """Boards by rank, opened on demand. Usually all ranks have created theirs before the first
+    group exists.
 
     Those of ranks on other nodes are copies, which the node's relay keeps (``relay.py``).
     """
@@ -37,7 +39,8 @@ class Peers:
             folder: the job's folder of black boxes.
             rank: this rank.
             own: the path of this rank's board.
-            counts_from: this rank's word ``COUNTS_FROM``; boards with another value number collectives differently and are ignored.
+            counts_from: this rank's word ``COUNTS_FROM``; boards with another value number
+                collectives differently and are ignored.
         """
         self.rank = rank
         self.unverified: set[int] = set()
@@ -52,7 +55,9 @@ class Peers:
         self._awaited: set[int] = set()
 
     def get(self, rank: int) -> PeerBoard | None:
-        """Return a rank's board; None if the rank does not verify, or is on a node that is not linked."""
+        """Return a rank's board; None if the rank does not verify, or is on a node that is not
+        linked.
+        """
         found = self._boards.get(rank)
         if found is None and rank not in self.unverified:
             for path in sorted(self._folder.glob(f"rank{rank}.*{B.SUFFIX}")):
@@ -67,24 +72,32 @@ class Peers:
         return found
 
     def _is_of_this_start(self, board: PeerBoard) -> bool:
-        """Return whether a board is of a process that lives, or a copy by a relay of this start of the job.
+        """Return whether a board is of a process that lives, or a copy by a relay of this start of
+        the job.
 
         A rank starts the relay, so one that is older than this process belongs to an earlier start.
         """
         lives = job_dirs.start_ticks(board.pid) == board.start_ticks
-        return lives and (not board.is_remote or (board.start_ticks >= self._own_start and not self._counts_from))
+        return lives and (
+            not board.is_remote or (board.start_ticks >= self._own_start and not self._counts_from)
+        )
 
     def among(self, members: Iterable[int]) -> list[int]:
         """Return those of a group's other ranks whose boards can be read here."""
         return [rank for rank in members if rank != self.rank and self.get(rank) is not None]
 
     def await_boards(self, members: Iterable[int]) -> None:
-        """Wait until those of a group's ranks that live on this node have their boards, for ten seconds at most, once for each rank.
+        """Wait until those of a group's ranks that live on this node have their boards, for ten
+        seconds at most, once for each rank.
 
         gloo's groups come to be only when all ranks are there; NCCL's do not.
         """
         here = _ranks_of_this_node(self.rank)
-        missing = {rank for rank in members if rank != self.rank and rank in here and rank not in self._boards} - self._awaited
+        missing = {
+            rank
+            for rank in members
+            if rank != self.rank and rank in here and rank not in self._boards
+        } - self._awaited
         self._awaited |= missing
         until = time.monotonic() + AWAIT_BOARDS_S
         while missing and time.monotonic() < until:
@@ -96,9 +109,13 @@ class Peers:
                 time.sleep(0.01)
 
     def _ended_ranks(self) -> set[int]:
-        """Return the ranks of this node that had a black box, and whose processes have all ended."""
+        """Return the ranks of this node that had a black box, and whose processes have all
+        ended.
+        """
         owners = list(filter(None, map(job_dirs.owner, job_dirs.boxes(self._folder))))
-        return {owner.rank for owner in owners} - {owner.rank for owner in owners if not owner.has_ended and not owner.closed}
+        return {owner.rank for owner in owners} - {
+            owner.rank for owner in owners if not owner.has_ended and not owner.closed
+        }
 
     def known(self, rank: int) -> PeerBoard | None:
         """Return a rank's board, or this rank's own, if it has been opened."""
@@ -135,26 +152,47 @@ class Peers:
 
     def all_elsewhere(self) -> list[int]:
         """Return all ranks on other, linked nodes that have not ended."""
-        names = {path.name.removeprefix("rank").split(".")[0] for path in self._folder.glob(f"rank*{B.SUFFIX}")}
-        ranks = sorted(int(name) for name in names if name.isdecimal() and self.get(int(name)) is not None)
-        return [rank for rank in self.elsewhere(ranks) if not self[rank].word(B.CLOSED) and not self[rank].word(B.ENDED)]
+        names = {
+            path.name.removeprefix("rank").split(".")[0]
+            for path in self._folder.glob(f"rank*{B.SUFFIX}")
+        }
+        ranks = sorted(
+            int(name) for name in names if name.isdecimal() and self.get(int(name)) is not None
+        )
+        return [
+            rank
+            for rank in self.elsewhere(ranks)
+            if not self[rank].word(B.CLOSED) and not self[rank].word(B.ENDED)
+        ]
 
     def how_it_ended(self, rank: int) -> str:
         """Return how a rank's process ended; "" while it lives or if that is not known."""
         board = self[rank]
         if board.word(B.CLOSED):
             return HAS_FINISHED
-        ended = bool(board.word(B.ENDED)) if board.is_remote else job_dirs.process_has_ended(board.pid, board.start_ticks)
+        ended = (
+            bool(board.word(B.ENDED))
+            if board.is_remote
+            else job_dirs.process_has_ended(board.pid, board.start_ticks)
+        )
         return "was killed or crashed" if ended else ""
 
     def is_doubtful(self, rank: int) -> bool:
-        """Return whether it is not known if a rank on another node lives. If that lasts, the rank is given up."""
+        """Return whether it is not known if a rank on another node lives. If that lasts, the rank
+        is given up.
+        """
         board = self[rank]
         if not board.is_remote or board.word(B.CLOSED) or board.word(B.ENDED):
             return False
         silent_ns = time.monotonic_ns() - board.word(B.HEARD)
-        if board.word(B.ACTIVE) and (silent_ns > GIVE_UP_NS or job_dirs.process_has_ended(board.pid, board.start_ticks)):
-            log.warning("commlens: the relay of this node has stopped: rank %d no longer compares with ranks on other nodes", self.rank)
+        if board.word(B.ACTIVE) and (
+            silent_ns > GIVE_UP_NS or job_dirs.process_has_ended(board.pid, board.start_ticks)
+        ):
+            log.warning(
+                "commlens: the relay of this node has stopped: rank %d no longer compares with"
+                " ranks on other nodes",
+                self.rank,
+            )
             for each in self._boards.values():
                 if each.is_remote:
                     each.give_up()
@@ -185,7 +223,11 @@ class Peers:
     def warn_about(self, members: Iterable[int], peers: list[int]) -> None:
         """Warn once of each rank on this node whose collectives are not compared."""
         here = _ranks_of_this_node(self.rank)
-        new = [rank for rank in members if rank != self.rank and rank not in peers and rank not in self._warned and rank in here]
+        new = [
+            rank
+            for rank in members
+            if rank != self.rank and rank not in peers and rank not in self._warned and rank in here
+        ]
         if not new:
             return
         self._warned.update(new)
@@ -195,8 +237,15 @@ class Peers:
         ended = [rank for rank in new if rank not in lives]
         reasons = [f"{ranks_and_verb(ended, 'has', 'have')} ended"] if ended else []
         if without:
-            reasons.append(f"{ranks_and_verb(without, 'does', 'do')} not verify collectives (started without --debug?)")
-        log.warning("commlens: %s; rank %d compares with the other ranks only", ", ".join(reasons), self.rank)
+            reasons.append(
+                f"{ranks_and_verb(without, 'does', 'do')} not verify collectives (started without"
+                " --debug?)"
+            )
+        log.warning(
+            "commlens: %s; rank %d compares with the other ranks only",
+            ", ".join(reasons),
+            self.rank,
+        )
 
     def take_unwarned(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that no warning has named yet, and count them as named."""

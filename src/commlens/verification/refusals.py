@@ -12,7 +12,8 @@ from commlens.boards.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.verification.channels import Pending
 
-_ON_ALL_NODES_S: Final = 10.0  # the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
+# the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
+_ON_ALL_NODES_S: Final = 10.0
 _NAP_S: Final = 0.001
 
 
@@ -27,7 +28,9 @@ class Refusals:
         self._elsewhere: Callable[[Iterable[int]], list[int]] = lambda _: []
         self.raised = posted.count()  # refusals from before this rank verified are not for it
 
-    def reach_other_nodes(self, drafts: RefusalLog, elsewhere: Callable[[Iterable[int]], list[int]]) -> None:
+    def reach_other_nodes(
+        self, drafts: RefusalLog, elsewhere: Callable[[Iterable[int]], list[int]]
+    ) -> None:
         """Post on all nodes what concerns them.
 
         Args:
@@ -68,9 +71,13 @@ class Refusals:
         return ranks if isinstance(ranks, list) else ()
 
     def posted_ns(self, rank: int) -> int:
-        """Return when the newest refusal that concerns a rank was posted on this node (``CLOCK_MONOTONIC``); 0 if there is none."""
+        """Return when the newest refusal that concerns a rank was posted on this node
+        (``CLOCK_MONOTONIC``); 0 if there is none.
+        """
         posted = (self._posted.read(at) for at in range(self._posted.count()))
-        return max((int(each.get("posted_ns", 0)) for each in posted if _concerns(each, rank)), default=0)
+        return max(
+            (int(each.get("posted_ns", 0)) for each in posted if _concerns(each, rank)), default=0
+        )
 
     def raise_if_posted(self, pending: Pending) -> None:
         """Raise a refusal of this very collective.
@@ -84,14 +91,24 @@ class Refusals:
                 self.skip()
                 raise _exception(posted)
 
-    def post(self, pending: Pending, kind: str, text: str, *, about: tuple[int, int] | None = None, ranks: Iterable[int] = ()) -> NoReturn:
-        """Post a refusal and raise it; if another rank has posted one of the same collective before, raise that one.
+    def post(
+        self,
+        pending: Pending,
+        kind: str,
+        text: str,
+        *,
+        about: tuple[int, int] | None = None,
+        ranks: Iterable[int] = (),
+    ) -> NoReturn:
+        """Post a refusal and raise it; if another rank has posted one of the same collective
+        before, raise that one.
 
         Args:
             pending: the collective that is not issued.
             kind: the kind of fault, ``mismatch/shape``.
             text: the message.
-            about: key and number of the collective that all ranks post it under, if not ``pending``.
+            about: key and number of the collective that all ranks post it under, if not
+                ``pending``.
             ranks: the ranks that it concerns besides the channel's members.
 
         Raises:
@@ -106,11 +123,14 @@ class Refusals:
         self._bells.wake(concerned)
         raise _exception({"kind": kind, "text": text, **posted})
 
-    def _post_on_all_nodes(self, key: int, number: int, content: dict[str, Any], concerned: list[int]) -> None:
+    def _post_on_all_nodes(
+        self, key: int, number: int, content: dict[str, Any], concerned: list[int]
+    ) -> None:
         """Let the relays post a refusal; return if no other node is concerned or answers.
 
         Raises:
-            DistributedOperationException: this refusal, or another one that was posted before and concerns this rank.
+            DistributedOperationException: this refusal, or another one that was posted before and
+                concerns this rank.
         """
         elsewhere = self._elsewhere(concerned)
         if self._drafts is None or not elsewhere:
@@ -134,17 +154,27 @@ def _concerns(posted: dict[str, Any], rank: int) -> bool:
 
 
 def _exception(posted: dict[str, Any]) -> DistributedOperationException:
-    """Return a :class:`commlens.DistributedOperationException` that also is Accelerate's, if accelerate is loaded."""
+    """Return a :class:`commlens.DistributedOperationException` that also is Accelerate's, if
+    accelerate is loaded.
+    """
     operations = sys.modules.get("accelerate.utils.operations")
     accelerates = getattr(operations, "DistributedOperationException", None)
     text = str(posted.get("text", ""))
-    error = _both(accelerates)(text) if isinstance(accelerates, type) else DistributedOperationException(text)
+    error = (
+        _both(accelerates)(text)
+        if isinstance(accelerates, type)
+        else DistributedOperationException(text)
+    )
     error.kind = str(posted.get("kind", ""))
     return error
 
 
 @functools.lru_cache(maxsize=2)
 def _both(accelerates: type[Exception]) -> type[DistributedOperationException]:
-    both: Any = type("DistributedOperationException", (DistributedOperationException, accelerates), {"__module__": "commlens"})
+    both: Any = type(
+        "DistributedOperationException",
+        (DistributedOperationException, accelerates),
+        {"__module__": "commlens"},
+    )
     result: type[DistributedOperationException] = both
     return result

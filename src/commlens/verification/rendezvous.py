@@ -1,4 +1,6 @@
-"""The rendezvous where ranks start to verify in the middle of a program: they wait for each other, for a limited time."""
+"""The rendezvous where ranks start to verify in the middle of a program: they wait for each other,
+for a limited time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from commlens.verification.peers import Peers
 
 PATIENCE_NS: Final = 10_000_000_000  # the longest wait for ranks that do not arrive
 NAP_S: Final = 500e-6
-ALL_RENDEZVOUS: Final = 1 << 62  # number for a rank that verifies from its first collective to its last
+# number for a rank that verifies from its first collective to its last
+ALL_RENDEZVOUS: Final = 1 << 62
 
 
 class Rendezvous:
@@ -71,7 +74,8 @@ class Rendezvous:
             time.sleep(NAP_S)
             self._expected = self._recorded_ranks()
         if absent:
-            # Do not count it: the same number is the next rendezvous, for ranks that arrive later, too.
+            # Do not count it: the same number is the next rendezvous, for ranks that arrive later,
+            # too.
             self._board.set_word(B.PRESENT, self._count)
             self._board.set_word(B.ALONE, 1)
         else:
@@ -81,7 +85,9 @@ class Rendezvous:
         return self._peers.take_unwarned(missing)
 
     def _recorded_ranks(self) -> list[int]:
-        """Return the other ranks of the job that are alive: on this node by their black boxes, on others by the copies of their boards."""
+        """Return the other ranks of the job that are alive: on this node by their black boxes, on
+        others by the copies of their boards.
+        """
         ranks = set(self._late) | set(self._peers.all_elsewhere())
         for box in job_dirs.boxes(self._folder):
             rank = int(box.name.removeprefix("rank").split(".")[0])

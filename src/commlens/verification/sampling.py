@@ -1,7 +1,8 @@
 """Which collectives are compared if not all of them are.
 
-All of them are announced, so a rank that compares one always finds the others' announcements. The choice follows from the sequence
-number and from the rank's own past: in a program whose ranks agree, all of them choose the same without communicating.
+All of them are announced, so a rank that compares one always finds the others' announcements. The
+choice follows from the sequence number and from the rank's own past: in a program whose ranks
+agree, all of them choose the same without communicating.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ if TYPE_CHECKING:
     from commlens.tap.token import Token
 
 EVERY: Final = 16
-"""One in this many collectives of a channel is compared. A board keeps this many announcements of a channel."""
+"""One in this many collectives of a channel is compared. A board keeps this many announcements of a
+channel.
+"""
 
 _SITES: Final = 10_000
 
 
 class Sampler:
-    """Chooses every 16th collective of each channel, and the first with the same arguments from the same place in the program."""
+    """Chooses every 16th collective of each channel, and the first with the same arguments from the
+    same place in the program.
+    """
 
     def __init__(self) -> None:
         self._sites: set[tuple[int, int]] = set()

@@ -1,13 +1,17 @@
 """Strict verification: compare each collective with those of the peers before it is issued.
 
-Every collective is announced on the rank's board (``announcer.py``). If an op needs every rank anyway and its caller waits for it,
-the rank first waits for its peers' announcements (``waiting.py``), so that all of them raise and nothing is sent. Otherwise it
-compares with the peers that have announced already (``comparison.py``), and again when a thread waits for the op: the last rank to
-arrive finds the fault, refuses to issue and posts the refusal; the others raise it at their next collective or wait (``refusals.py``).
+Every collective is announced on the rank's board (``announcer.py``). If an op needs every rank
+anyway and its caller waits for it, the rank first waits for its peers' announcements
+(``waiting.py``), so that all of them raise and nothing is sent. Otherwise it compares with the
+peers that have announced already (``comparison.py``), and again when a thread waits for the op: the
+last rank to arrive finds the fault, refuses to issue and posts the refusal; the others raise it at
+their next collective or wait (``refusals.py``).
 
-The peers' boards are in shared memory. Those of other nodes are copies, which a relay process keeps (``link.py``, ``relay.py``).
+The peers' boards are in shared memory. Those of other nodes are copies, which a relay process keeps
+(``link.py``, ``relay.py``).
 
-With the native engine, a collective like one that was verified here is verified in C++ from then on, as long as all ranks agree.
+With the native engine, a collective like one that was verified here is verified in C++ from then
+on, as long as all ranks agree.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ _NAP_S: Final = 0.001
 
 
 class Verifier:
-    """Compares this rank's collectives with its peers'. Only refusals are raised; an error of its own is logged and switches it off."""
+    """Compares this rank's collectives with its peers'. Only refusals are raised; an error of its
+    own is logged and switches it off.
+    """
 
     def __init__(
         self,
@@ -72,10 +78,12 @@ class Verifier:
             rank: the global rank.
             timeout_s: returns how many seconds a peer may be silent.
             active: verify from now on; otherwise only between :meth:`enter` and :meth:`leave`.
-            late: the ranks that enable verification together in mid-job. They number collectives from there, so only they can be
-                compared with each other.
-            sample: outside of :meth:`enter` and :meth:`leave`, compare only a part of the collectives.
-            make_exchange: creates the verifier in C++ from the board's map, the refusal log's map and the rank.
+            late: the ranks that enable verification together in mid-job. They number collectives
+                from there, so only they can be compared with each other.
+            sample: outside of :meth:`enter` and :meth:`leave`, compare only a part of the
+                collectives.
+            make_exchange: creates the verifier in C++ from the board's map, the refusal log's map
+                and the rank.
 
         Raises:
             OSError: there is no space for the files.
@@ -88,16 +96,28 @@ class Verifier:
         with self._log.locked():
             if not _has_live_boards(folder):
                 self._log.reset()
-            self._board = Board(folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, job_dirs.start_ticks(os.getpid()))
+            self._board = Board(
+                folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}",
+                rank,
+                job_dirs.start_ticks(os.getpid()),
+            )
         self._link = None if late else Link(folder, rank, self._log)
-        self.exchange = make_exchange(self._board.map, self._log.map, rank) if make_exchange is not None else None
+        self.exchange = (
+            make_exchange(self._board.map, self._log.map, rank)
+            if make_exchange is not None
+            else None
+        )
         bells: Any = Bells(self._log.map, rank) if self.exchange is None else self.exchange
         self._refusals = Refusals(self._log, rank, bells)
         self._peers = Peers(folder, rank, self._board.path, counts_from)
         self._announcer = Announcer(self._board, bells, self._peers, self._refusals, self.exchange)
         self._comparison = Comparison(self._peers, self._refusals, self.exchange)
-        self._waiting = Waiting(folder, self._board, bells, self._peers, self._comparison, self._refusals, timeout_s)
-        self._rendezvous = Rendezvous(folder, self._board, self._peers, together, timeout_s, self._find_new_boards)
+        self._waiting = Waiting(
+            folder, self._board, bells, self._peers, self._comparison, self._refusals, timeout_s
+        )
+        self._rendezvous = Rendezvous(
+            folder, self._board, self._peers, together, timeout_s, self._find_new_boards
+        )
         self._pending: dict[int, Pending] = {}  # by record index, until a thread waits for it
         self._boards_seen = 0
         self._off = False
@@ -112,10 +132,14 @@ class Verifier:
         self._update_exchange()
 
     def link(self) -> None:
-        """Begin to compare with the ranks on other nodes, once there is a default group. Waits for them for about ten seconds at most."""
+        """Begin to compare with the ranks on other nodes, once there is a default group. Waits for
+        them for about ten seconds at most.
+        """
         link, self._link = self._link, None
         if link is not None and not self._off and link.establish():
-            self._refusals.reach_other_nodes(RefusalLog(self._folder, refusal_log.DRAFTS), self._peers.elsewhere)
+            self._refusals.reach_other_nodes(
+                RefusalLog(self._folder, refusal_log.DRAFTS), self._peers.elsewhere
+            )
             self._find_new_boards()
 
     @property
@@ -137,7 +161,12 @@ class Verifier:
             DistributedOperationException: it must not be issued.
         """
         args = token.args
-        if self._off or not self._depth or args.refused_locally or (args.channel.device == "cuda" and _is_capturing()):
+        if (
+            self._off
+            or not self._depth
+            or args.refused_locally
+            or (args.channel.device == "cuda" and _is_capturing())
+        ):
             return
         try:
             self._catch_up()
@@ -160,7 +189,8 @@ class Verifier:
             self._update_exchange()
 
     def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
-        """Return how C++ verifies further collectives like one that was verified here; None if Python must do it.
+        """Return how C++ verifies further collectives like one that was verified here; None if
+        Python must do it.
 
         Args:
             args: the collective's arguments.
@@ -173,8 +203,16 @@ class Verifier:
             self._give_up(error)
             return None
 
-    def before_call(self, name: str, group: Group, number: int, describe: Callable[[], Any], frame: FrameType | None) -> None:
-        """Compare the arguments of a function that all ranks of a group call together, before it runs.
+    def before_call(
+        self,
+        name: str,
+        group: Group,
+        number: int,
+        describe: Callable[[], Any],
+        frame: FrameType | None,
+    ) -> None:
+        """Compare the arguments of a function that all ranks of a group call together, before it
+        runs.
 
         Args:
             name: the function's name, "train.gather_metrics".
@@ -190,7 +228,9 @@ class Verifier:
             return
         try:
             self._catch_up()
-            pending = self._announcer.announce_call(name, group, number, describe(), threading.get_native_id(), frame)
+            pending = self._announcer.announce_call(
+                name, group, number, describe(), threading.get_native_id(), frame
+            )
             if pending is None:
                 return
             try:
@@ -208,7 +248,8 @@ class Verifier:
             self._update_exchange()
 
     def announce_late(self, token: Token) -> None:
-        """Announce a collective that the backend accepted against expectation, and verify further ones like it.
+        """Announce a collective that the backend accepted against expectation, and verify further
+        ones like it.
 
         Gloo accepts an all_to_all with wrong splits and counts it; only its wait fails.
         """
@@ -223,10 +264,12 @@ class Verifier:
             self._announcer.withdraw(*token.announced)
 
     def before_wait(self, index: int) -> None:
-        """Wait for all ranks that a collective needs, before a thread blocks in the backend until it is done.
+        """Wait for all ranks that a collective needs, before a thread blocks in the backend until
+        it is done.
 
         Raises:
-            DistributedOperationException: a rank announced something else, has ended, or does not arrive.
+            DistributedOperationException: a rank announced something else, has ended, or does not
+                arrive.
         """
         pending = self._pending.pop(index, None)
         if self._off or not self._depth:
@@ -244,7 +287,9 @@ class Verifier:
         finally:
             self._update_exchange()
 
-    def before_planned_wait(self, args: InternedArgs, number: int, code: int, absent: list[int], index: int) -> None:
+    def before_planned_wait(
+        self, args: InternedArgs, number: int, code: int, absent: list[int], index: int
+    ) -> None:
         """Do the same for a collective that C++ announced and could not compare with all peers.
 
         Args:
@@ -255,11 +300,14 @@ class Verifier:
             index: the index of its record.
 
         Raises:
-            DistributedOperationException: a rank announced something else, has ended, or does not arrive.
+            DistributedOperationException: a rank announced something else, has ended, or does not
+                arrive.
         """
         channel = self._announcer.channel(args)
         if channel is not None:
-            pending = self._pending[index] = Pending(channel, number, self._announcer.signature(args, code), code, args)
+            pending = self._pending[index] = Pending(
+                channel, number, self._announcer.signature(args, code), code, args
+            )
             pending.absent = [rank for rank in channel.peers if rank in absent]
         self.before_wait(index)
 
@@ -268,14 +316,17 @@ class Verifier:
     def refusal_for(self, error: BaseException) -> DistributedOperationException | None:
         """Return the refusal that explains a backend's error, and count it as raised.
 
-        It is the oldest one that this rank has not raised yet. If there is none, a peer has perhaps ended or not arrived.
+        It is the oldest one that this rank has not raised yet. If there is none, a peer has perhaps
+        ended or not arrived.
         """
         if self._off or not self._depth:
             return None
         try:
             self._refusals.raise_new()
             if is_peer_error(text := str(error)):
-                self._waiting.refuse_failed(self._announcer.channels(), timed_out="timed out" in text.lower())
+                self._waiting.refuse_failed(
+                    self._announcer.channels(), timed_out="timed out" in text.lower()
+                )
         except DistributedOperationException as refused:
             return refused.with_traceback(None)
         except Exception as ours:
@@ -294,7 +345,9 @@ class Verifier:
         return self._refusals.unraised()
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
-        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread waits in C++."""
+        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread
+        waits in C++.
+        """
         channel = self._announcer.channel(args) if self.is_active else None
         raised = self._refusals.raised
         try:
@@ -304,7 +357,9 @@ class Verifier:
             self._refusals.raised = raised  # it was posted; the thread raises it when it is back
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
-        """Return the process groups of those collectives in flight that an unraised refusal is about."""
+        """Return the process groups of those collectives in flight that an unraised refusal is
+        about.
+        """
         groups = []
         for posted in self._refusals.new():
             channel = self._announcer.channel_of(posted.get("key", 0))
@@ -313,12 +368,15 @@ class Verifier:
         return [group for group in groups if group is not None]
 
     def before_end(self) -> None:
-        """Raise a refusal that this rank has not raised yet, before the process group is destroyed."""
+        """Raise a refusal that this rank has not raised yet, before the process group is
+        destroyed.
+        """
         if self._off or not self._depth:
             return
         until = time.monotonic() + (_ON_THE_WAY_S if self._log.link == refusal_log.LINKED else 0.0)
         self._refusals.raise_new()
-        while time.monotonic() < until:  # a rank on another node may have refused what this one has sent
+        # a rank on another node may have refused what this one has sent
+        while time.monotonic() < until:
             time.sleep(_NAP_S)
             self._refusals.raise_new()
 
@@ -342,7 +400,9 @@ class Verifier:
         return missing
 
     def leave(self) -> None:
-        """Undo one :meth:`enter`. After the last one, collectives are not verified, and the peers continue without this rank."""
+        """Undo one :meth:`enter`. After the last one, collectives are not verified, and the peers
+        continue without this rank.
+        """
         self._depth -= 1
         if not self._depth:
             self._board.set_word(B.ACTIVE, 0)
@@ -350,16 +410,24 @@ class Verifier:
         self._update_exchange()
 
     def meet(self) -> list[int]:
-        """Wait for all recorded ranks to verify. Returns those that did not arrive, named once each."""
+        """Wait for all recorded ranks to verify. Returns those that did not arrive, named once
+        each.
+        """
         return self._rendezvous.meet()
 
     def all_verify(self, group: Group) -> bool:
-        """Return whether all ranks of a group are on this node and verify from their first collective to the last.
+        """Return whether all ranks of a group are on this node and verify from their first
+        collective to the last.
 
         All of them must find the same, so a link to another node, which may break, is not enough.
         """
-        boards = (self._peers.own() if rank == self.rank else self._peers.get(rank) for rank in group.ranks)
-        return all(board is not None and board.word(B.STEADY) and not board.is_remote for board in boards)
+        boards = (
+            self._peers.own() if rank == self.rank else self._peers.get(rank)
+            for rank in group.ranks
+        )
+        return all(
+            board is not None and board.word(B.STEADY) and not board.is_remote for board in boards
+        )
 
     def stop(self) -> None:
         """Stop verifying in this process. It and its peers continue."""
@@ -408,22 +476,32 @@ class Verifier:
             self.exchange.forget()
 
     def _update_exchange(self) -> None:
-        """Pass on up to where this rank has caught up. C++ calls Python as soon as there are newer refusals or boards."""
+        """Pass on up to where this rank has caught up. C++ calls Python as soon as there are newer
+        refusals or boards.
+        """
         if self.exchange is not None:
             try:
                 self.exchange.sample(EVERY if self._sampler is not None and self._depth == 1 else 0)
-                self.exchange.caught_up(self.is_active, self._refusals.raised, self._boards_seen if self._peers.unverified else None)
+                self.exchange.caught_up(
+                    self.is_active,
+                    self._refusals.raised,
+                    self._boards_seen if self._peers.unverified else None,
+                )
             except Exception as error:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
-        log.warning("commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error)
+        log.warning(
+            "commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error
+        )
         log.debug("the verifier's error", exc_info=True)
 
 
 def _has_live_boards(folder: Path) -> bool:
-    """Return whether a process of this start of the job has a board already. Removes the boards of processes that have ended."""
+    """Return whether a process of this start of the job has a board already. Removes the boards of
+    processes that have ended.
+    """
     found = False
     for path in folder.glob(f"rank*{B.SUFFIX}"):
         try:
@@ -438,14 +516,25 @@ def _has_live_boards(folder: Path) -> bool:
 
 
 def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) -> bool:
-    """Return whether a refusal is about this collective. Boards and boxes count messages differently."""
+    """Return whether a refusal is about this collective. Boards and boxes count messages
+    differently.
+    """
     group, theirs = channel.group, op.channel.group
-    is_same = op.args.op in POINT_TO_POINT if channel.family else op.sequence_number == posted["number"] & B.NUMBER_MASK
-    return is_same and (group.incarnation, group.name, group.ranks) == (theirs.incarnation, theirs.name, theirs.ranks)
+    is_same = (
+        op.args.op in POINT_TO_POINT
+        if channel.family
+        else op.sequence_number == posted["number"] & B.NUMBER_MASK
+    )
+    return is_same and (group.incarnation, group.name, group.ranks) == (
+        theirs.incarnation,
+        theirs.name,
+        theirs.ranks,
+    )
 
 
 def _is_capturing() -> bool:
     import torch
 
-    # Not is_available, which starts CUDA's driver: a process that then forks has children in which CUDA cannot be used.
+    # Not is_available, which starts CUDA's driver: a process that then forks has children in which
+    # CUDA cannot be used.
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,4 +1,5 @@
-"""Wait for peers to announce: for which ranks, for how long, and what happened to those that do not arrive.
+"""Wait for peers to announce: for which ranks, for how long, and what happened to those that do not
+arrive.
 
 Waiting is bounded and follows the op's own semantics. It is never evidence of a deadlock by itself.
 """
@@ -30,7 +31,8 @@ log = logging.getLogger("commlens")
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
 RELEASE_AFTER_NS: Final = 1_000_000_000
-ENDING_NS: Final = 2_000_000_000  # the longest from a rank's last use of its connections to its last note on its board
+# the longest from a rank's last use of its connections to its last note on its board
+ENDING_NS: Final = 2_000_000_000
 _now = time.monotonic_ns
 
 
@@ -48,12 +50,16 @@ def needed(args: InternedArgs | BoardArgs, ranks: list[int], own: int) -> list[i
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
-    """Return those of ``ranks`` to wait for without a time limit before issue: none unless the call is synchronous."""
+    """Return those of ``ranks`` to wait for without a time limit before issue: none unless the call
+    is synchronous.
+    """
     return needed(args, ranks, own) if args.meets and args.op not in SENT_TO_ROOT else []
 
 
 def may_complete_early(args: InternedArgs) -> bool:
-    """Return whether ranks may legally complete the op before others arrive but rarely do, so that a short wait pays."""
+    """Return whether ranks may legally complete the op before others arrive but rarely do, so that
+    a short wait pays.
+    """
     return args.meets and args.op not in NEEDS_ALL and args.op not in POINT_TO_POINT
 
 
@@ -90,13 +96,16 @@ class Waiting:
         self._cycles = Cycles(peers, refusals)
         self._timeout_s = timeout_s
 
-    def before_issue(self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]) -> None:
+    def before_issue(
+        self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]
+    ) -> None:
         """Wait before issue, as far as the op's semantics allow it.
 
         Args:
             pending: the announced op.
             args: its arguments.
-            plans_changed: called when a short wait has expired: later ops of the channel no longer wait for ranks that they do not need.
+            plans_changed: called when a short wait has expired: later ops of the channel no longer
+                wait for ranks that they do not need.
 
         Raises:
             DistributedOperationException: the op must not be issued.
@@ -107,25 +116,35 @@ class Waiting:
         if pending.absent and may_complete_early(args) and pending.channel.rooted_patience_ns:
             self.wait(pending, pending.absent, pending.channel.rooted_patience_ns)
             if pending.absent:
-                pending.channel.rooted_patience_ns = 0  # in this program, the ranks do not arrive together: do not delay it again
+                # in this program, the ranks do not arrive together: do not delay it again
+                pending.channel.rooted_patience_ns = 0
                 plans_changed()
 
     def before_wait(self, pending: Pending) -> None:
         """Wait for all ranks that the op needs, before a thread blocks until it is done.
 
         Raises:
-            DistributedOperationException: a rank's announcement does not match, or a rank does not arrive.
+            DistributedOperationException: a rank's announcement does not match, or a rank does not
+                arrive.
         """
         self.wait(pending, needed(pending.args, pending.absent, self._peers.rank))
 
-    def wait(self, pending: Pending, ranks: Iterable[int], patience_ns: int | None = None, *, releases: bool = False) -> None:
+    def wait(
+        self,
+        pending: Pending,
+        ranks: Iterable[int],
+        patience_ns: int | None = None,
+        *,
+        releases: bool = False,
+    ) -> None:
         """Wait until all of these ranks have announced, for ``patience_ns`` at most if given.
 
-        With ``releases``, end the wait as soon as one of them waits for a key in a store: this rank may be the one to write it, since
-        without verification its call would have returned at once.
+        With ``releases``, end the wait as soon as one of them waits for a key in a store: this rank
+        may be the one to write it, since without verification its call would have returned at once.
 
         Raises:
-            DistributedOperationException: an announcement does not match, or a rank does not arrive.
+            DistributedOperationException: an announcement does not match, or a rank does not
+                arrive.
         """
         wanted = set(ranks)
         if not wanted & set(pending.absent):
@@ -152,22 +171,31 @@ class Waiting:
                 if now - checked > CHECK_EVERY_NS:
                     checked = now
                     absent = [rank for rank in pending.absent if rank in wanted]
-                    if releases and now - began > RELEASE_AFTER_NS and any(self._waits_in_store(rank) for rank in absent):
+                    if (
+                        releases
+                        and now - began > RELEASE_AFTER_NS
+                        and any(self._waits_in_store(rank) for rank in absent)
+                    ):
                         return
                     self._check(pending, absent, now - began)
                     if not warned and now - began > WARN_AFTER_NS:
                         warned = True
                         log.warning(
                             "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
-                            self._peers.rank, (now - began) / 1e9, pending.args.op, pending.number & B.NUMBER_MASK,
-                            self._comparison.subject(pending).group, ranks_phrase(absent),
-                        )  # fmt: skip
+                            self._peers.rank,
+                            (now - began) / 1e9,
+                            pending.args.op,
+                            pending.number & B.NUMBER_MASK,
+                            self._comparison.subject(pending).group,
+                            ranks_phrase(absent),
+                        )
         finally:
             self._bells.awake(thread)
             self._board.set_waiting(0, 0, 0)
 
     def refuse_if_ended(self, pending: Pending) -> None:
-        """Refuse the op at once if a rank that it needs has finished: if C++ waits for it, there is no later check.
+        """Refuse the op at once if a rank that it needs has finished: if C++ waits for it, there is
+        no later check.
 
         Raises:
             DistributedOperationException: a rank that it needs has finished.
@@ -177,24 +205,30 @@ class Waiting:
             self._check(pending, absent, 0)
 
     def check_in_flight(self, channel: VerifiedChannel, waited_ns: int) -> None:
-        """Check the ranks that have not joined a channel's oldest collective in flight, which a thread has waited for so long.
+        """Check the ranks that have not joined a channel's oldest collective in flight, which a
+        thread has waited for so long.
 
         Raises:
             DistributedOperationException: one that it needs has ended, or is late.
         """
         pending = self._lacking(channel)
-        if pending is not None and (absent := needed(pending.args, pending.absent, self._peers.rank)):
+        if pending is not None and (
+            absent := needed(pending.args, pending.absent, self._peers.rank)
+        ):
             self._board.set_waiting(channel.key, pending.number, _now() - waited_ns)
             self._check(pending, absent, waited_ns)
 
     def refuse_failed(self, channels: Iterable[VerifiedChannel], *, timed_out: bool) -> None:
-        """Refuse a collective that failed in the backend, because a rank has ended or, with ``timed_out``, did not arrive.
+        """Refuse a collective that failed in the backend, because a rank has ended or, with
+        ``timed_out``, did not arrive.
 
         Raises:
             DistributedOperationException: there is such a rank.
         """
         until = _now() + ENDING_NS
-        while failed := [found for channel in channels if (found := self._lacking(channel)) is not None]:
+        while failed := [
+            found for channel in channels if (found := self._lacking(channel)) is not None
+        ]:
             for pending in failed:
                 self._check(pending, pending.absent, 0)
                 absent = needed(pending.args, pending.absent, self._peers.rank)
@@ -206,7 +240,9 @@ class Waiting:
             self._refusals.raise_new()
 
     def _lacking(self, channel: VerifiedChannel) -> Pending | None:
-        """Return the first collective of a channel that this rank has announced and other ranks have not; None if there is none."""
+        """Return the first collective of a channel that this rank has announced and other ranks
+        have not; None if there is none.
+        """
         own = self._peers.own()
         last = own.last_number(channel.slot)
         behind: dict[int, int] = {}  # rank: the next number that it has not announced
@@ -225,7 +261,9 @@ class Waiting:
         return pending
 
     def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
-        """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the timeout."""
+        """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the
+        timeout.
+        """
         if not absent:
             return  # all others have just arrived, or are given up
         ended = {rank: how for rank in absent if (how := self._peers.how_it_ended(rank))}
@@ -245,7 +283,8 @@ class Waiting:
             self._refuse_missing(pending, absent, waited_ns)
 
     def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> None:
-        """Refuse the collective because ranks are late. If they wait in another one themselves, refuse that one for the ranks it lacks.
+        """Refuse the collective because ranks are late. If they wait in another one themselves,
+        refuse that one for the ranks it lacks.
 
         Return if they have arrived meanwhile, or if it is no longer known whether they live.
         """
@@ -258,23 +297,48 @@ class Waiting:
             if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
                 return
             self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-            text = absence_text("missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9)
+            text = absence_text(
+                "missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9
+            )
             members = cycles.held_up(set(pending.channel.members), half)
             self._refusals.post(pending, "missing", text, ranks=members)
         steps = [(self._peers.rank, pending.channel.key, pending.number), *chain]
         last, key, number = steps[-1]
-        late = [rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.waits_in(rank)]
+        late = [
+            rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.waits_in(rank)
+        ]
         description = self._peers[last].channel(key) or {}
-        subject = Subject(str(description.get("group", "an unknown group")), description.get("ranks", []), number & B.NUMBER_MASK)
+        subject = Subject(
+            str(description.get("group", "an unknown group")),
+            description.get("ranks", []),
+            number & B.NUMBER_MASK,
+        )
         rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
         where = {rank: self._whereabouts(rank) for rank in late}
-        text = absence_text("missing", subject, rows, where, waited_ns / 1e9, [cycles.describe(step) for step in steps[:-1]])
-        members = cycles.held_up({rank for _, each, _ in steps for rank in self._peers.members(each)}, half)
+        text = absence_text(
+            "missing",
+            subject,
+            rows,
+            where,
+            waited_ns / 1e9,
+            [cycles.describe(step) for step in steps[:-1]],
+        )
+        members = cycles.held_up(
+            {rank for _, each, _ in steps for rank in self._peers.members(each)}, half
+        )
         self._refusals.post(pending, "missing", text, about=(key, number), ranks=members)
 
-    def _refuse_absence(self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float) -> NoReturn:
+    def _refuse_absence(
+        self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float
+    ) -> NoReturn:
         compared = self._comparison
-        self._refusals.post(pending, kind, absence_text(kind, compared.subject(pending), compared.rows(pending), absent, waited_ns / 1e9))
+        self._refusals.post(
+            pending,
+            kind,
+            absence_text(
+                kind, compared.subject(pending), compared.rows(pending), absent, waited_ns / 1e9
+            ),
+        )
 
     def _refuse_if_in_cycle(self, pending: Pending, waited_ns: int) -> None:
         cycle = self._cycles.find()
@@ -289,17 +353,25 @@ class Waiting:
             self._refusals.post(pending, "cycle", text, about=cycle[0][1:], ranks=concerned)
 
     def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
-        """Refuse a receive if the peer has instead sent a message with another tag, which this rank has not received."""
+        """Refuse a receive if the peer has instead sent a message with another tag, which this rank
+        has not received.
+        """
         if not pending.channel.family:
             return
         compared = self._comparison
         for rank in pending.absent:
             for blob in self._other_tags(pending, rank):
                 rows = compared.own_row(pending), table_row(rank, blob)
-                self._refusals.post(pending, "mismatch/p2p", tag_text(compared.subject(pending), rows, waited_ns / 1e9, where))
+                self._refusals.post(
+                    pending,
+                    "mismatch/p2p",
+                    tag_text(compared.subject(pending), rows, waited_ns / 1e9, where),
+                )
 
     def _other_tags(self, pending: Pending, rank: int) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of a peer's messages to this rank that have another tag and are not received yet."""
+        """Yield the arguments of a peer's messages to this rank that have another tag and are not
+        received yet.
+        """
         board, own = self._peers[rank], self._peers.own()
         for key, description in board.channels():
             if description.get("family") != pending.channel.family or key == pending.channel.key:

@@ -14,7 +14,9 @@ SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
 
 
 def whereabouts(folder: Path, rank: int, pid: int) -> str:
-    """Return what a rank is doing; "" if unknown. The rank's watchdog thread recorded the line of its main thread."""
+    """Return what a rank is doing; "" if unknown. The rank's watchdog thread recorded the line of
+    its main thread.
+    """
     if job_dirs.stat_fields(pid)[0] in "Tt":
         return "is stopped by a signal"
     try:

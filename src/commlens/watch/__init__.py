@@ -1,1 +1,3 @@
-"""The watcher: reads black boxes and ``/proc`` from outside the ranks, and reports stalls, deaths and mismatches."""
+"""The watcher: reads black boxes and ``/proc`` from outside the ranks, and reports stalls, deaths
+and mismatches.
+"""

@@ -1,8 +1,8 @@
 """The watcher as a process: ``python -m commlens.watch JOB_DIR``.
 
-The lowest local rank starts it if no launcher watches. It survives a SIGKILL of that rank, ignores Ctrl-C and hang-ups (the ranks
-receive those themselves, and the watcher observes how they end), prints to the stderr that it inherits, and ends with the job.
-Settings come from the environment.
+The lowest local rank starts it if no launcher watches. It survives a SIGKILL of that rank, ignores
+Ctrl-C and hang-ups (the ranks receive those themselves, and the watcher observes how they end),
+prints to the stderr that it inherits, and ends with the job. Settings come from the environment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
 
     settings = load_settings(strict=False).settings
     named = {name: getattr(settings, name) for name in ("dump_dir", "verdict_log", "metrics_file")}
-    paths: dict[str, Any] = {name: absolute(path) for name, path in named.items() if path is not None}
+    paths: dict[str, Any] = {
+        name: absolute(path) for name, path in named.items() if path is not None
+    }
     settings = dataclasses.replace(settings, **paths)
     watcher = Watcher([folder], settings, early=early)  # on_verdict runs in the folder of now
     with contextlib.suppress(OSError):

@@ -12,7 +12,8 @@ STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or th
 ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
-LATE_KILL_NS: Final = 5_000_000_000  # a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
+# a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
+LATE_KILL_NS: Final = 5_000_000_000
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATED_CODE: Final = 128 + 15
 _INTERRUPTED_CODE: Final = 128 + 2
@@ -25,23 +26,33 @@ def ended_by_stop_signal(member: Member) -> bool:
 
 
 def was_stopped(member: Member) -> bool:
-    """Return whether a rank ended as a stopped process does: by SIGTERM or Ctrl-C, or with their exit codes, and without an exception."""
+    """Return whether a rank ended as a stopped process does: by SIGTERM or Ctrl-C, or with their
+    exit codes, and without an exception.
+    """
     if member.raised_before_its_end:
         return False
-    return ended_by_stop_signal(member) or (member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES)
+    return ended_by_stop_signal(member) or (
+        member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES
+    )
 
 
 def was_interrupted(member: Member) -> bool:
     """Return whether a rank ended as Ctrl-C, or a KeyboardInterrupt of its own, ends a process."""
-    return member.ending is not None and (member.ending.signal == "SIGINT" or member.ending.exit_code == _INTERRUPTED_CODE)
+    return member.ending is not None and (
+        member.ending.signal == "SIGINT" or member.ending.exit_code == _INTERRUPTED_CODE
+    )
 
 
 def _was_terminated(member: Member) -> bool:
-    return member.ending is not None and (member.ending.signal == "SIGTERM" or member.ending.exit_code == _TERMINATED_CODE)
+    return member.ending is not None and (
+        member.ending.signal == "SIGTERM" or member.ending.exit_code == _TERMINATED_CODE
+    )
 
 
 def dead_ranks(members: Sequence[Member]) -> list[Member]:
-    """Return the members that ended with a failure. One that ended in an unknown way is dead only if others wait for it."""
+    """Return the members that ended with a failure. One that ended in an unknown way is dead only
+    if others wait for it.
+    """
     return [member for member in members if member.ended_well is False]
 
 
@@ -50,26 +61,35 @@ def job_was_stopped(members: Sequence[Member], *, hung: bool = False) -> bool:
 
     Args:
         members: all ranks.
-        hung: whether a fault was told before. Then a user or a timeout probably ends the job: ranks that a stop signal does not end
-            because they wait in C++ may still live, or be killed at last by the launcher.
+        hung: whether a fault was told before. Then a user or a timeout probably ends the job: ranks
+            that a stop signal does not end because they wait in C++ may still live, or be killed at
+            last by the launcher.
     """
     dead = dead_ranks(members)
     if len(members) < 2 or not dead:
         return False
     if not hung:
         return len(dead) == len(members) and all(was_stopped(member) for member in dead)
-    killed = [member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"]
+    killed = [
+        member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"
+    ]
     first_ns = min(member.ended_ns for member in dead)
-    at_last = len(killed) == len(members) or all(member.ended_ns > first_ns + LATE_KILL_NS for member in killed)
+    at_last = len(killed) == len(members) or all(
+        member.ended_ns > first_ns + LATE_KILL_NS for member in killed
+    )
     return at_last and all(was_stopped(member) or member in killed for member in dead)
 
 
 class DeathDetector:
-    """Decides when to report a death: once the ranks that die with the first one have ended, too."""
+    """Decides when to report a death: once the ranks that die with the first one have ended,
+    too.
+    """
 
     def __init__(self) -> None:
         self.first: Member | None = None  # the first rank that died
-        self.alone = False  # it alone was stopped, though its launcher would stop all ranks at once: somebody meant this rank
+        # it alone was stopped, though its launcher would stop all ranks at once: somebody meant
+        # this rank
+        self.alone = False
         self._first_at = 0.0
         self._due: float | None = None
         self._elsewhere = False
@@ -80,7 +100,14 @@ class DeathDetector:
         """Whether a death is still to be reported."""
         return self._due is not None
 
-    def add(self, ended: Sequence[Member], members: Sequence[Member], now: float, *, alone: Callable[[], bool] = bool) -> bool:
+    def add(
+        self,
+        ended: Sequence[Member],
+        members: Sequence[Member],
+        now: float,
+        *,
+        alone: Callable[[], bool] = bool,
+    ) -> bool:
         """Add ranks that have ended.
 
         Args:
@@ -100,21 +127,36 @@ class DeathDetector:
                 self.first, self._first_at = member, now
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
                 was_alone = member.handle.ended_alone or (len(ended) == 1 and alone())
-                self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
-                settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) and not self._elsewhere else SETTLE_S
+                self.alone = (
+                    ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
+                )
+                settle_s = (
+                    ALONE_SETTLE_S
+                    if self.alone
+                    else STOP_SETTLE_S
+                    if was_stopped(member) and not self._elsewhere
+                    else SETTLE_S
+                )
                 self._due = now + settle_s
             elif was_stopped(self.first) and not was_stopped(member):
-                self._due = now + SETTLE_S  # the job was not stopped as a whole: this rank died because the first one was stopped
+                # the job was not stopped as a whole: this rank died because the first one was
+                # stopped
+                self._due = now + SETTLE_S
         if self._due is not None and not self.alone and not any(member.alive for member in members):
             self._due = now
         return known is None and self.first is not None
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
-        """Return whether the ranks were stopped from outside, and not because one of them was; ``hung``: after a fault was told."""
+        """Return whether the ranks were stopped from outside, and not because one of them was;
+        ``hung``: after a fault was told.
+        """
         if self.first is not None and was_interrupted(self.first) and not self.alone:
-            # Ctrl-C reaches all ranks, of which those in C++ end later. Where one rank alone was interrupted, its launcher ends the others.
+            # Ctrl-C reaches all ranks, of which those in C++ end later. Where one rank alone was
+            # interrupted, its launcher ends the others.
             ended = [member for member in members if member is not self.first and not member.alive]
-            self.alone = any(_was_terminated(member) for member in ended) and not any(was_interrupted(member) for member in ended)
+            self.alone = any(_was_terminated(member) for member in ended) and not any(
+                was_interrupted(member) for member in ended
+            )
             return not self.alone
         return not self.alone and job_was_stopped(members, hung=hung)
 
@@ -130,7 +172,9 @@ class DeathDetector:
         return bool(self._reporter_until)
 
     def wait_for_reporter(self, now: float) -> bool:
-        """Postpone the report because another node makes it. Returns False once that has taken too long."""
+        """Postpone the report because another node makes it. Returns False once that has taken too
+        long.
+        """
         self._reporter_until = self._reporter_until or now + REPORTER_S
         if now >= self._reporter_until:
             return False
@@ -140,12 +184,18 @@ class DeathDetector:
     def take_due(self, now: float, members: Sequence[Member] = ()) -> bool:
         """Return whether to report the death now; True only once.
 
-        Ranks that a launcher has just started may die before they are seen. It ends the others then, and tells how they ended.
+        Ranks that a launcher has just started may die before they are seen. It ends the others
+        then, and tells how they ended.
         """
         if self._due is None or now < self._due:
             return False
         size = max((member.local_size for member in members), default=0)
-        if self.first is not None and was_stopped(self.first) and len(members) < size and now < self._first_at + UNSEEN_S:
+        if (
+            self.first is not None
+            and was_stopped(self.first)
+            and len(members) < size
+            and now < self._first_at + UNSEEN_S
+        ):
             self._due = now + SETTLE_S
             return False
         self._due = None

@@ -1,4 +1,6 @@
-"""Ends a job because of a verdict (``on_stall: abort``, ``on_mismatch: abort``), on all of its nodes."""
+"""Ends a job because of a verdict (``on_stall: abort``, ``on_mismatch: abort``), on all of its
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,20 @@ class JobAbort:
         roster: the ranks of this node.
         nodes: the job's other nodes.
         reporter: prints why.
-        end_job: ends the job as the launcher does, given the verdict in words; None: the ranks are sent SIGTERM.
+        end_job: ends the job as the launcher does, given the verdict in words; None: the ranks are
+            sent SIGTERM.
         launched: a launcher started the ranks, with or without a black box.
     """
 
-    def __init__(self, roster: Roster, nodes: Nodes, reporter: Reporter, end_job: Callable[[str], None] | None, *, launched: bool) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        nodes: Nodes,
+        reporter: Reporter,
+        end_job: Callable[[str], None] | None,
+        *,
+        launched: bool,
+    ) -> None:
         self._roster = roster
         self._nodes = nodes
         self._reporter = reporter
@@ -42,7 +53,9 @@ class JobAbort:
         self.has_begun = False
 
     def begin_for(self, setting: str, verdict: Verdict) -> bool:
-        """End the job, if it is not being ended and the evidence is complete. Returns whether it is being ended."""
+        """End the job, if it is not being ended and the evidence is complete. Returns whether it is
+        being ended.
+        """
         if self.has_begun:
             return True
         doubt = reason_to_go_on(verdict, self._roster.current(), self._nodes.ranks)
@@ -54,7 +67,9 @@ class JobAbort:
         return True
 
     def begin(self, verdict: Verdict | None = None) -> None:
-        """End this node's ranks because of a verdict, which goes into their error files; None: another node has it."""
+        """End this node's ranks because of a verdict, which goes into their error files; None:
+        another node has it.
+        """
         self.has_begun = True
         self._kill_at = time.monotonic() + KILL_AFTER_S
         if self._end_job is not None:
@@ -71,7 +86,9 @@ class JobAbort:
             self._signal_ranks(signal.SIGKILL)
 
     def _write_error_files(self, verdict: Verdict) -> None:
-        """Let torchrun's summary show the verdict as the error of the culprits, or of all ranks if none of them is on this node."""
+        """Let torchrun's summary show the verdict as the error of the culprits, or of all ranks if
+        none of them is on this node.
+        """
         members = [member for member in self._roster.current() if member.alive and member.here]
         for member in [member for member in members if member.rank in verdict.culprits] or members:
             error_file.write(process.environment(member.pid), str(verdict))
@@ -79,6 +96,11 @@ class JobAbort:
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():
             is_rank = self._launched or member.box is not None or has_torch(member.pid)
-            if is_rank and member.alive and member.here and process.is_running(member.pid, member.start_ticks):
+            if (
+                is_rank
+                and member.alive
+                and member.here
+                and process.is_running(member.pid, member.start_ticks)
+            ):
                 with contextlib.suppress(OSError):
                     os.kill(member.pid, number)

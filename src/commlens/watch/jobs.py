@@ -1,4 +1,6 @@
-"""Finds the jobs on this node by name, pid or folder, and removes the black boxes of forgotten ones."""
+"""Finds the jobs on this node by name, pid or folder, and removes the black boxes of forgotten
+ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     """Return the folders of jobs with black boxes on this node, oldest first.
 
     Args:
-        wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None: all jobs of which a rank runs.
+        wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None:
+            all jobs of which a rank runs.
         box_dir: the setting.
 
     Raises:
@@ -29,17 +32,29 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
         CommandError: ``wanted`` matches no job, or several.
     """
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
-    jobs = list({job.resolve(): job for job in reversed(job_dirs.live_jobs(box_dir)) if job_dirs.boxes(job)}.values())[::-1]
+    jobs = list(
+        {
+            job.resolve(): job
+            for job in reversed(job_dirs.live_jobs(box_dir))
+            if job_dirs.boxes(job)
+        }.values()
+    )[::-1]
     if wanted is None:
         if not jobs:
-            where = ", ".join(str(job_dirs.user_folder(root)) for root in job_dirs.box_roots(box_dir)) or "no memory-backed folder"
+            where = (
+                ", ".join(str(job_dirs.user_folder(root)) for root in job_dirs.box_roots(box_dir))
+                or "no memory-backed folder"
+            )
             raise EvidenceError(
                 f"No job is recorded on this machine by this user (looked in {where}). "
                 "Start one with `commlens launch`, `commlens run` or COMMLENS=1."
             )
         running = [job for job in jobs if not is_over(job)]
         if not running:
-            raise EvidenceError(f"No recorded job runs on this machine. These have ended and left black boxes: {_names(jobs)}.")
+            raise EvidenceError(
+                "No recorded job runs on this machine. These have ended and left black boxes:"
+                f" {_names(jobs)}."
+            )
         return running
     if "/" in wanted:
         if job_dirs.boxes(Path(wanted)):
@@ -47,23 +62,43 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
         raise CommandError(f"There are no black boxes in {wanted}.")
     found = [job for job in jobs if wanted in (job.name, save.dump_name([job]))]
     if not found and wanted.isdigit():
-        of_pid = [(job, box) for job in jobs for box in job_dirs.boxes(job) if job_dirs.box_pid(box) == int(wanted)]
-        found = [job for job, box in of_pid if job_dirs.has_ended(box) is False] or [job for job, _ in of_pid]
-    found = found or [job for job in jobs if job.name.startswith(wanted) or save.dump_name([job]).startswith(wanted)]
+        of_pid = [
+            (job, box)
+            for job in jobs
+            for box in job_dirs.boxes(job)
+            if job_dirs.box_pid(box) == int(wanted)
+        ]
+        found = [job for job, box in of_pid if job_dirs.has_ended(box) is False] or [
+            job for job, _ in of_pid
+        ]
+    found = found or [
+        job
+        for job in jobs
+        if job.name.startswith(wanted) or save.dump_name([job]).startswith(wanted)
+    ]
     if len(found) == 1:
         return found
-    words = (process.read_text(f"/proc/{wanted}/cmdline") or "").replace("\0", " ").strip() if wanted.isdigit() else ""
+    words = (
+        (process.read_text(f"/proc/{wanted}/cmdline") or "").replace("\0", " ").strip()
+        if wanted.isdigit()
+        else ""
+    )
     if words and not found:
         raise EvidenceError(
-            f"The process {wanted} ({printable(words[:80])}) is not recorded: it is no rank, or it was started without commlens. "
-            "Start the job with `commlens launch`, `commlens run` or COMMLENS=1 to record it. "
-            f"`py-spy dump --pid {wanted}` shows its Python stack now."
+            f"The process {wanted} ({printable(words[:80])}) is not recorded: it is no rank, or it"
+            " was started without commlens. Start the job with `commlens launch`, `commlens run`"
+            f" or COMMLENS=1 to record it. `py-spy dump --pid {wanted}` shows its Python stack now."
         )
     if found:
-        raise CommandError(f"{wanted!r} matches several jobs: {_names(found)}. Give more of the name.")
+        raise CommandError(
+            f"{wanted!r} matches several jobs: {_names(found)}. Give more of the name."
+        )
     if not jobs:
         raise EvidenceError(f"There is no job {wanted!r}: no job is recorded on this machine.")
-    raise CommandError(f"{wanted!r} is neither a job nor the pid of a rank on this machine. The jobs are {_names(jobs)}.")
+    raise CommandError(
+        f"{wanted!r} is neither a job nor the pid of a rank on this machine. The jobs are"
+        f" {_names(jobs)}."
+    )
 
 
 def _names(jobs: Sequence[Path]) -> str:
@@ -72,7 +107,8 @@ def _names(jobs: Sequence[Path]) -> str:
 
 
 def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_S) -> None:
-    """Free the shared memory of jobs that ended long ago along with their launcher and watcher (SIGKILL, a lost container).
+    """Free the shared memory of jobs that ended long ago along with their launcher and watcher
+    (SIGKILL, a lost container).
 
     Args:
         mine: the folders of a live job, next to which the others are.
@@ -87,4 +123,6 @@ def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_
 
 def is_over(job: Path, after_s: float = 0.0) -> bool:
     """Return whether all ranks of a job on this node ended that long ago."""
-    return all(job_dirs.is_leftover(box, before_s=time.time() - after_s) for box in job_dirs.boxes(job))
+    return all(
+        job_dirs.is_leftover(box, before_s=time.time() - after_s) for box in job_dirs.boxes(job)
+    )

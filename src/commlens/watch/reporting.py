@@ -28,7 +28,11 @@ from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.known_nodes import Lost
 from commlens.watch.nodes.lost import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
-from commlens.watch.nodes.remote_evidence import first_records_of_each, more_records_of_each, records_of_each
+from commlens.watch.nodes.remote_evidence import (
+    first_records_of_each,
+    more_records_of_each,
+    records_of_each,
+)
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run, read_logs
 
@@ -48,7 +52,9 @@ ALERTS_END_S = 8.0
 
 
 def say_to_stderr(message: str | Verdict) -> None:
-    """Print a notice, beginning with ``commlens:``, or a verdict. It is a single write: ranks and torchrun share the terminal."""
+    """Print a notice, beginning with ``commlens:``, or a verdict. It is a single write: ranks and
+    torchrun share the terminal.
+    """
     columns = os.environ.get("COLUMNS", "")
     width = max(40, min(120, int(columns))) if columns.isdecimal() else 80
     colour = "FORCE_COLOR" in os.environ and "NO_COLOR" not in os.environ
@@ -66,7 +72,11 @@ def say_to_stderr(message: str | Verdict) -> None:
 
 
 def _as_notice(verdict: Verdict) -> str:
-    sentences = [verdict.summary, verdict.explanation, verdict.next_step if verdict.kind == "straggler" else ""]
+    sentences = [
+        verdict.summary,
+        verdict.explanation,
+        verdict.next_step if verdict.kind == "straggler" else "",
+    ]
     return " ".join(f"{capital(each).rstrip('.')}." for each in sentences if each)
 
 
@@ -77,7 +87,8 @@ class Evidence:
         roster: the ranks of this node.
         observer: of their processes.
         nodes: the job's other nodes.
-        launched: a launcher watches its own workers: after the first death it ends the others with SIGTERM and SIGKILL.
+        launched: a launcher watches its own workers: after the first death it ends the others with
+            SIGTERM and SIGKILL.
     """
 
     def __init__(self, roster: Roster, observer: Observer, nodes: Nodes, *, launched: bool) -> None:
@@ -86,29 +97,39 @@ class Evidence:
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
-        self.remote: dict[str, remote_evidence.NodeEvidence] = {}  # the last evidence of other nodes, by host
+        # the last evidence of other nodes, by host
+        self.remote: dict[str, remote_evidence.NodeEvidence] = {}
         self.lost: list[Lost] = []  # nodes that are silent, as of the last diagnosis
         self.vanished: list[Lost] = []  # those of them that have ended without a word
-        self.lacks_records = False  # only the newest records of the other nodes' ranks were asked for
-        self._newest: dict[int, remote_evidence.NodeEvidence] = {}  # by slot: what the other nodes sent for the last diagnosis
+        # only the newest records of the other nodes' ranks were asked for
+        self.lacks_records = False
+        # by slot: what the other nodes sent for the last diagnosis
+        self._newest: dict[int, remote_evidence.NodeEvidence] = {}
 
     def forget(self) -> None:
         """Forget what was observed of former workers."""
         self.frozen, self.remote, self._newest = {}, {}, {}
 
     def freeze(self) -> None:
-        """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
-        self.frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
+        """Keep the observations of the living ranks as of now: how the launcher ends them later
+        says nothing about the fault.
+        """
+        self.frozen = {
+            member.pid: self._observer.observe(member.pid)
+            for member in self._roster.current()
+            if member.alive and member.here
+        }
 
     def logs(self, about: Verdict | None = None) -> tuple[list[RankLog], list[str]]:
-        """Return the ranks' logs, each with its observation, and what could not be read, in sentences.
+        """Return the ranks' logs, each with its observation, and what could not be read, in
+        sentences.
 
-        If this node reports for the job, the logs of the other nodes' ranks are among them. Of many nodes, first only the newest records
-        are asked for.
+        If this node reports for the job, the logs of the other nodes' ranks are among them. Of many
+        nodes, first only the newest records are asked for.
 
         Args:
-            about: the verdict that was made of these. The nodes that it is about are asked for more records, or all nodes are, if
-                it names nobody.
+            about: the verdict that was made of these. The nodes that it is about are asked for more
+                records, or all nodes are, if it names nobody.
         """
         remote, more = self.remote_logs(about)
         here, problems = read_logs(self._roster.current(), self._by_pid())
@@ -118,26 +139,42 @@ class Evidence:
         return one_run(logs), [*problems, *more, *correct_clocks(logs)]
 
     def logs_again(self) -> list[RankLog]:
-        """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking them."""
+        """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking
+        them.
+        """
         logs = read_logs(self._roster.current(), self._by_pid())[0]
         return one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
 
     def records(self, newest: int | None) -> list[RankLog]:
-        """Return the logs of all ranks without observations; of those of this node only the ``newest`` records, if that is given."""
-        return one_run([*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]])
+        """Return the logs of all ranks without observations; of those of this node only the
+        ``newest`` records, if that is given.
+        """
+        return one_run(
+            [*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]]
+        )
 
     def remote_logs(self, about: Verdict | None = None) -> tuple[list[RankLog], list[str]]:
-        """Return the logs of the other nodes' ranks, and what is missing, if this node reports for the job; otherwise nothing."""
+        """Return the logs of the other nodes' ranks, and what is missing, if this node reports for
+        the job; otherwise nothing.
+        """
         if self.nodes.reporter is not None:
             return [], self.nodes.unknown
         others = self.nodes.others
         self.lacks_records = about is None and len(others) > MANY_NODES
         concerned = set(nodes_to_ask(about, others)) if about is not None else set()
-        share = more_records_of_each if concerned else first_records_of_each if self.lacks_records else records_of_each
+        share = (
+            more_records_of_each
+            if concerned
+            else first_records_of_each
+            if self.lacks_records
+            else records_of_each
+        )
         found, silent = self.nodes.gather(
             lambda slot, content: remote_evidence.unpack(content, self.nodes.host(slot)),
             of=sorted(concerned),
-            records=share(sum(len(beat.ranks) for beat in others if not concerned or beat.slot in concerned)),
+            records=share(
+                sum(len(beat.ranks) for beat in others if not concerned or beat.slot in concerned)
+            ),
         )
         if about is None or not concerned:
             self._newest = {}
@@ -148,7 +185,9 @@ class Evidence:
         return logs, [*problems, *map(_unanswered, silent), *self.nodes.unknown]
 
     def packed(self, records: int = 0) -> bytes:
-        """Return this node's evidence for the node that reports, with each rank's newest records, or all (0)."""
+        """Return this node's evidence for the node that reports, with each rank's newest records,
+        or all (0).
+        """
         return remote_evidence.pack(self._roster.current(), self._by_pid(), records)
 
     def _by_pid(self) -> dict[int, Observation]:
@@ -158,18 +197,30 @@ class Evidence:
 
     def observations(self) -> dict[int, Observation]:
         """Return the observations by rank."""
-        return {member.rank: self._observed(member) for member in self._roster.current() if member.here}
+        return {
+            member.rank: self._observed(member) for member in self._roster.current() if member.here
+        }
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
         frozen = self.frozen.get(member.pid)
-        if frozen is not None and member.ending is not None and member.ending.signal in self._consequences:
+        if (
+            frozen is not None
+            and member.ending is not None
+            and member.ending.signal in self._consequences
+        ):
             return frozen
         return self._observer.observe(member.pid, wait_s=wait_s)
 
 
 def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
-    """Return the slots of the nodes whose older records may matter: the culprits', and those of some that wait for them; empty: all."""
-    if verdict.kind not in ("missing", "dead") or not verdict.culprits or verdict.confidence == "low":
+    """Return the slots of the nodes whose older records may matter: the culprits', and those of
+    some that wait for them; empty: all.
+    """
+    if (
+        verdict.kind not in ("missing", "dead")
+        or not verdict.culprits
+        or verdict.confidence == "low"
+    ):
         return []
     ranks = {*verdict.culprits, *verdict.victims[:WAITERS_ASKED]}
     asked = [beat.slot for beat in others if ranks & set(beat.ranks)]
@@ -177,7 +228,12 @@ def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
 
 
 def _unanswered(beat: Beat) -> str:
-    own = f" Its own dump is saved in {beat.dump_dir} there: pass both folders to `commlens diagnose`." if beat.dump_dir else ""
+    own = (
+        f" Its own dump is saved in {beat.dump_dir} there: pass both folders to `commlens"
+        " diagnose`."
+        if beat.dump_dir
+        else ""
+    )
     return f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time.{own}"
 
 
@@ -193,7 +249,13 @@ class Reporter:
     """
 
     def __init__(
-        self, folders: Sequence[Path], settings: Settings, evidence: Evidence, *, say: Say | None = None, diagnose: Diagnose | None = None
+        self,
+        folders: Sequence[Path],
+        settings: Settings,
+        evidence: Evidence,
+        *,
+        say: Say | None = None,
+        diagnose: Diagnose | None = None,
     ) -> None:
         self.say = say or say_to_stderr
         self.evidence = evidence
@@ -218,7 +280,9 @@ class Reporter:
         self.evidence.forget()
 
     def preload(self) -> None:
-        """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
+        """Import what a diagnosis needs: once something is wrong, every tenth of a second
+        counts.
+        """
         if self._diagnose is None:
             from commlens.diagnosis.examine import diagnose_logs
 
@@ -229,24 +293,33 @@ class Reporter:
     def diagnose(self) -> Verdict:
         """Read all evidence and diagnose it."""
         self.preload()
-        with collector_paused():  # with records of many nodes, it would take as long as the diagnosis
+        # with records of many nodes, it would take as long as the diagnosis
+        with collector_paused():
             return self._diagnose_again()
 
     def _diagnose_again(self) -> Verdict:
         assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
-        verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        verdict = self._diagnose(
+            self.logs, problems=problems, stalled_after_s=self._stalled_after_s
+        )
         if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
             self.logs, problems = self.evidence.logs(about=verdict)
-            verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+            verdict = self._diagnose(
+                self.logs, problems=problems, stalled_after_s=self._stalled_after_s
+            )
         if self.evidence.vanished and not verdict.culprits:
             self.logs = one_run([*self.logs, *logs_of_vanished(self.evidence.vanished, self.logs)])
-            verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+            verdict = self._diagnose(
+                self.logs, problems=problems, stalled_after_s=self._stalled_after_s
+            )
         self._diagnosed = name_lost_nodes(verdict, self.evidence.lost, self.evidence.vanished)
         return self._diagnosed
 
     def report(self, verdict: Verdict, line: str = "") -> None:
-        """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault, so it is only a notice."""
+        """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault,
+        so it is only a notice.
+        """
         self.verdict = verdict
         if line:
             self.tell(line)
@@ -259,7 +332,9 @@ class Reporter:
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
 
     def report_slow(self, verdict: Verdict) -> None:
-        """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the other nodes, and pass it on."""
+        """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the
+        other nodes, and pass it on.
+        """
         self.say(_as_notice(verdict))
         self.evidence.nodes.announce(f"{_as_notice(verdict)} (found on {self._host})")
         self.counts[verdict.kind] += 1
@@ -285,7 +360,8 @@ class Reporter:
             self.evidence.nodes.announce(line, kind=kind, abort=abort)
 
     def save_dump(self, reason: str = "") -> None:
-        """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is printed, too.
+        """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is
+        printed, too.
 
         Args:
             reason: why the dump is saved, if no verdict says so.
@@ -300,22 +376,30 @@ class Reporter:
             self.evidence.nodes.update(dump=str(self.dump))
 
     def save_own_dump(self) -> None:
-        """Save this node's ranks, unless the dump of the node that reports is in a folder that both nodes share, with all their records."""
+        """Save this node's ranks, unless the dump of the node that reports is in a folder that both
+        nodes share, with all their records.
+        """
         folder = self.evidence.nodes.dump
-        if folder and save.holds(Path(folder), [box.name for each in self._folders for box in job_dirs.boxes(each)]):
+        if folder and save.holds(
+            Path(folder), [box.name for each in self._folders for box in job_dirs.boxes(each)]
+        ):
             self.dump = Path(folder)
             self.say(f"the dump of all nodes is in {folder}")
         else:
             self.save_dump()
 
     def send_alert(self) -> None:
-        """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first: the alert names it."""
+        """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first:
+        the alert names it.
+        """
         verdict, self._to_send = self._to_send, None
         if verdict is not None:
             self._pass_on(verdict, self.dump)
 
     def _pass_on(self, verdict: Verdict, dump: Path | None) -> None:
-        self._alerts.send(verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump)
+        self._alerts.send(
+            verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump
+        )
 
     def close(self) -> None:
         """Wait a few seconds for the commands that got verdicts."""
@@ -329,17 +413,31 @@ class Reporter:
         for folder in folders:
             try:
                 saved = save.save_dump(
-                    folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps,
-                    mode=int(settings.dump_mode, 8), folders=folders,
-                )  # fmt: skip
+                    folder,
+                    Path(settings.dump_dir),
+                    observations,
+                    host=self._host,
+                    keep=settings.keep_dumps,
+                    mode=int(settings.dump_mode, 8),
+                    folders=folders,
+                )
             except CommlensError as error:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
-        job, restart = next(((log.job, log.restart) for log in self.logs if log.job), (folders[0].name, 0))
+        job, restart = next(
+            ((log.job, log.restart) for log in self.logs if log.job), (folders[0].name, 0)
+        )
         for node in self.evidence.remote.values():
             try:
-                save.add_node(saved, node.ranks, host=node.host, job=job, restart=restart, mode=int(settings.dump_mode, 8))
+                save.add_node(
+                    saved,
+                    node.ranks,
+                    host=node.host,
+                    job=job,
+                    restart=restart,
+                    mode=int(settings.dump_mode, 8),
+                )
             except CommlensError as error:
                 self.say(str(error))
         is_new = saved != self.dump
@@ -363,10 +461,18 @@ class Reporter:
             examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
-                folder, host=self._host, page=page, verdict=self.verdict.to_json(), for_all_nodes=bool(self.evidence.remote),
+                folder,
+                host=self._host,
+                page=page,
+                verdict=self.verdict.to_json(),
+                for_all_nodes=bool(self.evidence.remote),
                 mode=int(self._settings.dump_mode, 8),
-            )  # fmt: skip
+            )
         except Exception as error:  # the dump is saved, and the verdict was printed
-            log.warning("commlens: the verdict's page could not be written: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens: the verdict's page could not be written: %s: %s",
+                type(error).__name__,
+                error,
+            )
             log.debug("the page's error", exc_info=True)
             return None

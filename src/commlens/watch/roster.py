@@ -1,4 +1,6 @@
-"""The processes of a job on this node, found by their black boxes or as children of the launcher, and watched for their end."""
+"""The processes of a job on this node, found by their black boxes or as children of the launcher,
+and watched for their end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
 
 RESTART_TICKS: Final = 100
-"""Clock ticks of 10 ms. The workers of a node start within this time, and those that replace them later."""
+"""Clock ticks of 10 ms. The workers of a node start within this time, and those that replace them
+later.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,16 @@ class Member:
     @classmethod
     def of(cls, known: Worker | BoxStatus, handle: process.Handle, *, here: bool = True) -> Member:
         """Return the member that a launcher or a box describes."""
-        return cls(known.pid, known.start_ticks, known.rank, known.world_size, known.local_rank, known.restart, handle, here)
+        return cls(
+            known.pid,
+            known.start_ticks,
+            known.rank,
+            known.world_size,
+            known.local_rank,
+            known.restart,
+            handle,
+            here,
+        )
 
     @property
     def alive(self) -> bool:
@@ -70,7 +83,9 @@ class Member:
 
     @property
     def ended_well(self) -> bool | None:
-        """Whether it ended with status 0, or after its last group was destroyed; without a status, what its box says; None: unknown."""
+        """Whether it ended with status 0, or after its last group was destroyed; without a status,
+        what its box says; None: unknown.
+        """
         if self.ending is None:
             return None
         if self.ending.signal is not None:
@@ -81,24 +96,37 @@ class Member:
 
     @property
     def said_goodbye(self) -> bool | None:
-        """Whether its box says that it closed or left its last group (True), or an uncaught exception (False); None if neither."""
+        """Whether its box says that it closed or left its last group (True), or an uncaught
+        exception (False); None if neither.
+        """
         if self.status is None:
             return None
         if self.raised_before_its_end:
             return False
-        return not self.status.closed_by_exception if self.status.closed or self.status.left else None
+        return (
+            not self.status.closed_by_exception if self.status.closed or self.status.left else None
+        )
 
     @property
     def raised_before_its_end(self) -> bool:
-        """Whether it was ended after an exception and before its exit handlers ran. Ray destroys the groups of such workers, too."""
-        return not self.alive and self.status is not None and self.status.exception != 0 and not self.status.closed
+        """Whether it was ended after an exception and before its exit handlers ran. Ray destroys
+        the groups of such workers, too.
+        """
+        return (
+            not self.alive
+            and self.status is not None
+            and self.status.exception != 0
+            and not self.status.closed
+        )
 
 
 @dataclass
 class Roster:
-    """All members, and those of the current generation: torchelastic restarts its workers, on this node or on all.
+    """All members, and those of the current generation: torchelastic restarts its workers, on this
+    node or on all.
 
-    It counts a restart only on the node whose workers failed. So a process also begins a new generation if all others had ended before.
+    It counts a restart only on the node whose workers failed. So a process also begins a new
+    generation if all others had ended before.
     """
 
     folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
@@ -115,7 +143,8 @@ class Roster:
         self._host = os.uname().nodename
         self._workers_at = 0.0
         self._shown: int | None = None  # the generation that is current; None: the newest
-        self._current: list[Member] | None = None  # dropped when a member is added, removed or gets its rank
+        # dropped when a member is added, removed or gets its rank
+        self._current: list[Member] | None = None
         self._ready: set[int] = set()  # descriptors that the last wait returned
 
     @property
@@ -127,7 +156,9 @@ class Roster:
         """Find new processes and new boxes. Returns the new members."""
         if self.early is not None:
             self.early.stop()
-        return [member for folder in self.folders for member in self._from_boxes(folder)] + self._from_workers()
+        return [
+            member for folder in self.folders for member in self._from_boxes(folder)
+        ] + self._from_workers()
 
     def _from_boxes(self, folder: Path) -> list[Member]:
         try:
@@ -138,7 +169,9 @@ class Roster:
             return []
         new: list[Member] = []
         for path in job_dirs.boxes(folder):
-            if path in self._refused or any(member.box is not None and member.box.path == path for member in self.members):
+            if path in self._refused or any(
+                member.box is not None and member.box.path == path for member in self.members
+            ):
                 continue
             try:
                 box = OpenBox(path)
@@ -146,10 +179,15 @@ class Roster:
             except FormatError:
                 self._refused.add(path)
                 continue
-            here = status.host in ("", self._host) and job_dirs.Machine(status.boot_id, status.pid_namespace).is_here
+            here = (
+                status.host in ("", self._host)
+                and job_dirs.Machine(status.boot_id, status.pid_namespace).is_here
+            )
             member = self.find(status.pid, status.start_ticks) if here else None
             if member is None:
-                member = self._adopt(Member.of(status, self._handle_of(status, here=here), here=here))
+                member = self._adopt(
+                    Member.of(status, self._handle_of(status, here=here), here=here)
+                )
                 new.append(member)
             member.box, member.status = box, status
         self._seen[folder] = changed
@@ -178,9 +216,17 @@ class Roster:
         return self._adopt(member)
 
     def find(self, pid: int, start_ticks: int) -> Member | None:
-        """Return the process of this node with this pid and start time; 0 means that the start is unknown."""
+        """Return the process of this node with this pid and start time; 0 means that the start is
+        unknown.
+        """
         return next(
-            (m for m in self.members if m.here and m.pid == pid and (0 in (m.start_ticks, start_ticks) or m.start_ticks == start_ticks)),
+            (
+                m
+                for m in self.members
+                if m.here
+                and m.pid == pid
+                and (0 in (m.start_ticks, start_ticks) or m.start_ticks == start_ticks)
+            ),
             None,
         )
 
@@ -212,7 +258,9 @@ class Roster:
             return self.generation
         if new.restart != known[0].restart:
             return self.generation + (1 if new.restart > known[0].restart else -1)
-        if any(member.alive and (not member.here or member.handle.ending() is None) for member in known):
+        if any(
+            member.alive and (not member.here or member.handle.ending() is None) for member in known
+        ):
             return self.generation
         started = max(member.start_ticks for member in known)
         replaces = any(member.rank == new.rank for member in known)
@@ -234,7 +282,9 @@ class Roster:
             generation = self.generation if self._shown is None else self._shown
             for member in self.members:
                 known = newest.get(member.rank)
-                if member.generation == generation and (known is None or member.start_ticks > known.start_ticks):
+                if member.generation == generation and (
+                    known is None or member.start_ticks > known.start_ticks
+                ):
                     newest[member.rank] = member
             self._current = [newest[rank] for rank in sorted(newest)]
         return self._current
@@ -254,7 +304,9 @@ class Roster:
                 member.unreadable = str(error)
 
     def wait(self, seconds: float) -> bytes:
-        """Sleep until a process ends, :attr:`wake_fileno` is written to, or the time is over. Returns the bytes that were written."""
+        """Sleep until a process ends, :attr:`wake_fileno` is written to, or the time is over.
+        Returns the bytes that were written.
+        """
         self._ready = {fileno for fileno, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
         if self._wake_read in self._ready:
             with contextlib.suppress(BlockingIOError):
@@ -304,7 +356,9 @@ class Roster:
         self._current = None
 
     def close(self) -> None:
-        """Close all handles and boxes. The pipe stays while anybody may write to it: its number could become another file's."""
+        """Close all handles and boxes. The pipe stays while anybody may write to it: its number
+        could become another file's.
+        """
         self.forget(list(self.members))
         if self.early is not None:
             self.early.close()
@@ -315,7 +369,9 @@ class Roster:
 
 
 def children_workers(parent: int) -> Workers:
-    """Return a function that lists the ranks among a launcher's children, recognised by the environment that torchrun gives them."""
+    """Return a function that lists the ranks among a launcher's children, recognised by the
+    environment that torchrun gives them.
+    """
     known: dict[tuple[int, int], Worker | None] = {}
 
     def workers() -> list[Worker]:
@@ -349,5 +405,12 @@ def _worker(pid: int, start_ticks: int, environ: dict[str, str]) -> Worker | Non
     rank = number("RANK", -1)
     if rank < 0:
         return None
-    return Worker(rank, pid, start_ticks, number("WORLD_SIZE", 0), number("LOCAL_RANK", 0), number("TORCHELASTIC_RESTART_COUNT", 0),
-                  number("LOCAL_WORLD_SIZE", 0))  # fmt: skip
+    return Worker(
+        rank,
+        pid,
+        start_ticks,
+        number("WORLD_SIZE", 0),
+        number("LOCAL_RANK", 0),
+        number("TORCHELASTIC_RESTART_COUNT", 0),
+        number("LOCAL_WORLD_SIZE", 0),
+    )

@@ -1,7 +1,7 @@
 """Samples how fast a running job is, and reports ranks that make it slow, once.
 
-A sample reads the newest records of each rank on this node. It takes about 1% of a second for 8 ranks and is taken so seldom that it
-stays below 0.5% of one core.
+A sample reads the newest records of each rank on this node. It takes about 1% of a second for 8
+ranks and is taken so seldom that it stays below 0.5% of one core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.profile import Profiling
 from commlens.speed.job_pace import Judgement, judge, packed
-from commlens.speed.pace import MIN_COST, Pace, Slow, condensed, find_slow_ranks, measure, recent, with_cpu
+from commlens.speed.pace import (
+    MIN_COST,
+    Pace,
+    Slow,
+    condensed,
+    find_slow_ranks,
+    measure,
+    recent,
+    with_cpu,
+)
 from commlens.text import duration, ranks_and_verb
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Member
@@ -33,7 +42,8 @@ CPU_SHARE: Final = 0.005
 NEWEST: Final = 300  # records per rank
 RANKS_MAX: Final = 1024  # of a job whose nodes are compared
 _KEPT: Final = 120  # samples
-_AWAITED: Final = 12  # samples to wait for a judgement on all nodes, before this node judges its own ranks
+# samples to wait for a judgement on all nodes, before this node judges its own ranks
+_AWAITED: Final = 12
 _SLOWER: Final = 1.3
 _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
@@ -64,13 +74,15 @@ class Slowness:
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
-        # Both only while ranks seem to be slow. The watcher's own observer must not see the job before it stalls: it looks for work.
+        # Both only while ranks seem to be slow. The watcher's own observer must not see the job
+        # before it stalls: it looks for work.
         self._profiling: Profiling | None = None
         self._observer: Observer | None = None
         self._meet_at = 0.0
         self._has_other_nodes = False
         self._condensed: list[Pace] = []
-        self._judgement: Judgement | None = None  # on the ranks of all nodes; None: this node judges its own
+        # on the ranks of all nodes; None: this node judges its own
+        self._judgement: Judgement | None = None
         self._awaited = 0  # samples since this node told the others enough and nobody has judged
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
@@ -82,7 +94,9 @@ class Slowness:
         return self._paces[-1] if self._paces else None
 
     def poll(self, members: Sequence[Member], nodes: Nodes, now: float) -> list[Verdict | Line]:
-        """Take a sample if it is time, and compare it with the other nodes'. Returns what is new: a verdict, or a line."""
+        """Take a sample if it is time, and compare it with the other nodes'. Returns what is new: a
+        verdict, or a line.
+        """
         news: list[Verdict | Line] = []
         try:
             if now >= self._meet_at and not self._failed:
@@ -91,7 +105,9 @@ class Slowness:
                 self._due = now + self._rest_s(lambda: news.extend(self._sample(members)))
         except Exception as error:  # stalls and deaths are still reported
             self._failed = True
-            log.warning("commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error
+            )
             log.debug("the error", exc_info=True)
         return news
 
@@ -102,27 +118,41 @@ class Slowness:
         return max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
 
     def _meet(self, nodes: Nodes) -> None:
-        """Publish the newest samples, and judge all nodes' ranks if this node reports; otherwise take the reporter's judgement."""
+        """Publish the newest samples, and judge all nodes' ranks if this node reports; otherwise
+        take the reporter's judgement.
+        """
         others = nodes.others
         self._has_other_nodes = bool(others)
         if not others or max(beat.world_size for beat in others) > RANKS_MAX:
             self._judgement = None
             return
         reporter, own = nodes.reporter, packed(self._condensed)
-        here = judge([own, *(beat.pace for beat in others)], self._judgement) if reporter is None else None
+        here = (
+            judge([own, *(beat.pace for beat in others)], self._judgement)
+            if reporter is None
+            else None
+        )
         nodes.update(pace=own, judgement=here)
         self._judgement = here if reporter is None else reporter.judgement
 
     def _sample(self, members: Sequence[Member]) -> list[Verdict | Line]:
-        ranks = [member for member in members if member.alive and member.here and member.box is not None and member.rank >= 0]
+        ranks = [
+            member
+            for member in members
+            if member.alive and member.here and member.box is not None and member.rank >= 0
+        ]
         least = 1 if self._has_other_nodes else 2
         if len(ranks) < least or len(ranks) < sum(member.here for member in members):
             return []
         if self._observer is not None:
             sample(ranks, self._observer)
         steps = min(member.status.steps if member.status is not None else 0 for member in ranks)
-        if not self._steps or steps <= self._steps:  # a sample spans at least one step, not the start of the job
-            self._steps, self._sampled_ns = steps, time.monotonic_ns() if not self._steps else self._sampled_ns
+        # a sample spans at least one step, not the start of the job
+        if not self._steps or steps <= self._steps:
+            self._steps, self._sampled_ns = (
+                steps,
+                (time.monotonic_ns() if not self._steps else self._sampled_ns),
+            )
             return []
         logs, problems = read_logs(ranks, {}, newest=NEWEST)
         pace = measure(logs, self._until_ns, least=least) if not problems else None
@@ -141,7 +171,9 @@ class Slowness:
         return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
 
     def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
-        """Return for how long each rank was ready to run and had no CPU since the last sample, in ns."""
+        """Return for how long each rank was ready to run and had no CPU since the last sample, in
+        ns.
+        """
         found = {}
         for member in ranks:
             total = process.cpu_wait_ns(member.pid)
@@ -159,7 +191,13 @@ class Slowness:
             self._profiling = self._observer = None
             if before is not None and is_over:
                 self.verdict = None
-                return [Line(f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow.", of_this_node=True)]
+                return [
+                    Line(
+                        f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')}"
+                        " the job slow.",
+                        of_this_node=True,
+                    )
+                ]
             return []
         if before is not None and before.culprits == slow.ranks:
             return []
@@ -168,7 +206,9 @@ class Slowness:
             box = ranks[0].box
             classify = box.classifier() if box is not None else lambda _: FrameKind.USER
             others = [rank for rank in pids if rank not in slow.ranks]
-            self._profiling = Profiling({rank: pids[rank] for rank in (slow.ranks[0], *others[:1])}, classify)
+            self._profiling = Profiling(
+                {rank: pids[rank] for rank in (slow.ranks[0], *others[:1])}, classify
+            )
             self._observer = Observer(use_py_spy=False)
             for member in ranks:
                 self._observer.add(member.pid, member.start_ticks)
@@ -180,11 +220,17 @@ class Slowness:
             each.observation = self._observer.observe(pids[each.rank])
         profiles = self._profiling.profiles
         self._profiling = self._observer = None
-        self.verdict = straggler_verdict(slow, logs, profiles, compared=self._judgement.ranks if self._judgement is not None else ())
+        self.verdict = straggler_verdict(
+            slow,
+            logs,
+            profiles,
+            compared=self._judgement.ranks if self._judgement is not None else (),
+        )
         return [self.verdict]
 
     def _slow_ranks(self, here: Collection[int]) -> tuple[Slow | None, bool]:
-        """Return the slow ranks that this node explains, if any, and whether those that it named before are no longer slow.
+        """Return the slow ranks that this node explains, if any, and whether those that it named
+        before are no longer slow.
 
         Args:
             here: the ranks of this node, which explains slow ranks if the first of them is its own.
@@ -208,8 +254,16 @@ class Slowness:
         if self._is_slower or len(self._step_times) < _BASE + _RECENT:
             return []
         usual, now = median(first), median(last)
-        if now < _SLOWER * usual or min(last) < max(usual, sorted(first)[-max(1, len(first) // 10)]):
+        if now < _SLOWER * usual or min(last) < max(
+            usual, sorted(first)[-max(1, len(first) // 10)]
+        ):
             return []
         self._is_slower = True
         times = f"{duration(now * 1e9)} against {duration(usual * 1e9)}"
-        return [Line(f"a step takes {now / usual:.1f} times as long as in the job's first minutes: {times}.", of_this_node=False)]
+        return [
+            Line(
+                f"a step takes {now / usual:.1f} times as long as in the job's first minutes:"
+                f" {times}.",
+                of_this_node=False,
+            )
+        ]

@@ -24,7 +24,11 @@ def add_new_members(roster: Roster, observer: Observer) -> list[Member]:
     new = roster.refresh()
     for member in new:
         if member.here:
-            observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
+            observer.add(
+                member.pid,
+                member.start_ticks,
+                *([member.box.classifier()] if member.box is not None else []),
+            )
     return new
 
 
@@ -33,14 +37,21 @@ def sample(members: Sequence[Member], observer: Observer) -> None:
     for member in members:
         if member.alive and member.here:
             now = member.status if member.unreadable is None else None
-            pulse = Pulse(now.heartbeat_mono_ns, now.main_stack_since_mono_ns, now.issued, now.closed) if now is not None else Pulse()
+            pulse = (
+                Pulse(now.heartbeat_mono_ns, now.main_stack_since_mono_ns, now.issued, now.closed)
+                if now is not None
+                else Pulse()
+            )
             observer.sample(member.pid, pulse)
 
 
-def read_logs(members: list[Member], observations: dict[int, Observation], *, newest: int | None = None) -> tuple[list[RankLog], list[str]]:
+def read_logs(
+    members: list[Member], observations: dict[int, Observation], *, newest: int | None = None
+) -> tuple[list[RankLog], list[str]]:
     """Read the members' boxes, or only the ``newest`` records of each.
 
-    A rank without a box, which has not imported torch, ended before or is not recorded, gets an empty log.
+    A rank without a box, which has not imported torch, ended before or is not recorded, gets an
+    empty log.
 
     Returns:
         The logs, each with its observation, and what could not be read, in sentences.
@@ -69,7 +80,9 @@ def _add_twins(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             twins = rank_claims.twins(folder)
             for log in logs if twins else ():
-                log.twins = [(claim.pid, claim.started_by) for claim in twins.get(log.rank, [])] or log.twins
+                log.twins = [
+                    (claim.pid, claim.started_by) for claim in twins.get(log.rank, [])
+                ] or log.twins
 
 
 def have_joined(members: Sequence[Member]) -> bool:
@@ -85,9 +98,14 @@ def log_without_records(member: Member, *, joined: bool | None) -> RankLog:
         joined: :func:`have_joined`, to find out why a rank is not recorded; None: do not look.
     """
     log = RankLog(
-        rank=member.rank, world_size=member.world_size, host=os.uname().nodename, pid=member.pid, local_rank=member.local_rank,
-        restart=member.restart, captured_ns=time.time_ns(),
-    )  # fmt: skip
+        rank=member.rank,
+        world_size=member.world_size,
+        host=os.uname().nodename,
+        pid=member.pid,
+        local_rank=member.local_rank,
+        restart=member.restart,
+        captured_ns=time.time_ns(),
+    )
     if member.box is not None:
         log.issued, log.initialised, log.problems = 1, True, ["its black box cannot be read"]
     elif joined is not None and member.alive and member.here:
@@ -96,7 +114,8 @@ def log_without_records(member: Member, *, joined: bool | None) -> RankLog:
 
 
 def one_run(logs: list[RankLog]) -> list[RankLog]:
-    """Give the logs of one run of a job one name, which ranks without a box lack, and one restart count.
+    """Give the logs of one run of a job one name, which ranks without a box lack, and one restart
+    count.
 
     torchelastic counts a restart only on the node whose workers failed.
     """
@@ -121,7 +140,11 @@ def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int,
         if left <= 0:
             break
         time.sleep(min(_LOOK_EVERY_S, left))
-    return {member.pid: observer.observe(member.pid, wait_s=2.0) for member in roster.current() if member.here}
+    return {
+        member.pid: observer.observe(member.pid, wait_s=2.0)
+        for member in roster.current()
+        if member.here
+    }
 
 
 def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
@@ -129,15 +152,19 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
 
     Args:
         job_dir: the job's folder of boxes, from :func:`commlens.blackbox.job_dirs.live_jobs`.
-        window_s: how long to observe the processes: whether one works or sleeps shows only over time.
+        window_s: how long to observe the processes: whether one works or sleeps shows only over
+            time.
     """
     with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
         return read_logs(roster.current(), observations)[0]
 
 
-def dump(directory: str | Path, job_dir: Path, *, window_s: float = 0.5, keep: int, mode: int) -> Path:
-    """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
+def dump(
+    directory: str | Path, job_dir: Path, *, window_s: float = 0.5, keep: int, mode: int
+) -> Path:
+    """Copy a job's black boxes, and what is observed of its processes, into a folder below
+    ``directory``.
 
     Args:
         directory: the job's folder is created in it.
@@ -156,5 +183,11 @@ def dump(directory: str | Path, job_dir: Path, *, window_s: float = 0.5, keep: i
 
     with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
-        by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
-    return save.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=keep, mode=mode)
+        by_rank = {
+            member.rank: observations[member.pid]
+            for member in roster.current()
+            if member.pid in observations
+        }
+    return save.save_dump(
+        job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=keep, mode=mode
+    )

@@ -19,15 +19,20 @@ from commlens.watch.strangers import why_unrecorded
 SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
 SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
 OBSERVED_S: Final = 0.5
-"""How long the processes are sampled before a diagnosis: shorter observations do not show whether a rank works.
+"""How long the processes are sampled before a diagnosis: shorter observations do not show whether a
+rank works.
 
-A wait may already be long when it is first seen: torch's recorder is asked about a device seconds after the last collective, and on a
-busy machine the watcher itself may get no core for seconds.
+A wait may already be long when it is first seen: torch's recorder is asked about a device seconds
+after the last collective, and on a busy machine the watcher itself may get no core for seconds.
 """
-CONFIRM_S: Final = 0.25  # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same moment
+# a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same
+# moment
+CONFIRM_S: Final = 0.25
 RECHECK_MAX_S: Final = 20.0
 FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
-FINISHED_LOOKS: Final = 4  # the second look and later ones are for devices, about which ranks ask seconds after they have fallen quiet
+# the second look and later ones are for devices, about which ranks ask seconds after they have
+# fallen quiet
+FINISHED_LOOKS: Final = 4
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
@@ -37,8 +42,9 @@ TIMEOUT_LEAD_MIN_S: Final = 2.0
 def patience_s(stall_timeout: float, steps: int) -> float:
     """Return how long a collective may be in flight.
 
-    First steps load, compile and build indices: until the first optimizer step has completed, it is three times the stall timeout.
-    A stall timeout below 30 s was chosen on purpose and is never extended.
+    First steps load, compile and build indices: until the first optimizer step has completed, it is
+    three times the stall timeout. A stall timeout below 30 s was chosen on purpose and is never
+    extended.
     """
     if steps == 0 and stall_timeout >= LITERAL_BELOW_S:
         return FIRST_STEP_FACTOR * stall_timeout
@@ -46,7 +52,9 @@ def patience_s(stall_timeout: float, steps: int) -> float:
 
 
 def timeout_lead_s(timeout_s: float) -> float:
-    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s, and where it can be 2 s."""
+    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s, and
+    where it can be 2 s.
+    """
     return min(TIMEOUT_LEAD_MAX_S, max(0.1 * timeout_s, min(TIMEOUT_LEAD_MIN_S, 0.25 * timeout_s)))
 
 
@@ -71,19 +79,32 @@ def waits(members: Sequence[Member]) -> list[Wait]:
         if status is None or not member.alive or status.closed or status.left:
             continue
         if status.oldest_index and status.oldest_mono_ns:
-            own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s  # that of a group may be shorter
+            # that of a group may be shorter
+            own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
             expires_ns = status.expires_mono_ns or status.oldest_mono_ns + int(own_s * 1e9)
-            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, own_s, expires_ns))
+            found.append(
+                Wait(
+                    status.oldest_mono_ns,
+                    member.pid,
+                    "collective",
+                    status.oldest_index,
+                    own_s,
+                    expires_ns,
+                )
+            )
         elif status.in_setup:
             found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
-            # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis recognises them by the stack.
+            # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis
+            # recognises them by the stack.
             found.append(Wait(status.main_stack_since_mono_ns, member.pid, "stack"))
     return found
 
 
 def waited_for(verdict: Verdict) -> list[int]:
-    """Return the ranks that the others wait for. A verdict of kind waiting has no culprits, so they are the group's other ranks."""
+    """Return the ranks that the others wait for. A verdict of kind waiting has no culprits, so they
+    are the group's other ranks.
+    """
     if verdict.kind == "missing":
         return verdict.culprits
     if verdict.kind == "waiting" and verdict.group is not None:
@@ -92,13 +113,20 @@ def waited_for(verdict: Verdict) -> list[int]:
 
 
 def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
-    """Return whether records agree that an operation has been in flight for nearly a timeout: a single word may be damaged."""
+    """Return whether records agree that an operation has been in flight for nearly a timeout: a
+    single word may be damaged.
+    """
     least_ns = (timeout_s - timeout_lead_s(timeout_s) - 1) * 1e9
-    return any(op.in_flight and log.captured_ns - op.announced_ns >= least_ns for log in logs for op in log.collectives)
+    return any(
+        op.in_flight and log.captured_ns - op.announced_ns >= least_ns
+        for log in logs
+        for op in log.collectives
+    )
 
 
 def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
-    """Return a line that says how a reported wait ended; empty if ranks gave up waiting and have issued nothing since: they may be ending.
+    """Return a line that says how a reported wait ended; empty if ranks gave up waiting and have
+    issued nothing since: they may be ending.
 
     Args:
         stall: whose wait has ended.
@@ -107,36 +135,65 @@ def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
     """
     verdict, began_ns = stall.verdict, time.time_ns() - (now_ns - stall.since_ns)
     waited = {*verdict.victims, *verdict.culprits} if verdict is not None else set()
-    records = {log.rank: [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight] for log in logs if log.rank in waited}
-    gave_up = sorted(rank for rank, ops in records.items() if any(op.state is State.FAILED for op in ops))
+    records = {
+        log.rank: [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight]
+        for log in logs
+        if log.rank in waited
+    }
+    gave_up = sorted(
+        rank for rank, ops in records.items() if any(op.state is State.FAILED for op in ops)
+    )
     if any(records[rank][-1].state is State.FAILED for rank in gave_up):
         return ""
     late = waited_for(verdict) if verdict is not None else []
-    what = f"{ranks_phrase(gave_up)} gave up waiting" if gave_up else f"{ranks_phrase(late)} arrived" if late else "the wait ended"
+    what = (
+        f"{ranks_phrase(gave_up)} gave up waiting"
+        if gave_up
+        else f"{ranks_phrase(late)} arrived"
+        if late
+        else "the wait ended"
+    )
     return f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on."
 
 
 def explains(death: Verdict, earlier: Verdict) -> bool:
-    """Return whether ranks that died held up the collective for which an earlier verdict named others."""
-    same = death.collective is not None and death.collective == earlier.collective and death.group == earlier.group
-    return earlier.is_fault and same and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
+    """Return whether ranks that died held up the collective for which an earlier verdict named
+    others.
+    """
+    same = (
+        death.collective is not None
+        and death.collective == earlier.collective
+        and death.group == earlier.group
+    )
+    return (
+        earlier.is_fault
+        and same
+        and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
+    )
 
 
 def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
-    """Return whether the verdict after a death says what an earlier one said, or only that ranks of a job that hung were killed.
+    """Return whether the verdict after a death says what an earlier one said, or only that ranks of
+    a job that hung were killed.
 
     A user or the launcher kills them: Ctrl-C does so after half a minute.
     """
-    deaths = [finding for finding in death.findings if finding.kind == "dead" and finding.root_cause]
+    deaths = [
+        finding for finding in death.findings if finding.kind == "dead" and finding.root_cause
+    ]
     known = {*earlier.culprits, *earlier.victims}
-    were_killed = bool(deaths) and all(each.why == "killed" and set(each.culprits) <= known for each in deaths)
+    were_killed = bool(deaths) and all(
+        each.why == "killed" and set(each.culprits) <= known for each in deaths
+    )
     return earlier.is_fault and (were_killed or _fault(death) == _fault(earlier))
 
 
 def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
-    """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of sight; "" if it may be.
+    """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of
+    sight; "" if it may be.
 
-    A verdict may be certain that something is wrong for good, and of low confidence about who is to blame.
+    A verdict may be certain that something is wrong for good, and of low confidence about who is to
+    blame.
 
     Args:
         verdict: of a fault.
@@ -144,13 +201,25 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         elsewhere: the ranks of other nodes whose evidence is known.
     """
     here = [member for member in members if member.here and not member.unreadable]
-    seen = [member for member in here if member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))]
+    seen = [
+        member
+        for member in here
+        if member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))
+    ]
     size = max((member.world_size for member in seen), default=0)
-    concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
+    concerned = (
+        verdict.group.ranks
+        if verdict.group is not None and verdict.kind.startswith("mismatch")
+        else range(size)
+    )
     unseen = sorted(set(concerned) - {member.rank for member in seen} - elsewhere)
     if unseen:
         return f"there is no record of {ranks_phrase(unseen)} here"
-    return "the verdict's confidence is low" if verdict.confidence == "low" and not verdict.certain else ""
+    return (
+        "the verdict's confidence is low"
+        if verdict.confidence == "low" and not verdict.certain
+        else ""
+    )
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:
@@ -175,9 +244,11 @@ class Stall:
     """One stall, from the first suspicion to its end."""
 
     since_ns: int
-    reported: list[tuple[object, ...]] = field(default_factory=list)  # keys of the verdicts that were printed
+    # keys of the verdicts that were printed
+    reported: list[tuple[object, ...]] = field(default_factory=list)
     verdict: Verdict | None = None  # the last one printed
-    pending: tuple[object, ...] | None = None  # key of a verdict that was reached once and awaits confirmation
+    # key of a verdict that was reached once and awaits confirmation
+    pending: tuple[object, ...] | None = None
     next_check: float = 0.0
     interval_s: float = 1.0
     dumps: int = 0
@@ -189,7 +260,8 @@ class Check(NamedTuple):
     now: float
     age_s: float  # of the oldest wait
     patience_s: float
-    timeout_s: float  # of a process group that is about to time out, so there is no time to confirm; else 0
+    # of a process group that is about to time out, so there is no time to confirm; else 0
+    timeout_s: float
     rank_finished: bool  # a rank has finished and others still wait: patience would not help
 
     @property
@@ -206,9 +278,12 @@ class StallDetector:
         self._settings = settings
         self._finished_due: float | None = None
         self._finished_looks = 0
-        self._notices: dict[tuple[str, frozenset[int]], float] = {}  # of waits: why and for which ranks, and how long the longest was
-        self._resumed_ns = 0  # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
-        self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives whose timeout has already caused a dump
+        # of waits: why and for which ranks, and how long the longest was
+        self._notices: dict[tuple[str, frozenset[int]], float] = {}
+        # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
+        self._resumed_ns = 0
+        # (pid, index) of collectives whose timeout has already caused a dump
+        self._expiring: set[tuple[int, int]] = set()
 
     def add_finished_rank(self, now: float) -> None:
         """Note that a rank has finished: ranks that still wait may wait for it."""
@@ -216,73 +291,117 @@ class StallDetector:
         self._finished_looks = 0
 
     def add_pause(self, now_ns: int) -> bool:
-        """Note that the whole job is paused, and until now: nobody waited for a rank in that time. Returns whether it has just begun."""
+        """Note that the whole job is paused, and until now: nobody waited for a rank in that time.
+        Returns whether it has just begun.
+        """
         known, self._resumed_ns = self._resumed_ns, now_ns
         return now_ns - known > 2e9
 
     def pause_s(self, now_ns: int) -> float:
         """Return how long until the next sample of a stall."""
         long = max(60.0, 3 * self._settings.stall_timeout)
-        return SAMPLE_S if self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long else SLOW_SAMPLE_S
+        return (
+            SAMPLE_S
+            if self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long
+            else SLOW_SAMPLE_S
+        )
 
     def take_ended(self, waiting: Sequence[Wait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
         stall = self.stall
-        if stall is None or stall.verdict is None or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns:
+        if (
+            stall is None
+            or stall.verdict is None
+            or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns
+        ):
             return None
         self.stall = None
         return stall
 
-    def update(self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int) -> Check | None:
+    def update(
+        self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int
+    ) -> Check | None:
         """Start, keep or drop the suspicion of a stall; return the check that is due, if any."""
         now = now_ns / 1e9
-        steps = max((member.status.steps for member in members if member.status is not None), default=0)
+        steps = max(
+            (member.status.steps for member in members if member.status is not None), default=0
+        )
         patience = patience_s(self._settings.stall_timeout, steps)
         oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
-        if age < max(patience / 4, patience - WINDOW_S - 2) and not timeout_s and self._finished_due is None:
-            if self.stall is None or self.stall.verdict is None:  # else the job was paused meanwhile
+        if (
+            age < max(patience / 4, patience - WINDOW_S - 2)
+            and not timeout_s
+            and self._finished_due is None
+        ):
+            # else the job was paused meanwhile
+            if self.stall is None or self.stall.verdict is None:
                 self.stall = None
             return None
         stall = self.stall = self.stall or Stall(oldest_ns, next_check=now + OBSERVED_S)
         if stall.verdict is None:
             stall.since_ns = max(stall.since_ns, oldest_ns)
-        finished = self._finished_due is not None and now >= self._finished_due and any(member.alive for member in members)
+        finished = (
+            self._finished_due is not None
+            and now >= self._finished_due
+            and any(member.alive for member in members)
+        )
         is_due = now >= stall.next_check and (finished or age >= patience - CONFIRM_S - SAMPLE_S)
-        return Check(now, age, patience, timeout_s, finished and not timeout_s) if timeout_s or is_due else None
+        return (
+            Check(now, age, patience, timeout_s, finished and not timeout_s)
+            if timeout_s or is_due
+            else None
+        )
 
     def _expiring_timeout_s(self, waiting: Sequence[Wait], now_ns: int) -> float:
-        """Return a process group's timeout that is about to expire, once for each collective; otherwise 0."""
+        """Return a process group's timeout that is about to expire, once for each collective;
+        otherwise 0.
+        """
         if not self._settings.dump_on_timeout:
             return 0.0
         for wait in waiting:
-            if wait.kind != "collective" or wait.timeout_s <= 0 or (wait.pid, wait.number) in self._expiring:
+            if (
+                wait.kind != "collective"
+                or wait.timeout_s <= 0
+                or (wait.pid, wait.number) in self._expiring
+            ):
                 continue
             if (wait.expires_ns - now_ns) / 1e9 <= timeout_lead_s(wait.timeout_s):
-                self._expiring.update((each.pid, each.number) for each in waiting)  # one dump is enough for all that expire together
+                # one dump is enough for all that expire together
+                self._expiring.update((each.pid, each.number) for each in waiting)
                 return wait.timeout_s
         return 0.0
 
     def add_verdict(self, check: Check, verdict: Verdict) -> bool:
-        """Add what a check found. Returns whether to report it: it is a fault or a long wait, is confirmed, and was not reported before."""
+        """Add what a check found. Returns whether to report it: it is a fault or a long wait, is
+        confirmed, and was not reported before.
+        """
         stall = self.stall
         assert stall is not None
         key = _key(verdict)
-        is_wait = verdict.kind == "waiting" and (check.is_early or self._is_known_wait(check, verdict))
+        is_wait = verdict.kind == "waiting" and (
+            check.is_early or self._is_known_wait(check, verdict)
+        )
         if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait:
             if not check.rank_finished and key == stall.pending:
                 stall.pending = None
             stall.next_check = check.now + stall.interval_s
-            stall.interval_s = min(stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_timeout / 2))
+            stall.interval_s = min(
+                stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_timeout / 2)
+            )
             if check.rank_finished:
                 self._finished_looks += 1
-                self._finished_due = check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
+                self._finished_due = (
+                    check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
+                )
             return False
         is_early = check.is_early and not check.rank_finished
         if not check.timeout_s and (key != stall.pending or is_early):
             stall.pending = key
-            stall.next_check = check.now + (min(CONFIRM_S, max(0.02, check.patience_s - check.age_s)) if is_early else CONFIRM_S)
+            stall.next_check = check.now + (
+                min(CONFIRM_S, max(0.02, check.patience_s - check.age_s)) if is_early else CONFIRM_S
+            )
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
@@ -293,6 +412,11 @@ class StallDetector:
         return True
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
-        """Return whether a notice told of a wait for these ranks, for the same reason, that was at least half as long."""
+        """Return whether a notice told of a wait for these ranks, for the same reason, that was at
+        least half as long.
+        """
         ranks = set(waited_for(verdict))
-        return any(why == verdict.why and ranks <= told and check.age_s < 2 * age_s for (why, told), age_s in self._notices.items())
+        return any(
+            why == verdict.why and ranks <= told and check.age_s < 2 * age_s
+            for (why, told), age_s in self._notices.items()
+        )

@@ -1,8 +1,11 @@
-"""The watcher of one job on this node: notices a stall, a death and the end, and reports what is wrong.
+"""The watcher of one job on this node: notices a stall, a death and the end, and reports what is
+wrong.
 
-Polling costs one read of 4 KiB per rank, two to six times a second, and the end of a process wakes the watcher at once. New records
-are compared as they appear (:mod:`commlens.watch.mismatches.deferred_verification`). Samples of ``/proc``, whole boxes and the diagnosis are
-only needed while a collective has been in flight for suspiciously long, a rank has ended, or ranks disagree.
+Polling costs one read of 4 KiB per rank, two to six times a second, and the end of a process wakes
+the watcher at once. New records are compared as they appear
+(:mod:`commlens.watch.mismatches.deferred_verification`). Samples of ``/proc``, whole boxes and the
+diagnosis are only needed while a collective has been in flight for suspiciously long, a rank has
+ended, or ranks disagree.
 """
 
 from __future__ import annotations
@@ -45,15 +48,19 @@ from commlens.watch.strangers import Strangers
 log = logging.getLogger("commlens")
 
 POLL_S: Final = 0.16
-CALM_POLL_S: Final = 0.5  # with a long stall timeout, once all ranks are known; the end of a process is noticed at once anyway
+# with a long stall timeout, once all ranks are known; the end of a process is noticed at once
+# anyway
+CALM_POLL_S: Final = 0.5
 CALM_AFTER_S: Final = 10.0
 PAUSED_S: Final = 3.0
 ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
 NEVER_SEEN_S: Final = 60.0
 DUMPS_PER_STALL: Final = 3
-REPORTERS_DUMP_S: Final = 2.0  # how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
+# how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
+REPORTERS_DUMP_S: Final = 2.0
 _NEWEST: Final = 16  # records that show how a wait ended
-STOPPED_REPORT_S: Final = 5.0  # a job that is stopped after ranks have waited this long gets a verdict
+# a job that is stopped after ranks have waited this long gets a verdict
+STOPPED_REPORT_S: Final = 5.0
 _STOP_NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -66,9 +73,10 @@ class Watcher:
         say: prints a line or a verdict; by default to stderr.
         workers: the ranks that the launcher started, with or without a box.
         early: handles on the ranks, opened before this module was imported.
-        end_job: ends the job as the launcher does (``on_stall: abort``), given the verdict in words.
-            Ranks that are still alive 5 s later are killed.
-        diagnose: makes a verdict of logs; by default :func:`commlens.diagnosis.examine.diagnose_logs`.
+        end_job: ends the job as the launcher does (``on_stall: abort``), given the verdict in
+            words. Ranks that are still alive 5 s later are killed.
+        diagnose: makes a verdict of logs; by default
+            :func:`commlens.diagnosis.examine.diagnose_logs`.
     """
 
     def __init__(
@@ -88,7 +96,12 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers, early)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
-        self._nodes = Nodes(os.uname().nodename, self._wake, Path(settings.dump_dir), lambda: pack_snapshot(self.folders))
+        self._nodes = Nodes(
+            os.uname().nodename,
+            self._wake,
+            Path(settings.dump_dir),
+            lambda: pack_snapshot(self.folders),
+        )
         evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
@@ -101,27 +114,37 @@ class Watcher:
         self._generation = self._roster.generation
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
-        self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
+        self._mismatches = MismatchReporter(
+            DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records
+        )
         self.reporter.forget()
         self._slowness = Slowness()
         self._strangers = Strangers(self._roster, self._observer)
-        self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
+        self._job_abort = JobAbort(
+            self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched
+        )
         self._lost_store = LostStoreReport()
-        self._own_dump_due: float | None = None  # of this node's ranks, after another node has reported
-        self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
+        # of this node's ranks, after another node has reported
+        self._own_dump_due: float | None = None
+        # the job's fault was reported, or the job was stopped: what follows is a consequence
+        self._over = False
 
     # --- from other threads
 
     @property
     def wake_fileno(self) -> int:
-        """For ``signal.set_wakeup_fd``: the watcher then sees the signals that the launcher receives."""
+        """For ``signal.set_wakeup_fd``: the watcher then sees the signals that the launcher
+        receives.
+        """
         return self._roster.wake_fileno
 
     def stop(self, failures: Mapping[int, tuple[int, int]] | None = None) -> None:
-        """Make :meth:`run` report what is left to report, clean up and return: the launcher has nothing more to run.
+        """Make :meth:`run` report what is left to report, clean up and return: the launcher has
+        nothing more to run.
 
         Args:
-            failures: rank to (pid, exit code as in subprocess) of the workers that failed, from torchrun's agent.
+            failures: rank to (pid, exit code as in subprocess) of the workers that failed, from
+                torchrun's agent.
         """
         self._failures = failures or {}
         self._stop.set()
@@ -134,7 +157,9 @@ class Watcher:
     # --- the loop
 
     def run(self) -> None:
-        """Watch until all ranks have ended or, in a launcher, until :meth:`stop`. Its own errors are logged, never raised."""
+        """Watch until all ranks have ended or, in a launcher, until :meth:`stop`. Its own errors
+        are logged, never raised.
+        """
         try:
             if self._roster.early is None:
                 self._tick()  # first of all: a process may end at any moment
@@ -143,9 +168,12 @@ class Watcher:
             due = 0.0
             while not self._finished():
                 began = time.monotonic()
-                self._on_signals(self._roster.wait(max(0.0, min(due - began, self._mismatches.pause_s(began)))))
+                self._on_signals(
+                    self._roster.wait(max(0.0, min(due - began, self._mismatches.pause_s(began))))
+                )
                 now = time.monotonic()
-                if now - began > PAUSED_S:  # no wait takes that long: this process was stopped, and so were the ranks
+                # no wait takes that long: this process was stopped, and so were the ranks
+                if now - began > PAUSED_S:
                     self._stalls.add_pause(time.monotonic_ns())
                     self._observer.forget_samples()
                 if now >= due or self._roster.was_woken:
@@ -155,7 +183,11 @@ class Watcher:
                     self._look_for_mismatches()
             self._finish()
         except Exception as error:
-            log.warning("commlens: the watcher failed and stops; the job goes on without it: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens: the watcher failed and stops; the job goes on without it: %s: %s",
+                type(error).__name__,
+                error,
+            )
             log.debug("the watcher's error", exc_info=True)
         finally:
             self._nodes.leave()  # after an error; else it has left
@@ -169,12 +201,18 @@ class Watcher:
         members = [member for member in self._roster.current() if member.here]
         if not members:
             return time.monotonic() - self._started > NEVER_SEEN_S
-        return not any(member.alive and member.box is not None for member in members) and not self._deaths.is_pending
+        return (
+            not any(member.alive and member.box is not None for member in members)
+            and not self._deaths.is_pending
+        )
 
     def _pause_s(self) -> float:
         if self._stalls.stall is not None:
             return self._stalls.pause_s(time.monotonic_ns())
-        calm = all(member.box is not None for member in self._roster.current()) and time.monotonic() - self._started > CALM_AFTER_S
+        calm = (
+            all(member.box is not None for member in self._roster.current())
+            and time.monotonic() - self._started > CALM_AFTER_S
+        )
         return min(CALM_POLL_S, max(POLL_S, self.settings.stall_timeout / 12)) if calm else POLL_S
 
     def _on_signals(self, numbers: bytes) -> None:
@@ -183,7 +221,10 @@ class Watcher:
             self._report_before_stop()
 
     def _tick(self) -> None:
-        if add_new_members(self._roster, self._observer) and self._roster.generation > self._generation:
+        if (
+            add_new_members(self._roster, self._observer)
+            and self._roster.generation > self._generation
+        ):
             self._begin_generation_anew()
         self._roster.poll()
         self._add_ended()
@@ -198,15 +239,23 @@ class Watcher:
         self._job_abort.kill_late_ranks()
 
     def _begin_generation_anew(self) -> None:
-        """Start anew: torchelastic has replaced the workers. Report what is left to report of the former ones, and remove their boxes."""
-        former = [member for member in self._roster.members if member.generation < self._roster.generation]
+        """Start anew: torchelastic has replaced the workers. Report what is left to report of the
+        former ones, and remove their boxes.
+        """
+        former = [
+            member for member in self._roster.members if member.generation < self._roster.generation
+        ]
         with self._roster.former_generation():
             self._roster.wait(0)
             self._roster.poll()
             self._add_ended()
             self._close_generation()
         if self.reporter.verdict is not None or self.reporter.dump is not None:
-            kept = f"; the former ones' dump stays in {self.reporter.dump}" if self.reporter.dump is not None else ""
+            kept = (
+                f"; the former ones' dump stays in {self.reporter.dump}"
+                if self.reporter.dump is not None
+                else ""
+            )
             self.reporter.say(f"the workers were restarted{kept}.")
         self._roster.forget(former, remove_boxes=True)
         self._begin_generation()
@@ -214,7 +263,11 @@ class Watcher:
     def _close_generation(self) -> None:
         """Report what is left to report of ranks that have ended, and leave the other nodes."""
         until = time.monotonic() + 2 * REPORTER_S
-        while (self._deaths.first or self._nodes.dead_elsewhere) and not self._over and time.monotonic() < until:
+        while (
+            (self._deaths.first or self._nodes.dead_elsewhere)
+            and not self._over
+            and time.monotonic() < until
+        ):
             self._meet_nodes()  # another one may report it
             self._report_death()
             time.sleep(0 if self._over else POLL_S)
@@ -226,7 +279,9 @@ class Watcher:
     # --- other nodes
 
     def _meet_nodes(self) -> None:
-        """Tell the job's other nodes about this one, answer the node that reports, and print what it reported."""
+        """Tell the job's other nodes about this one, answer the node that reports, and print what
+        it reported.
+        """
         nodes = self._nodes
         if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
             return
@@ -235,7 +290,9 @@ class Watcher:
         if (request := nodes.take_request()) is not None:
             nodes.answer(request, self.reporter.evidence.packed(request.records))
         for host, news in nodes.take_news():
-            self.reporter.say(f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text)
+            self.reporter.say(
+                f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text
+            )
             if news.kind:
                 self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
@@ -257,18 +314,28 @@ class Watcher:
         if not ended:
             return False
         for member in ended:
-            self._observer.ended(member.pid, member.ending or process.Ending(), clean=member.said_goodbye, at_ns=member.ended_ns)
+            self._observer.ended(
+                member.pid,
+                member.ending or process.Ending(),
+                clean=member.said_goodbye,
+                at_ns=member.ended_ns,
+            )
         members, now = self._roster.current(), time.monotonic()
         ended = [member for member in ended if member in members and not self._over]
         # A program that never called init_process_group may only have prepared its rank's real one.
-        if any(member.ended_well is not False and (member.status is None or member.status.initialised) for member in ended):
+        if any(
+            member.ended_well is not False and (member.status is None or member.status.initialised)
+            for member in ended
+        ):
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
             self.reporter.evidence.freeze()
         return bool(ended)
 
     def _is_alone(self, members: Sequence[Member]) -> bool:
-        """Return whether no other rank is being ended, and torchrun, which would end all of them at once, is not busy doing so."""
+        """Return whether no other rank is being ended, and torchrun, which would end all of them at
+        once, is not busy doing so.
+        """
         pids = [member.pid for member in members if member.alive and member.here]
         if self._launched and pids:
             return not any(map(process.is_ending, pids))
@@ -293,24 +360,41 @@ class Watcher:
         if self._nodes.reporter is not None and self._deaths.wait_for_reporter(time.monotonic()):
             return
         self._over = True
-        report_death(self.reporter, dead, self._nodes.dead_elsewhere, earlier=earlier, has_reported=self._mismatches.has_reported)
+        report_death(
+            self.reporter,
+            dead,
+            self._nodes.dead_elsewhere,
+            earlier=earlier,
+            has_reported=self._mismatches.has_reported,
+        )
         self.reporter.save_dump()
 
     # --- mismatches
 
     def _look_for_mismatches(self) -> None:
-        """Compare new records and report ranks that disagree, whether or not it hangs the job: its results may be wrong."""
+        """Compare new records and report ranks that disagree, whether or not it hangs the job: its
+        results may be wrong.
+        """
         try:
             verdicts = self._mismatches.poll_job(time.monotonic(), self._nodes)
         except Exception as error:  # stalls and deaths are still reported
             self._mismatches.disable()
-            log.warning("commlens: deferred verification failed and stops; the job is still watched: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens: deferred verification failed and stops; the job is still watched:"
+                " %s: %s",
+                type(error).__name__,
+                error,
+            )
             log.debug("the comparison's error", exc_info=True)
             return
         for verdict, may_abort in verdicts:
             self.reporter.report(verdict)
             self.reporter.save_dump()
-            if may_abort and self.settings.on_mismatch == "abort" and self._abort("on_mismatch", verdict):
+            if (
+                may_abort
+                and self.settings.on_mismatch == "abort"
+                and self._abort("on_mismatch", verdict)
+            ):
                 return
 
     # --- stalls
@@ -323,7 +407,11 @@ class Watcher:
         ended = self._stalls.take_ended(waiting, now_ns)
         if ended is not None:
             alive = any(member.alive for member in members)
-            line = end_of_wait(ended, read_logs(members, {}, newest=_NEWEST)[0], now_ns) if alive else ""
+            line = (
+                end_of_wait(ended, read_logs(members, {}, newest=_NEWEST)[0], now_ns)
+                if alive
+                else ""
+            )
             if line:
                 self.reporter.tell(line)
             else:
@@ -338,7 +426,10 @@ class Watcher:
         seen = [member for member in members if member.alive and member.here]
         if len(seen) > 1 and all(self._observer.is_stopped(member.pid) for member in seen):
             if self._stalls.add_pause(now_ns):
-                self.reporter.say("all ranks here are stopped (by SIGSTOP or a debugger); their waits count from when they go on.")
+                self.reporter.say(
+                    "all ranks here are stopped (by SIGSTOP or a debugger); their waits count from"
+                    " when they go on."
+                )
             return
         if check is not None and self._nodes.reporter is None:
             self._check(self._stalls.stall, check)
@@ -359,7 +450,10 @@ class Watcher:
             return
         if self._stalls.add_verdict(check, verdict):
             held = verdict.victims or verdict.culprits
-            line = f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the verdict above stands."
+            line = (
+                f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"
+                " verdict above stands."
+            )
             reporter.report(verdict, line if self._mismatches.has_reported(verdict) else "")
             if verdict.is_fault:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
@@ -369,7 +463,9 @@ class Watcher:
                 if self.settings.on_stall == "abort":
                     self._abort("on_stall", verdict)
         if check.timeout_s:
-            reporter.save_dump(f"the process group's timeout of {check.timeout_s:.0f} s is about to expire")
+            reporter.save_dump(
+                f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"
+            )
 
     def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
         for news in self._slowness.poll(members, self._nodes, time.monotonic()):
@@ -381,12 +477,17 @@ class Watcher:
                 self.reporter.say(news.text)
 
     def _is_one_ending(self) -> bool:
-        return any(member.alive and member.here and process.is_ending(member.pid) for member in self._roster.current())
+        return any(
+            member.alive and member.here and process.is_ending(member.pid)
+            for member in self._roster.current()
+        )
 
     # --- the end
 
     def _abort(self, setting: str, verdict: Verdict) -> bool:
-        """End the job, if it is not being ended and the evidence is complete. Returns whether it is being ended."""
+        """End the job, if it is not being ended and the evidence is complete. Returns whether it is
+        being ended.
+        """
         if not self._job_abort.begin_for(setting, verdict):
             return False
         self._over = True
@@ -394,9 +495,16 @@ class Watcher:
 
     def _report_before_stop(self) -> None:
         """Report a hang when the job is stopped: it cannot be found out later."""
-        oldest_ns = min((wait.since_ns for wait in waits(self._roster.current()) if wait.kind == "collective"), default=0)
+        oldest_ns = min(
+            (wait.since_ns for wait in waits(self._roster.current()) if wait.kind == "collective"),
+            default=0,
+        )
         was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
-        if not oldest_ns or was_reported or (time.monotonic_ns() - oldest_ns) / 1e9 < STOPPED_REPORT_S:
+        if (
+            not oldest_ns
+            or was_reported
+            or (time.monotonic_ns() - oldest_ns) / 1e9 < STOPPED_REPORT_S
+        ):
             return
         self.reporter.evidence.freeze()
         verdict = self.reporter.diagnose()
@@ -429,10 +537,16 @@ class Watcher:
         self.reporter.say_all(self._mismatches.final_lines())
 
     def _add_unseen_failures(self) -> None:
-        """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
+        """Add workers that ended before the watcher saw them; torchrun's agent has their exit
+        codes.
+        """
         restart = max((member.restart for member in self._roster.current()), default=0)
         for rank, (pid, exit_code) in sorted(self._failures.items()):
-            ending = process.Ending(exit_code=exit_code) if exit_code >= 0 else process.Ending(signal=process.signal_name(-exit_code))
+            ending = (
+                process.Ending(exit_code=exit_code)
+                if exit_code >= 0
+                else process.Ending(signal=process.signal_name(-exit_code))
+            )
             member = self._roster.find(pid, 0)
             if member is not None:
                 if member.ending == process.Ending():
@@ -446,10 +560,13 @@ class Watcher:
     def _look_back(self, members: list[Member]) -> None:
         """Diagnose a job after its end.
 
-        Ranks may have disagreed without any effect but wrong results (another reduce op), and nobody may have seen how a rank ended.
+        Ranks may have disagreed without any effect but wrong results (another reduce op), and
+        nobody may have seen how a rank ended.
         """
         verdict = self.reporter.diagnose()
         unseen = any(member.ended_well is None for member in members)
-        if (verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict)) or (verdict.kind == "dead" and unseen):
+        if (verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict)) or (
+            verdict.kind == "dead" and unseen
+        ):
             self.reporter.report(verdict)
             self.reporter.save_dump()

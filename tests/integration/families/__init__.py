@@ -1,6 +1,8 @@
-"""Real programs of every family of distributed training, as plain data. Each module registers some; ``load()`` returns all.
+"""Real programs of every family of distributed training, as plain data. Each module registers some;
+``load()`` returns all.
 
-A family is built and stepped under a process group that the caller has made; its collectives are the point, its models are tiny.
+A family is built and stepped under a process group that the caller has made; its collectives are
+the point, its models are tiny.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Program:
     """A built family: what its step needs, and whose gradients are compared."""
 
     models: Sequence[torch.nn.Module]
-    step: Callable[[], Sequence[torch.Tensor]]  # runs the program; what it computed, as far as it is defined on this backend
+    # runs the program; what it computed, as far as it is defined on this backend
+    step: Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,40 @@ def cases(backend: str, size: int) -> list[Family]:
 
 
 TRACED_ON_FOUR: Final = frozenset(
-    {"plain_calls", "tp_mlp", "tp_transformer", "fsdp2", "hsdp", "fsdp2_tp", "ddp", "zero", "moe", "gpipe", "one_f_one_b", "ring_attention",
-     "ring_by_hand", "point_to_point", "receive_from_anyone", "objects", "coalescing", "other_threads"}
-)  # fmt: skip
-"""Traced on four gloo ranks, too: two-dimensional meshes, rings, pipelines, messages, and one of each other kind. A larger world changes
-nothing in the others, which are traced on two gloo ranks and in fake worlds."""
+    {
+        "plain_calls",
+        "tp_mlp",
+        "tp_transformer",
+        "fsdp2",
+        "hsdp",
+        "fsdp2_tp",
+        "ddp",
+        "zero",
+        "moe",
+        "gpipe",
+        "one_f_one_b",
+        "ring_attention",
+        "ring_by_hand",
+        "point_to_point",
+        "receive_from_anyone",
+        "objects",
+        "coalescing",
+        "other_threads",
+    }
+)
+"""Traced on four gloo ranks, too: two-dimensional meshes, rings, pipelines, messages, and one of
+each other kind. A larger world changes nothing in the others, which are traced on two gloo ranks
+and in fake worlds.
+"""
 
 
 def traced_cases(backend: str, size: int) -> list[Family]:
     """Return the families whose traces are checked on a backend at a world size."""
-    return [family for family in cases(backend, size) if (backend, size) != (GLOO, 4) or family.name in TRACED_ON_FOUR]
+    return [
+        family
+        for family in cases(backend, size)
+        if (backend, size) != (GLOO, 4) or family.name in TRACED_ON_FOUR
+    ]
 
 
 def training_step(model: torch.nn.Module, *inputs: Any) -> Callable[[], list[torch.Tensor]]:

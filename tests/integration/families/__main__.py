@@ -1,9 +1,11 @@
-"""Runs families, traced and not, and writes what came of it: ``python -m families OUT fake:8 fake:1024 gloo:2 ... [--only NAME]``.
+"""Runs families, traced and not, and writes what came of it: ``python -m families OUT fake:8
+fake:1024 gloo:2 ... [--only NAME]``.
 
 With this folder's parent and the package on PYTHONPATH.
 
-One process imports torch; each job ("gloo:2") is forked from it, a process for each rank, one job after another. Within a job the
-families run one after another, each under a fresh process group. OUT receives one JSON line for each family and rank.
+One process imports torch; each job ("gloo:2") is forked from it, a process for each rank, one job
+after another. Within a job the families run one after another, each under a fresh process group.
+OUT receives one JSON line for each family and rank.
 """
 
 from __future__ import annotations
@@ -47,12 +49,15 @@ def process_group(world: families.World, store: Any, name: str) -> Any:
         dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     else:
         prefixed = dist.PrefixStore(name, store)
-        dist.init_process_group("gloo", store=prefixed, rank=world.rank, world_size=world.size, timeout=GROUP_TIMEOUT)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=world.rank, world_size=world.size, timeout=GROUP_TIMEOUT
+        )
     try:
         yield
     finally:
         if torch.__version__.startswith("2.6."):
-            # Its gloo waits for its threads with the GIL held, which one of them may need to drop a tensor's last reference.
+            # Its gloo waits for its threads with the GIL held, which one of them may need to drop a
+            # tensor's last reference.
             time.sleep(0.05)
         dist.destroy_process_group()
 
@@ -63,7 +68,9 @@ def built(family: families.Family, world: families.World) -> families.Program:
     return family.build(world)
 
 
-def untraced(family: families.Family, world: families.World, store: Any) -> tuple[Counter[str], list[Any], list[Any]]:
+def untraced(
+    family: families.Family, world: families.World, store: Any
+) -> tuple[Counter[str], list[Any], list[Any]]:
     """What the family computes and issues when nobody but the oracle looks."""
     with process_group(world, store, f"{family.name}/plain"):
         program = built(family, world)
@@ -72,25 +79,48 @@ def untraced(family: families.Family, world: families.World, store: Any) -> tupl
         return counts, digest(program, outputs), state_of(program)
 
 
-def traced(family: families.Family, world: families.World, store: Any, depth: str, plain: tuple[Any, Any, Any]) -> dict[str, Any]:
+def traced(
+    family: families.Family,
+    world: families.World,
+    store: Any,
+    depth: str,
+    plain: tuple[Any, Any, Any],
+) -> dict[str, Any]:
     """The same under a trace, and what is not as it was."""
     plain_truth, plain_digest, plain_state = plain
     with process_group(world, store, f"{family.name}/{depth}"):
         before = left_behind()
         program = built(family, world)
         traces = Traces(depth)
-        # Below a dispatch mode an op is dispatched twice, and the oracle counts dispatches: there the untraced run is the truth.
-        with truth() if depth == "collectives" else contextlib.nullcontext(plain_truth) as traced_truth, traces.record():
+        # Below a dispatch mode an op is dispatched twice, and the oracle counts dispatches: there
+        # the untraced run is the truth.
+        with (
+            (
+                truth() if depth == "collectives" else contextlib.nullcontext(plain_truth)
+            ) as traced_truth,
+            traces.record(),
+        ):
             outputs = family.step(program)
         result: dict[str, Any] = {
             "truth": plain_truth,
             "truth_while_traced": traced_truth,
             **traces.counts(),
-            "differs": differences(plain_digest, digest(program, outputs)) + differences(plain_state, state_of(program)),
+            "differs": (
+                differences(plain_digest, digest(program, outputs))
+                + differences(plain_state, state_of(program))
+            ),
             "left": sorted(left_behind() - before),
         }
-        alive = [(name, weakref.ref(module)) for model in program.models for name, module in model.named_modules()]
-        alive += [(name, weakref.ref(parameter)) for model in program.models for name, parameter in model.named_parameters()]
+        alive = [
+            (name, weakref.ref(module))
+            for model in program.models
+            for name, module in model.named_modules()
+        ]
+        alive += [
+            (name, weakref.ref(parameter))
+            for model in program.models
+            for name, parameter in model.named_parameters()
+        ]
         del program, outputs
         torch._dynamo.reset()  # its caches hold what was compiled
     gc.collect()
@@ -116,7 +146,8 @@ def judged(family: families.Family, world: families.World, store: Any) -> dict[s
     tensors = living_tensors()
     depths = ("collectives", "ops") if (world.backend, world.size) in DEEP else ("collectives",)
     results = {depth: traced(family, world, store, depth, plain) for depth in depths}
-    kept_by_torch = max(0, tensors - at_first)  # by one run: caches, and collectives that nobody waited for
+    # by one run: caches, and collectives that nobody waited for
+    kept_by_torch = max(0, tensors - at_first)
     for number, result in enumerate(results.values(), start=1):
         result["tensors"] -= tensors + number * kept_by_torch
     return {"depths": results, "seconds": time.perf_counter() - began}
@@ -124,13 +155,19 @@ def judged(family: families.Family, world: families.World, store: Any) -> dict[s
 
 def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> None:
     if world.backend == families.FAKE:
-        # What a fake collective "receives" is whatever memory held: fill it, so that two runs can be compared.
+        # What a fake collective "receives" is whatever memory held: fill it, so that two runs can
+        # be compared.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = True
     for family in families.traced_cases(world.backend, world.size):
         if only and family.name not in only:
             continue
-        record = {"family": family.name, "backend": world.backend, "world_size": world.size, "rank": world.rank}
+        record = {
+            "family": family.name,
+            "backend": world.backend,
+            "world_size": world.size,
+            "rank": world.rank,
+        }
         try:
             record |= judged(family, world, store)
         except Exception:
@@ -138,7 +175,10 @@ def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> N
         with out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if "error" in record and world.backend == families.GLOO:
-            sys.exit(f"{family.name} failed on rank {world.rank} of {world.size}: the families after it did not run")
+            sys.exit(
+                f"{family.name} failed on rank {world.rank} of {world.size}: the families after it"
+                " did not run"
+            )
 
 
 def in_child(work: Any) -> int:
@@ -164,7 +204,9 @@ def in_child(work: Any) -> int:
 
 def serve_store(pipe: int) -> None:
     """The job's store, in a process of its own: ranks come and go."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
+    )
     os.write(pipe, f"{store.port}\n".encode())
     signal.pause()
 
@@ -172,7 +214,10 @@ def serve_store(pipe: int) -> None:
 def run_job(backend: str, size: int, only: list[str], out: Path) -> list[int]:
     """Run one job; the exit statuses of its ranks."""
     if backend == families.FAKE:
-        pids, server = [in_child(lambda: run_rank(families.World(backend, 1, size), None, only, out))], None
+        pids, server = (
+            [in_child(lambda: run_rank(families.World(backend, 1, size), None, only, out))],
+            None,
+        )
     else:
         read, write = os.pipe()
         server = in_child(lambda: serve_store(write))

@@ -1,4 +1,6 @@
-"""Activation checkpointing of every kind, around tensor-parallel blocks: their collectives run again inside backward."""
+"""Activation checkpointing of every kind, around tensor-parallel blocks: their collectives run
+again inside backward.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,16 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from . import SMALL, Program, World, family, training_step
 from .models import MLP, WIDTH, Stack
@@ -35,7 +45,9 @@ def build(world: World, around: Callable[..., torch.Tensor]) -> Program:
     return Program([model], training_step(model, torch.randn(4, WIDTH, requires_grad=True)))
 
 
-def save_matrix_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def save_matrix_products(
+    context: object, op: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     matrix_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if matrix_product else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -63,5 +75,7 @@ def checkpoint_wrapped(world: World) -> Program:
     for layer in model.layers:
         parallel_mlp(layer, mesh)
     wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: isinstance(module, MLP))
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: isinstance(module, MLP)
+    )
     return Program([model], training_step(model, torch.randn(4, WIDTH)))

@@ -12,14 +12,18 @@ from . import Program, World, family, training_step
 
 
 class RingAttention(torch.autograd.Function):
-    """torch's own ring: keys and values go round, a rank's share at a time. Its entry point knows CUDA's attention only."""
+    """torch's own ring: keys and values go round, a rank's share at a time. Its entry point knows
+    CUDA's attention only.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, logsumexp = ring._templated_ring_attention(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)
+        out, logsumexp = ring._templated_ring_attention(
+            dist.group.WORLD, 2, attend, q, k, v, is_causal=True
+        )
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
@@ -29,7 +33,14 @@ class RingAttention(torch.autograd.Function):
 
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return ring._templated_ring_attention_backward(
-            dist.group.WORLD, 2, attend, gradient, "grad_out", *ctx.saved_tensors, is_causal=True, dropout_p=0.0
+            dist.group.WORLD,
+            2,
+            attend,
+            gradient,
+            "grad_out",
+            *ctx.saved_tensors,
+            is_causal=True,
+            dropout_p=0.0,
         )
 
 
@@ -55,18 +66,24 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def exchange(x: torch.Tensor, to: int, source: int) -> torch.Tensor:
         out = torch.empty_like(x)
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x.contiguous(), to), dist.P2POp(dist.irecv, out, source)])
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x.contiguous(), to), dist.P2POp(dist.irecv, out, source)]
+        )
         for work in works:
             work.wait()
         return out
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, to: int, source: int
+    ) -> torch.Tensor:
         ctx.ends = (to, source)
         return Rotate.exchange(x, to, source)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         to, source = ctx.ends
         return Rotate.exchange(gradient, source, to), None, None
 
@@ -80,7 +97,10 @@ class RingMixer(torch.nn.Module):
         self.world = world
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        to, source = (self.world.rank + 1) % self.world.size, (self.world.rank - 1) % self.world.size
+        to, source = (
+            (self.world.rank + 1) % self.world.size,
+            (self.world.rank - 1) % self.world.size,
+        )
         total = self.project(x)
         for _ in range(self.world.size - 1):
             x = Rotate.apply(x, to, source)

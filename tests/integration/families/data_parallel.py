@@ -24,7 +24,9 @@ def ddp(world: World) -> Program:
 
 @family(ONLY_GLOO)
 def ddp_static_graph(world: World) -> Program:
-    model = DistributedDataParallel(Stack(), bucket_cap_mb=SMALL_BUCKET_MB, static_graph=True, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        Stack(), bucket_cap_mb=SMALL_BUCKET_MB, static_graph=True, gradient_as_bucket_view=True
+    )
     once = training_step(model, torch.randn(4, WIDTH))
     return Program([model], lambda: [*once(), *once()])
 
@@ -35,7 +37,9 @@ def ddp_accumulation(world: World) -> Program:
     inner = Stack()
     inner.unused = torch.nn.Linear(WIDTH, WIDTH)
     inner.layers.append(torch.nn.BatchNorm1d(WIDTH))
-    model = DistributedDataParallel(inner, bucket_cap_mb=SMALL_BUCKET_MB, find_unused_parameters=True)
+    model = DistributedDataParallel(
+        inner, bucket_cap_mb=SMALL_BUCKET_MB, find_unused_parameters=True
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(2, 4, WIDTH)
 
@@ -53,7 +57,9 @@ def ddp_accumulation(world: World) -> Program:
 @family(ONLY_GLOO)
 def zero(world: World) -> Program:
     model = DistributedDataParallel(Stack())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=1e-2)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, lr=1e-2
+    )
     once = training_step(model, torch.randn(4, WIDTH))
 
     def step() -> Sequence[torch.Tensor]:

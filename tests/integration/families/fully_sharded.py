@@ -28,7 +28,9 @@ def fsdp2(world: World) -> Program:
 @family(needs=(2, 9))
 def hsdp(world: World) -> Program:
     shard = 4 if world.size > 4 else world.size // 2 if world.size > 2 else 1
-    mesh = init_device_mesh("cpu", (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (world.size // shard, shard), mesh_dim_names=("replicate", "shard")
+    )
     model = shard_blocks(Stack(), mesh)
     return Program([model], training_step(model, torch.randn(4, WIDTH)))
 
@@ -46,7 +48,9 @@ def fsdp2_tp(world: World) -> Program:
 
 @family(needs=(2, 9))
 def fsdp2_training(world: World) -> Program:
-    """Several steps with clipping and AdamW, accumulation without synchronisation, no resharding after forward."""
+    """Several steps with clipping and AdamW, accumulation without synchronisation, no resharding
+    after forward.
+    """
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     model = shard_blocks(Stack(), mesh, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -27,28 +27,42 @@ def digest(program: Program, outputs: Sequence[torch.Tensor]) -> Digest:
     """Every bit of the outputs and of the gradients."""
     whole = [bits(f"output {i}", output) for i, output in enumerate(outputs)]
     for model in program.models:
-        whole += [bits(f"gradient of {name}", p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        whole += [
+            bits(f"gradient of {name}", p.grad)
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        ]
     return whole
 
 
 def state_of(program: Program) -> Digest:
     """Every bit of parameters and buffers, and of the random generator."""
     generator = [bits("random generator", torch.get_rng_state())]
-    return generator + [bits(f"state {name}", value) for model in program.models for name, value in model.state_dict().items()]
+    return generator + [
+        bits(f"state {name}", value)
+        for model in program.models
+        for name, value in model.state_dict().items()
+    ]
 
 
 def differences(one: Digest, other: Digest) -> list[str]:
     """Names of what is not the same."""
     if [name for name, _, _ in one] != [name for name, _, _ in other]:
         return ["not the same tensors"]
-    return [name for (name, *first), (_, *second) in zip(one, other, strict=True) if first != second]
+    return [
+        name for (name, *first), (_, *second) in zip(one, other, strict=True) if first != second
+    ]
 
 
 def left_behind() -> set[str]:
     """What a trace could leave in the process: hooks, replaced functions, subscriptions, modes."""
     from commlens.tap import tap
 
-    hooks = [name for name in vars(nn_module) if name.startswith("_global_") and isinstance(vars(nn_module)[name], dict)]
+    hooks = [
+        name
+        for name in vars(nn_module)
+        if name.startswith("_global_") and isinstance(vars(nn_module)[name], dict)
+    ]
     found = {f"global hook in {name}" for name in hooks if vars(nn_module)[name]}
     for cls, name in (
         (torch.nn.Module, "__call__"),
@@ -63,8 +77,14 @@ def left_behind() -> set[str]:
     ):
         found.add(f"{cls.__name__}.{name} is {getattr(cls, name, None)}")
     found |= {f"tap: {subscriber!r}" for subscriber in tap._subscribers}
-    found |= {f"waits: {listener!r}" for listener in (tap._wait_listener, tap._wait_ended) if listener is not None}
-    found.add(f"{len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())} dispatch modes")
+    found |= {
+        f"waits: {listener!r}"
+        for listener in (tap._wait_listener, tap._wait_ended)
+        if listener is not None
+    }
+    found.add(
+        f"{len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())} dispatch modes"
+    )
     found.add(f"{torch._C._autograd._saved_tensors_hooks_is_enabled()} saved tensor hooks")
     return found
 
@@ -89,7 +109,11 @@ class Traces:
             "by_wire_op": Counter(event.op for event in events),
             "dispatched": coverage.dispatched,
             "recorded": coverage.recorded,
-            "unclassified": [f"#{e.sequence} {e.op}: phase {e.phase}, site {e.site}" for e in events if not e.classified],
+            "unclassified": [
+                f"#{e.sequence} {e.op}: phase {e.phase}, site {e.site}"
+                for e in events
+                if not e.classified
+            ],
             "unclassified_count": coverage.unclassified,
             "in_order": [event.sequence for event in events] == list(range(1, len(events) + 1)),
             "phases": Counter(event.phase.value for event in events if event.phase is not None),

@@ -46,7 +46,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, _ = x.shape
-        q, k, v = (part(x).view(batch, tokens, -1, self.head_width).transpose(1, 2) for part in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            part(x).view(batch, tokens, -1, self.head_width).transpose(1, 2)
+            for part in (self.wq, self.wk, self.wv)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 

@@ -1,4 +1,6 @@
-"""Calls of torch.distributed without any model: every op, object collectives, coalescing, other threads."""
+"""Calls of torch.distributed without any model: every op, object collectives, coalescing, other
+threads.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def plain_calls(world: World) -> Program:
         dist.all_gather(shards, part)
         dist.all_gather_into_tensor(out, part)
         dist.reduce_scatter_tensor(part, out)
-        if world.backend == "fake" or not torch.__version__.startswith("2.6"):  # gloo did not have it then
+        # gloo did not have it then
+        if world.backend == "fake" or not torch.__version__.startswith("2.6"):
             dist.reduce_scatter(part, list(out.chunk(size)))
         dist.all_to_all_single(out, x)
         dist.gather(part, shards if world.rank == 0 else None, dst=0)
@@ -50,7 +53,9 @@ def plain_calls(world: World) -> Program:
 @family(ONLY_FAKE)
 def all_to_all_lists(world: World) -> Program:
     def step() -> Sequence[torch.Tensor]:
-        dist.all_to_all([torch.zeros(2) for _ in range(world.size)], [torch.ones(2) for _ in range(world.size)])
+        dist.all_to_all(
+            [torch.zeros(2) for _ in range(world.size)], [torch.ones(2) for _ in range(world.size)]
+        )
         return []
 
     return Program([], step)
@@ -80,7 +85,9 @@ def point_to_point(world: World) -> Program:
         sending, receiving = dist.isend(x, after), dist.irecv(received, before)
         receiving.wait()
         sending.wait()
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, received, before)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, received, before)]
+        ):
             work.wait()
         return [received]
 
@@ -128,9 +135,18 @@ def coalescing(world: World) -> Program:
         with _coalescing_manager():
             dist.all_reduce(a)
             dist.all_reduce(b)
-        reduced = functional.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", dist.group.WORLD)
-        gathered = functional.all_gather_into_tensor_coalesced([torch.ones(2), torch.ones(3)], dist.group.WORLD)
-        return [a, b, *(functional.wait_tensor(t) for t in reduced), *(functional.wait_tensor(t) for t in gathered)]
+        reduced = functional.all_reduce_coalesced(
+            [torch.ones(2), torch.ones(3)], "sum", dist.group.WORLD
+        )
+        gathered = functional.all_gather_into_tensor_coalesced(
+            [torch.ones(2), torch.ones(3)], dist.group.WORLD
+        )
+        return [
+            a,
+            b,
+            *(functional.wait_tensor(t) for t in reduced),
+            *(functional.wait_tensor(t) for t in gathered),
+        ]
 
     return Program([], step)
 
@@ -148,7 +164,9 @@ def functional_calls(world: World) -> Program:
             functional.broadcast(x, 0, group),
         ]
         y = torch.ones(4)
-        torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(y, "sum", group.group_name))
+        torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce_(y, "sum", group.group_name)
+        )
         return [y, *(functional.wait_tensor(out) for out in outs)]
 
     return Program([], step)

@@ -21,7 +21,9 @@ from .models import MLP, TOKENS, VOCABULARY, WIDTH, Stack, Transformer
 
 
 def tensor_mesh(world: World) -> DeviceMesh:
-    """One dimension of at most 8 ranks, the heads of the transformer; the rest of the world are replicas."""
+    """One dimension of at most 8 ranks, the heads of the transformer; the rest of the world are
+    replicas.
+    """
     size = min(world.size, 8)
     return init_device_mesh("cpu", (world.size // size, size), mesh_dim_names=("dp", "tp"))["tp"]
 
@@ -30,12 +32,21 @@ def parallel_mlp(model: MLP, mesh: DeviceMesh) -> MLP:
     return parallelize_module(model, mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
 
 
-def parallel_transformer(model: Transformer, mesh: DeviceMesh, output: ColwiseParallel | None = None) -> Transformer:
+def parallel_transformer(
+    model: Transformer, mesh: DeviceMesh, output: ColwiseParallel | None = None
+) -> Transformer:
     for layer in model.layers:
         plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-        plan |= {"attention.wo": RowwiseParallel(), "feed_forward.net1": ColwiseParallel(), "feed_forward.net2": RowwiseParallel()}
+        plan |= {
+            "attention.wo": RowwiseParallel(),
+            "feed_forward.net1": ColwiseParallel(),
+            "feed_forward.net2": RowwiseParallel(),
+        }
         parallelize_module(layer, mesh, plan)
-    whole = {"embedding": RowwiseParallel(input_layouts=Replicate()), "output": output or ColwiseParallel(output_layouts=Replicate())}
+    whole = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "output": output or ColwiseParallel(output_layouts=Replicate()),
+    }
     return parallelize_module(model, mesh, whole)
 
 
@@ -62,13 +73,17 @@ def sequence_parallel(world: World) -> Program:
     for layer in model.layers:
         plan = {
             "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             "attention.wq": ColwiseParallel(),
             "attention.wk": ColwiseParallel(),
             "attention.wv": ColwiseParallel(),
             "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
             "ffn_norm": SequenceParallel(),
-            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             "feed_forward.net1": ColwiseParallel(),
             "feed_forward.net2": RowwiseParallel(output_layouts=Shard(1)),
         }
@@ -121,7 +136,10 @@ def redistributions(world: World) -> Program:
 
     def step() -> Sequence[torch.Tensor]:
         sharded = distribute_tensor(x, mesh, [Shard(0)])
-        outs = [sharded.redistribute(mesh, [placement]).to_local() for placement in (Replicate(), Shard(1))]
+        outs = [
+            sharded.redistribute(mesh, [placement]).to_local()
+            for placement in (Replicate(), Shard(1))
+        ]
         implicit = sharded @ sharded
         return [*outs, implicit.to_local(), sharded.full_tensor(), sharded.sum().full_tensor()]
 

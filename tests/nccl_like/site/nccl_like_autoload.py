@@ -1,4 +1,6 @@
-"""With this folder on PYTHONPATH and NCCL_LIKE=1, every program runs on the backend unchanged: torch calls ``start`` as it is imported."""
+"""With this folder on PYTHONPATH and NCCL_LIKE=1, every program runs on the backend unchanged:
+torch calls ``start`` as it is imported.
+"""
 
 import os
 import sys

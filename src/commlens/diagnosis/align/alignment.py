@@ -1,4 +1,6 @@
-"""Compare the records of ranks that met in a collective or a message: find the ranks that disagree or are out of step."""
+"""Compare the records of ranks that met in a collective or a message: find the ranks that disagree
+or are out of step.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,20 @@ from typing import NamedTuple
 
 from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
 from commlens.diagnosis.align.peer_order import is_outvoted, odd_among_groups
-from commlens.diagnosis.align.routine import exact_tokens, leaves_routine, loose_token, position_in, token
-from commlens.diagnosis.index.job_index import JobIndex, RankView, Track, find_counterpart, is_queued
+from commlens.diagnosis.align.routine import (
+    exact_tokens,
+    leaves_routine,
+    loose_token,
+    position_in,
+    token,
+)
+from commlens.diagnosis.index.job_index import (
+    JobIndex,
+    RankView,
+    Track,
+    find_counterpart,
+    is_queued,
+)
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
@@ -22,7 +36,8 @@ _LOOK_BACK = 2048  # records of a rank that are its routine
 _MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
 
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
-_RANKS_OF_A_SIDE = 16  # whose records are looked at closely: each takes a while, and there may be thousands
+# whose records are looked at closely: each takes a while, and there may be thousands
+_RANKS_OF_A_SIDE = 16
 
 _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
@@ -37,17 +52,21 @@ class Race(NamedTuple):
 
 @dataclass
 class Mismatch:
-    """Ranks that disagree under one sequence number of a channel, or a rank that is out of step from that number on."""
+    """Ranks that disagree under one sequence number of a channel, or a rank that is out of step
+    from that number on.
+    """
 
     key: ChannelKey
     channel: Channel
     number: int
     ops: dict[int, Collective]  # by rank, of the ranks that met
-    answer: Disagree | None  # None: the arguments agree, and only source lines and steps show that a rank is out of step
+    # None: the arguments agree, and only source lines and steps show that a rank is out of step
+    answer: Disagree | None
     culprits: tuple[int, ...]  # on a tie, all ranks that met
     tie: bool  # no side has the majority, and no rank leaves its routine
     by_history: bool = False  # no side has the majority, but the culprits leave their own routine
-    by_groups: bool = False  # no side has the majority, but the other groups of this kind do what one side does
+    # no side has the majority, but the other groups of this kind do what one side does
+    by_groups: bool = False
     shift: Shift | None = None
     departure: Departure = ""  # whether the culprits skipped a collective or issued an extra one
     repeats: int = 0  # later mismatches that are the same
@@ -55,16 +74,23 @@ class Mismatch:
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
     racing: Race | None = None  # what two threads of each rank issue in any order
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
-    astray: str | None = None  # how it is known that the two never meet: their tags differ, or one names the wrong rank
+    # how it is known that the two never meet: their tags differ, or one names the wrong rank
+    astray: str | None = None
     refused: bool = False  # strict verification raised on these ranks before anything was sent
 
     @property
     def absorbs(self) -> bool:
         """Return whether later faults on the channel may follow from this one."""
-        return self.refused or self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
+        return (
+            self.refused
+            or self.shift is not None
+            or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
+        )
 
     def explains(self, number: int, absent: Sequence[int]) -> bool:
-        """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent`` are missing, because of this mismatch."""
+        """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent``
+        are missing, because of this mismatch.
+        """
         if not self.absorbs or number < self.number:
             return False
         if self.shift is not None or not absent or set(absent) <= set(self.culprits):
@@ -73,16 +99,24 @@ class Mismatch:
 
 
 def align_records(job: JobIndex) -> list[Mismatch]:
-    """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the order of the logs."""
+    """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the
+    order of the logs.
+    """
     mismatches = [mismatch for key in sorted(job.users) for mismatch in _align_channel(job, key)]
     mismatches += _pairs(job) if job.knows.completed_ops else _open_pairs(job)
     for mismatch in mismatches:
-        mismatch.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values())
-    return [mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(job, mismatch))]
+        mismatch.refused = any(
+            op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values()
+        )
+    return [
+        mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(job, mismatch))
+    ]
 
 
 def _was_caught(job: JobIndex, mismatch: Mismatch) -> bool:
-    """Return whether the program caught the refusal on all ranks and continued: then it did no harm."""
+    """Return whether the program caught the refusal on all ranks and continued: then it did no
+    harm.
+    """
     return all(_continued(job.views[rank], op) for rank, op in mismatch.ops.items())
 
 
@@ -93,7 +127,7 @@ def _continued(view: RankView, op: Collective) -> bool:
     return not view.exit.failed and not is_last
 
 
-# --- collectives -------------------------------------------------------------------------------------------------
+# --- collectives
 
 
 def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
@@ -104,7 +138,9 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
     shifts = find_shifts(job, key)
     mismatches = _disagreements(job, key, tracks, shifts)
     first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)
-    if first is None or any(mismatch.shift is first or mismatch.racing is not None for mismatch in mismatches):
+    if first is None or any(
+        mismatch.shift is first or mismatch.racing is not None for mismatch in mismatches
+    ):
         return mismatches
     if any(_overlaps(job.views[first.rank], key, first.number)):
         return mismatches  # the order of two threads is no shift
@@ -112,8 +148,12 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
     return [*earlier, _out_of_step(job, key, tracks, shifts, first)]
 
 
-def _disagreements(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[Mismatch]:
-    """Return the collectives that the ranks disagree on, up to the first disagreement that hangs them."""
+def _disagreements(
+    job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]
+) -> list[Mismatch]:
+    """Return the collectives that the ranks disagree on, up to the first disagreement that hangs
+    them.
+    """
     comparison = _Comparison(tracks, key[2], splits_known=job.knows.splits)
     mismatches: list[Mismatch] = []
     for number in _numbers_to_compare(job, tracks, shifts):
@@ -133,8 +173,12 @@ def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
     return {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
 
 
-def _numbers_to_compare(job: JobIndex, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
-    """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair up wrongly."""
+def _numbers_to_compare(
+    job: JobIndex, tracks: Mapping[int, Track], shifts: Sequence[Shift]
+) -> list[int]:
+    """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair
+    up wrongly.
+    """
     if job.knows.columns:
         from commlens.diagnosis.index.column_differences import differing_numbers
 
@@ -147,20 +191,31 @@ def _numbers_to_compare(job: JobIndex, tracks: Mapping[int, Track], shifts: Sequ
 
 
 def _open_with_splits(tracks: Mapping[int, Track]) -> set[int]:
-    """Return the numbers of the oldest all_to_all in flight: their sizes may differ, but what is sent in all must be what is expected."""
-    return {track.open[0] for track in tracks.values() if track.open and track.ops[track.open[0]].op == "all_to_all"}
+    """Return the numbers of the oldest all_to_all in flight: their sizes may differ, but what is
+    sent in all must be what is expected.
+    """
+    return {
+        track.open[0]
+        for track in tracks.values()
+        if track.open and track.ops[track.open[0]].op == "all_to_all"
+    }
 
 
 class _Comparison:
-    """Compares the collectives that met under one sequence number, and equal combinations of arguments only once."""
+    """Compares the collectives that met under one sequence number, and equal combinations of
+    arguments only once.
+    """
 
-    def __init__(self, tracks: Mapping[int, Track], group_ranks: Sequence[int], *, splits_known: bool) -> None:
+    def __init__(
+        self, tracks: Mapping[int, Track], group_ranks: Sequence[int], *, splits_known: bool
+    ) -> None:
         self._tracks = tracks
         self._group_ranks = group_ranks
         self._splits_known = splits_known
         self._coalesced = {number for track in tracks.values() for number in track.members}
         self._codes: dict[CollectiveArgs, int] = {}  # the same for equal arguments
-        # Hashing arguments is slow, and records share them. Each value holds its arguments, so that no other object gets the same id.
+        # Hashing arguments is slow, and records share them. Each value holds its arguments, so that
+        # no other object gets the same id.
         self._codes_by_id: dict[int, tuple[int, CollectiveArgs]] = {}
         self._answers: dict[tuple[tuple[int, int], ...], Answer] = {}
 
@@ -170,37 +225,64 @@ class _Comparison:
             parts = {rank: self._tracks[rank].args_of(number) for rank in met}
             return compare_coalesced(parts, self._group_ranks, splits_known=self._splits_known)
         combination = tuple((rank, self._code(op.args)) for rank, op in met.items())
-        if len({code for _, code in combination}) == 1 and next(iter(met.values())).op != "all_to_all":
+        if (
+            len({code for _, code in combination}) == 1
+            and next(iter(met.values())).op != "all_to_all"
+        ):
             return None
         answer = self._answers.get(combination)
         if answer is None:
             args = {rank: op.args for rank, op in met.items()}
-            answer = self._answers[combination] = compare_collectives(args, self._group_ranks, splits_known=self._splits_known)
+            answer = self._answers[combination] = compare_collectives(
+                args, self._group_ranks, splits_known=self._splits_known
+            )
         return answer
 
     def _code(self, args: CollectiveArgs) -> int:
         known = self._codes_by_id.get(id(args))
         if known is None:
-            known = self._codes_by_id[id(args)] = (self._codes.setdefault(args, len(self._codes)), args)
+            known = self._codes_by_id[id(args)] = (
+                self._codes.setdefault(args, len(self._codes)),
+                args,
+            )
         return known[0]
 
 
 def _disagreement(
-    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
+    job: JobIndex,
+    key: ChannelKey,
+    number: int,
+    met: Mapping[int, Collective],
+    answer: Disagree,
+    shifts: Sequence[Shift],
 ) -> Mismatch:
-    """Make a mismatch of a disagreement: blame the ranks out of step, else the minority, else the ranks that leave their routine."""
+    """Make a mismatch of a disagreement: blame the ranks out of step, else the minority, else the
+    ranks that leave their routine.
+    """
     here = [shift for shift in shifts if shift.number == number]
-    mismatch = Mismatch(key, job.channels[key], number, dict(met), answer, answer.minority, answer.tie)
+    mismatch = Mismatch(
+        key, job.channels[key], number, dict(met), answer, answer.minority, answer.tie
+    )
     mismatch.shift = here[0] if here else None
     if here and not here[0].unsure and {shift.rank for shift in here} <= set(met):
         mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
     elif answer.tie or _may_be_tie(job, key, number, met, answer):
-        comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
+        comparable = {
+            rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met
+        }
         peers = odd_among_groups(job, key, number, [party.ranks for party in answer.parties])
         flagged = peers or set(_ranks_off_routine(job, comparable))
         others = [party for party in answer.parties if flagged.isdisjoint(party.ranks)]
-        odd = tuple(sorted(comparable.keys() - set(others[0].ranks))) if flagged and len(others) == 1 else ()
-        if len(odd) > 1 and not peers and not any(job.views[rank].has_been_at(met[rank]) for rank in odd):
+        odd = (
+            tuple(sorted(comparable.keys() - set(others[0].ranks)))
+            if flagged and len(others) == 1
+            else ()
+        )
+        if (
+            len(odd) > 1
+            and not peers
+            and not any(job.views[rank].has_been_at(met[rank]) for rank in odd)
+        ):
             odd = ()  # several ranks came to a new place together: the others may have skipped it
         mismatch.culprits, mismatch.tie = odd or tuple(sorted(comparable)), not odd
         mismatch.by_history, mismatch.by_groups = bool(odd) and not peers, bool(odd and peers)
@@ -208,30 +290,55 @@ def _disagreement(
             mismatch.shift = None
     mismatch.racing = _racing(job, key, number, met, answer)
     mismatch.uncertain = mismatch.racing is not None or any(op.concurrent for op in met.values())
-    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
+    mismatch.silent = all(
+        op.state is State.COMPLETED for op in met.values()
+    ) and not _is_stuck_after(job, key, number)
     shift = mismatch.shift
-    mismatch.departure = _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
+    mismatch.departure = (
+        _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
+    )
     if mismatch.racing is not None:
         mismatch.culprits, mismatch.tie, mismatch.shift, mismatch.departure = (), True, None, ""
     return mismatch
 
 
-def _may_be_tie(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree) -> bool:
-    """Return whether the majority may not count: ranks that have not come can make it a minority, or others of the kind outvote it."""
-    return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(job, key, number, answer.minority)
-
-
-def _racing(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree) -> Race | None:
-    """Return two collectives that two threads had in flight at once, if nothing orders the threads of the ranks that disagree.
-
-    Either ranks of both sides had the same two in flight at once. Or what differs is the thread that came first: on one side the main
-    thread, on the other side a library's thread, or one that at least half of the ranks run and that was seen beside the main thread.
+def _may_be_tie(
+    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree
+) -> bool:
+    """Return whether the majority may not count: ranks that have not come can make it a minority,
+    or others of the kind outvote it.
     """
-    sides = [[rank for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views] for party in answer.parties[:2]]
+    return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(
+        job, key, number, answer.minority
+    )
+
+
+def _racing(
+    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree
+) -> Race | None:
+    """Return two collectives that two threads had in flight at once, if nothing orders the threads
+    of the ranks that disagree.
+
+    Either ranks of both sides had the same two in flight at once. Or what differs is the thread
+    that came first: on one side the main thread, on the other side a library's thread, or one that
+    at least half of the ranks run and that was seen beside the main thread.
+    """
+    sides = [
+        [rank for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views]
+        for party in answer.parties[:2]
+    ]
     seen = {rank: dict(_overlaps(job.views[rank], key, number)) for side in sides for rank in side}
     on = tuple(sorted(rank for rank, pairs in seen.items() if pairs))
     places = [set().union(*(seen[rank] for rank in side)) for side in sides]
-    both = next((lines for rank in on for lines in seen[rank] if all(lines in of_side for of_side in places)), None)
+    both = next(
+        (
+            lines
+            for rank in on
+            for lines in seen[rank]
+            if all(lines in of_side for of_side in places)
+        ),
+        None,
+    )
     if both is not None:
         return Race(*next(pairs[both] for pairs in seen.values() if both in pairs), on)
     first = {rank: met[rank] for rank in seen if rank in met}
@@ -239,10 +346,13 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Colle
     main = [op for rank, op in first.items() if op.issue_thread == job.views[rank].main_thread]
     if not (beside and main):
         return None
-    if not any(op.call_lines for op in beside) and all(map(_in_own_thread, beside)):  # a library's runs on all ranks, perhaps later
+    # a library's runs on all ranks, perhaps later
+    if not any(op.call_lines for op in beside) and all(map(_in_own_thread, beside)):
         return Race(beside[0], main[0], on)
     ahead = {_place(op) for op in beside}
-    running = [rank for rank in seen if not ahead.isdisjoint(_beside_main(job.views[rank], key, number))]
+    running = [
+        rank for rank in seen if not ahead.isdisjoint(_beside_main(job.views[rank], key, number))
+    ]
     overlapped = any(_place(pair[0]) in ahead for rank in on for pair in seen[rank].values())
     return Race(beside[0], main[0], on) if overlapped and len(running) * 2 >= len(seen) else None
 
@@ -250,7 +360,11 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Colle
 def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
     track = view.tracks.get(key) if view.columns is None else None  # dumps do not record threads
     numbers = range(number - _NEAR, number + _NEAR) if track is not None else ()
-    return [op for n in numbers if track is not None and (op := track.ops.get(n)) is not None and op.stack]
+    return [
+        op
+        for n in numbers
+        if track is not None and (op := track.ops.get(n)) is not None and op.stack
+    ]
 
 
 def _place(op: Collective) -> Hashable:
@@ -259,12 +373,18 @@ def _place(op: Collective) -> Hashable:
 
 
 def _beside_main(view: RankView, key: ChannelKey, number: int) -> set[Hashable]:
-    """Return the places from which other threads than the main one issued collectives near a number."""
+    """Return the places from which other threads than the main one issued collectives near a
+    number.
+    """
     return {_place(op) for op in _near(view, key, number) if op.issue_thread != view.main_thread}
 
 
-def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
-    """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their places."""
+def _overlaps(
+    view: RankView, key: ChannelKey, number: int
+) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
+    """Yield the collectives near a number that two Python threads of a rank had in flight at the
+    same time, and their places.
+    """
     for own, other in combinations(_near(view, key, number), 2):
         if own.issue_thread != other.issue_thread and _is_inside(own, other.announced_ns):
             pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
@@ -272,32 +392,59 @@ def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Ha
 
 
 def _is_inside(op: Collective, at_ns: int) -> bool:
-    """Return whether the thread that issued a collective was inside its call, or inside the wait for it, at a time."""
+    """Return whether the thread that issued a collective was inside its call, or inside the wait
+    for it, at a time.
+    """
     spans = [(op.announced_ns, op.returned_ns)]
-    spans += [(op.wait_began_ns, op.wait_ended_ns)] if op.wait_began_ns and op.wait_thread == op.issue_thread else []
+    spans += (
+        [(op.wait_began_ns, op.wait_ended_ns)]
+        if op.wait_began_ns and op.wait_thread == op.issue_thread
+        else []
+    )
     return any(began <= at_ns and (not ended or at_ns < ended) for began, ended in spans)
 
 
 def _in_own_thread(op: Collective) -> bool:
-    """Return whether a thread that Python started issued a collective. Those of the backward pass are ordered by the main thread."""
-    return any(frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py")) for frame in op.stack)
+    """Return whether a thread that Python started issued a collective. Those of the backward pass
+    are ordered by the main thread.
+    """
+    return any(
+        frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py"))
+        for frame in op.stack
+    )
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:
-    """Return whether the culprits skipped the collective of the others, or issued an extra one; empty if they differ."""
+    """Return whether the culprits skipped the collective of the others, or issued an extra one;
+    empty if they differ.
+    """
     culprits, met = mismatch.culprits, mismatch.ops
     if mismatch.tie or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
         return ""
     usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-    found = {departure_of(job, rank, met[rank], usual) for rank in culprits[:_RANKS_OF_A_SIDE] if rank in met}
+    found = {
+        departure_of(job, rank, met[rank], usual)
+        for rank in culprits[:_RANKS_OF_A_SIDE]
+        if rank in met
+    }
     return found.pop() if len(found) == 1 else ""
 
 
-def _out_of_step(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
-    """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those of the others there."""
+def _out_of_step(
+    job: JobIndex,
+    key: ChannelKey,
+    tracks: Mapping[int, Track],
+    shifts: Sequence[Shift],
+    first: Shift,
+) -> Mismatch:
+    """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those
+    of the others there.
+    """
     ops = _ops_at(tracks, first.number)
     tie = first.unsure and _ranks_off_routine(job, ops) != (first.rank,)
-    culprits = tuple(sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number)))
+    culprits = tuple(
+        sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
+    )
     mismatch = Mismatch(key, job.channels[key], first.number, ops, None, culprits, tie, shift=first)
     mismatch.departure = "" if tie else first.departure
     mismatch.silent = not any(track.open for track in tracks.values())
@@ -316,7 +463,9 @@ def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
 
 
 def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
-    """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one finding."""
+    """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one
+    finding.
+    """
     for earlier in mismatches:
         if _is_repeat(earlier, later):
             earlier.repeats += 1
@@ -327,12 +476,20 @@ def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
 def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
     if earlier.answer is None or later.answer is None or earlier.shift is not None:
         return False
-    # On a tie, a rank leaves its routine only the first time: from then on, the wrong collective is part of it.
-    same_ranks = set(earlier.culprits) == set(later.culprits) or (later.tie and earlier.answer.parties == later.answer.parties)
-    return same_ranks and earlier.answer.aspect == later.answer.aspect and earlier.silent and later.silent
+    # On a tie, a rank leaves its routine only the first time: from then on, the wrong collective is
+    # part of it.
+    same_ranks = set(earlier.culprits) == set(later.culprits) or (
+        later.tie and earlier.answer.parties == later.answer.parties
+    )
+    return (
+        same_ranks
+        and earlier.answer.aspect == later.answer.aspect
+        and earlier.silent
+        and later.silent
+    )
 
 
-# --- routine -----------------------------------------------------------------------------------------------------
+# --- routine
 
 
 def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
@@ -344,21 +501,28 @@ def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
 
 
 def _ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that do here what they never did before in this place; none if all of them do.
+    """Return the ranks that do here what they never did before in this place; none if all of them
+    do.
 
-    First check each rank's op and those that it issued since the previous op of the channel: a rank that skips a collective
-    may first meet the others in a later one. Then check earlier ops, too: the successor of a skipped collective may pair up
-    unnoticed.
+    First check each rank's op and those that it issued since the previous op of the channel: a rank
+    that skips a collective may first meet the others in a later one. Then check earlier ops, too:
+    the successor of a skipped collective may pair up unnoticed.
     """
     for since_previous in (True, False):
         for tokens_of in (_tokens, exact_tokens, _loose_tokens):
-            odd = [rank for rank, op in sorted(ops.items()) if _leaves_routine(job.views[rank], op, tokens_of, since_previous)]
+            odd = [
+                rank
+                for rank, op in sorted(ops.items())
+                if _leaves_routine(job.views[rank], op, tokens_of, since_previous)
+            ]
             if odd and len(odd) < len(ops):
                 return tuple(odd)
     return ()
 
 
-def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool) -> bool:
+def _leaves_routine(
+    view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool
+) -> bool:
     """Return whether the rank's history led one to expect another op, here or shortly before."""
     history = view.history
     position = position_in(history, op)
@@ -368,13 +532,19 @@ def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_
     first = max(oldest + 1, position - _MAY_LEAVE_WITHIN)
     if since_previous:
         key = op.channel.key
-        first = next((i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key), first)
+        first = next(
+            (i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key),
+            first,
+        )
     tokens = tokens_of(history[oldest : position + 1])
     recent = history[oldest : position + 1]
-    return any(leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i])) for i in range(first, position + 1))
+    return any(
+        leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i]))
+        for i in range(first, position + 1)
+    )
 
 
-# --- point to point ----------------------------------------------------------------------------------------------
+# --- point to point
 
 
 def _pairs(job: JobIndex) -> list[Mismatch]:
@@ -383,12 +553,15 @@ def _pairs(job: JobIndex) -> list[Mismatch]:
     for rank, view in sorted(job.views.items()):
         for key, peer, direction in sorted(view.pairs):
             other = job.views.get(peer)
-            # After a receive from any rank, the records do not show which message met which receive.
+            # After a receive from any rank, the records do not show which message met which
+            # receive.
             if direction != "send" or other is None or (key, -1, "recv") in other.pairs:
                 continue
             complete = not (view.wrapped or other.wrapped)
             receives = other.pairs.get((key, rank, "recv"), [])
-            for send, recv in pair_messages(view.pairs[(key, peer, direction)], receives, complete=complete):
+            for send, recv in pair_messages(
+                view.pairs[(key, peer, direction)], receives, complete=complete
+            ):
                 if send is None or recv is None or send.args == recv.args:
                     continue
                 answer = compare_pair(rank, send.args, peer, recv.args)
@@ -402,7 +575,9 @@ def _open_pairs(job: JobIndex) -> list[Mismatch]:
     """Return the mismatched messages of other tools' dumps: they stay in flight on both ranks."""
     mismatches: list[Mismatch] = []
     for rank, view in sorted(job.views.items()):
-        for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: item[1][0].index):
+        for (key, peer, direction), sends in sorted(
+            view.pairs.items(), key=lambda item: item[1][0].index
+        ):
             other = job.views.get(peer)
             if direction != "send" or other is None:
                 continue
@@ -417,13 +592,30 @@ def _open_pairs(job: JobIndex) -> list[Mismatch]:
 
 
 def _pair_mismatch(
-    job: JobIndex, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
+    job: JobIndex,
+    key: ChannelKey,
+    sender: int,
+    receiver: int,
+    send: Collective,
+    recv: Collective,
+    answer: Disagree,
 ) -> Mismatch:
     ops = {sender: send, receiver: recv}
     odd = _ranks_off_routine(job, ops)
     mismatch = Mismatch(
-        key, job.channels[key], send.sequence_number, ops, answer,
-        culprits=odd or tuple(sorted(ops)), tie=not odd, by_history=bool(odd), pair=(send, recv),
-    )  # fmt: skip
-    mismatch.silent = not any(block.op.index in (send.index, recv.index) for rank in ops for block in job.views[rank].blocks.values())
+        key,
+        job.channels[key],
+        send.sequence_number,
+        ops,
+        answer,
+        culprits=odd or tuple(sorted(ops)),
+        tie=not odd,
+        by_history=bool(odd),
+        pair=(send, recv),
+    )
+    mismatch.silent = not any(
+        block.op.index in (send.index, recv.index)
+        for rank in ops
+        for block in job.views[rank].blocks.values()
+    )
     return mismatch

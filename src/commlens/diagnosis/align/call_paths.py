@@ -1,4 +1,6 @@
-"""Where the call paths of two ranks part: the user's lines on the way to a collective that the other rank does not have."""
+"""Where the call paths of two ranks part: the user's lines on the way to a collective that the
+other rank does not have.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _LOOK_BACK = 512  # earlier collectives in which ranks may have met at the same 
 class Path(NamedTuple):
     """A rank's stack from where it leaves that of the other rank, to the innermost line."""
 
-    line: Frame | None  # the user's innermost line that the other rank does not have: helpers are on both sides
+    # the user's innermost line that the other rank does not have: helpers are on both sides
+    line: Frame | None
     phrase: str  # "train.py:35 train -> train.py:22 evaluate -> comm.py:5 reduce"
     place: str  # "train.py:22 evaluate"; if they part inside of a library, with the library's line
     caller: str = ""  # "train.py:35 train", where the ranks part, if that is not the place itself
@@ -23,14 +26,22 @@ class Path(NamedTuple):
     @property
     def with_caller(self) -> str:
         """``"train.py:22 evaluate, called at train.py:35 train"``: the branch is in the caller."""
-        return f"{self.place}, called at {self.caller}" if self.caller and self.caller != self.place else self.place
+        return (
+            f"{self.place}, called at {self.caller}"
+            if self.caller and self.caller != self.place
+            else self.place
+        )
 
 
-def part(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective) -> tuple[Path, Path]:
-    """Return the paths to the collectives of two ranks that met, from where they part; their own lines if they do not part.
+def part(
+    job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
+) -> tuple[Path, Path]:
+    """Return the paths to the collectives of two ranks that met, from where they part; their own
+    lines if they do not part.
 
-    Ranks may legally come to one collective by different paths (``if rank == 0: ... else: ...``). So a rank's path is compared with
-    the one by which it used to meet the others at the line where they are now, if it did.
+    Ranks may legally come to one collective by different paths (``if rank == 0: ... else: ...``).
+    So a rank's path is compared with the one by which it used to meet the others at the line where
+    they are now, if it did.
     """
     alone = path_of(own), path_of(other)
     if parted(own.stack, other.stack) is None:
@@ -46,27 +57,52 @@ def part(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collec
     if usual == other.stack:
         return mine, theirs
     rest = [*user_lines(other.stack)][::-1]
-    first = next((i for i, frame in enumerate(rest) if frame in usual and frame not in own.stack), len(rest))
-    return mine, _path(rest[first:], own.stack, None) if first < len(rest) else theirs._replace(line=other.source)
+    first = next(
+        (i for i, frame in enumerate(rest) if frame in usual and frame not in own.stack), len(rest)
+    )
+    return mine, (
+        _path(rest[first:], own.stack, None)
+        if first < len(rest)
+        else theirs._replace(line=other.source)
+    )
 
 
 def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> Frame | None:
-    """Return the innermost line on a rank's path on which it has not been before; None if it has been on all."""
+    """Return the innermost line on a rank's path on which it has not been before; None if it has
+    been on all.
+    """
     track = job.views[rank].tracks.get(own.channel.key)
     numbers = range(max(1, own.sequence_number - _LOOK_BACK), own.sequence_number)
-    stacks = {id(op.stack): op.stack for number in numbers if track is not None and (op := track.ops.get(number)) is not None}
+    stacks = {
+        id(op.stack): op.stack
+        for number in numbers
+        if track is not None and (op := track.ops.get(number)) is not None
+    }
     known = {frame for stack in (other.stack, *stacks.values()) for frame in stack}
-    return next((frame for frame in user_lines(own.stack) if frame not in known), None) if stacks else None
+    return (
+        next((frame for frame in user_lines(own.stack) if frame not in known), None)
+        if stacks
+        else None
+    )
 
 
 def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
-    """Return two paths from where they part; None if they are the same, or have no outermost function in common."""
-    mine, theirs = ([frame for frame in reversed(stack) if frame.kind is not FrameKind.COMMLENS] for stack in (own, other))
+    """Return two paths from where they part; None if they are the same, or have no outermost
+    function in common.
+    """
+    mine, theirs = (
+        [frame for frame in reversed(stack) if frame.kind is not FrameKind.COMMLENS]
+        for stack in (own, other)
+    )
     common = 0
     while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
         common += 1
     inside, outside = mine[common:], theirs[common:]
-    if not common and not (inside and outside and (inside[0].file, inside[0].function) == (outside[0].file, outside[0].function)):
+    if not common and not (
+        inside
+        and outside
+        and (inside[0].file, inside[0].function) == (outside[0].file, outside[0].function)
+    ):
         return None
     last = next((frame for frame in reversed(mine[:common]) if frame.kind is FrameKind.USER), None)
     alone = not any(user_lines((*inside, *outside)))
@@ -86,7 +122,8 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
         frames: those inside of the last common one.
         others: the stack of the other rank.
         last: the user's last common line, for a path without lines of the user.
-        alone: whether neither path has lines of the user; then a library's line is named beside the last common one.
+        alone: whether neither path has lines of the user; then a library's line is named beside the
+            last common one.
     """
     lines = list(user_lines(tuple(frames)))
     if lines:
@@ -96,7 +133,9 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
         line = next((frame for frame in reversed(lines) if frame not in others), lines[0])
         return Path(line, " -> ".join(parts), frame_phrase(line), frame_phrase(lines[0]))
     inner = _library_line(frames) if alone else None
-    phrase = " -> ".join(filter(None, [frame_phrase(last), in_package(inner) if inner is not None else ""]))
+    phrase = " -> ".join(
+        filter(None, [frame_phrase(last), in_package(inner) if inner is not None else ""])
+    )
     return Path(last, phrase, phrase)
 
 
@@ -107,13 +146,23 @@ def _library_line(frames: list[Frame]) -> Frame | None:
 
 
 def in_package(frame: Frame) -> str:
-    """``"torch/distributed/checkpoint/utils.py:135 gather_object"``: a library's line, without the path to its packages."""
-    file = frame.file.rpartition("-packages/")[2] if "-packages/" in frame.file else frame.file.rpartition("/")[2]
+    """``"torch/distributed/checkpoint/utils.py:135 gather_object"``: a library's line, without the
+    path to its packages.
+    """
+    file = (
+        frame.file.rpartition("-packages/")[2]
+        if "-packages/" in frame.file
+        else frame.file.rpartition("/")[2]
+    )
     return f"{file}:{frame.line} {frame.function}"
 
 
-def _usual_stack(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective) -> Stack:
-    """Return the stack with which the rank used to meet the others at the line where they are now; theirs if it never did."""
+def _usual_stack(
+    job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
+) -> Stack:
+    """Return the stack with which the rank used to meet the others at the line where they are now;
+    theirs if it never did.
+    """
     key, lines = own.channel.key, [*user_lines(other.stack)]
     mine, theirs = job.views[rank].tracks.get(key), job.views[rank_met].tracks.get(key)
     if mine is None or theirs is None or not lines:

@@ -1,7 +1,8 @@
 """Messages that never meet their receive: the tags differ, or one side names the wrong rank.
 
-A send that is not received yet is no fault, and neither is a receive that waits. So a message is astray only if the other side is
-stuck or has ended, and if one of the two departs from its own tags or peers, or from the distance that the other ranks keep.
+A send that is not received yet is no fault, and neither is a receive that waits. So a message is
+astray only if the other side is stuck or has ended, and if one of the two departs from its own tags
+or peers, or from the distance that the other ranks keep.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _OTHERS_MAX = 16  # ranks whose distances are compared
 
 
 def find_astray(job: JobIndex) -> list[Mismatch]:
-    """Return a mismatch for each send or receive that is stuck because its message went astray. Only for black boxes."""
+    """Return a mismatch for each send or receive that is stuck because its message went astray.
+    Only for black boxes.
+    """
     if not job.knows.completed_ops:
         return []
     found: dict[tuple[int, int], Mismatch] = {}
@@ -40,7 +43,11 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
                 yield from (
                     (view, op)
                     for op in block.parts
-                    if op.is_point_to_point and op.sequence_number and op.in_flight and op.peer != view.rank and op.peer in job.views
+                    if op.is_point_to_point
+                    and op.sequence_number
+                    and op.in_flight
+                    and op.peer != view.rank
+                    and op.peer in job.views
                 )
 
 
@@ -48,7 +55,9 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
     assert op.peer is not None
     other, key, sends = job.views[op.peer], op.channel.key, op.op == "send"
     pair = (view, other) if sends else (other, view)
-    if not _is_stuck(other) or all(one is not op for one in _unmatched(*pair, key, received=not sends)):
+    if not _is_stuck(other) or all(
+        one is not op for one in _unmatched(*pair, key, received=not sends)
+    ):
         return None
     left = _unmatched(*pair, key, received=sends)
     if left:
@@ -65,8 +74,14 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
             detail = f"{nothing}, and does not receive the one from rank {usual}"
             return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), detail, why)
     # The other one does: it has sent the message to a rank that does not receive it.
-    for peer in sorted(peer for of, peer, way in other.pairs if of == key and way == "send" and not sends):
-        for send in _unmatched(other, job.views[peer], key, received=False)[:1] if peer in job.views and _is_stuck(job.views[peer]) else ():
+    for peer in sorted(
+        peer for of, peer, way in other.pairs if of == key and way == "send" and not sends
+    ):
+        for send in (
+            _unmatched(other, job.views[peer], key, received=False)[:1]
+            if peer in job.views and _is_stuck(job.views[peer])
+            else ()
+        ):
             usual, why = _usual_peer(job, other, send)
             if usual == view.rank:
                 return _to_wrong_rank(job, other, send, view, op, why)
@@ -75,53 +90,96 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
 
 def _is_stuck(view: RankView) -> bool:
     """Return whether a rank cannot issue anything any more, and not because it died."""
-    return not view.died and (view.exit.kind == "clean" or any(block.stuck for block in view.blocks.values()))
+    return not view.died and (
+        view.exit.kind == "clean" or any(block.stuck for block in view.blocks.values())
+    )
 
 
 def _pairs(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:
-    sends, receives = sender.pairs.get((key, receiver.rank, "send"), []), receiver.pairs.get((key, sender.rank, "recv"), [])
+    sends, receives = (
+        sender.pairs.get((key, receiver.rank, "send"), []),
+        receiver.pairs.get((key, sender.rank, "recv"), []),
+    )
     if (key, -1, "recv") in receiver.pairs or not (sends or receives):
         return []
     return pair_messages(sends, receives, complete=not (sender.wrapped or receiver.wrapped))
 
 
-def _unmatched(sender: RankView, receiver: RankView, key: ChannelKey, *, received: bool) -> list[Collective]:
+def _unmatched(
+    sender: RankView, receiver: RankView, key: ChannelKey, *, received: bool
+) -> list[Collective]:
     """Return the sends without a receive, or the receives without a send, oldest first."""
     pairs = [(pair[received], pair[not received]) for pair in _pairs(sender, receiver, key)]
-    return sorted((op for op, other in pairs if op is not None and other is None), key=lambda op: op.index)
+    return sorted(
+        (op for op, other in pairs if op is not None and other is None), key=lambda op: op.index
+    )
 
 
-def _other_tag(job: JobIndex, sender: RankView, receiver: RankView, send: Collective, recv: Collective) -> Mismatch | None:
-    """Return the mismatch of a send and a receive whose tags do not meet; blame the side that leaves the order of the tags."""
+def _other_tag(
+    job: JobIndex, sender: RankView, receiver: RankView, send: Collective, recv: Collective
+) -> Mismatch | None:
+    """Return the mismatch of a send and a receive whose tags do not meet; blame the side that
+    leaves the order of the tags.
+    """
     key = recv.channel.key
-    met = {one.tag for one, other in _pairs(sender, receiver, key) if one is not None and other is not None}
+    met = {
+        one.tag
+        for one, other in _pairs(sender, receiver, key)
+        if one is not None and other is not None
+    }
     if send.tag in met and recv.tag in met:
         return None  # both tags are in use, so the message with the other one may still come
-    sides = {sender.rank: sender.pairs[key, receiver.rank, "send"], receiver.rank: receiver.pairs[key, sender.rank, "recv"]}
-    same = sum(1 for _ in takewhile(lambda pair: pair[0].tag == pair[1].tag, zip(*sides.values(), strict=False)))
+    sides = {
+        sender.rank: sender.pairs[key, receiver.rank, "send"],
+        receiver.rank: receiver.pairs[key, sender.rank, "recv"],
+    }
+    same = sum(
+        1
+        for _ in takewhile(
+            lambda pair: pair[0].tag == pair[1].tag, zip(*sides.values(), strict=False)
+        )
+    )
     odd, why = None, ""
     if 1 < same < min(map(len, sides.values())):
         fits = {rank: _fits(ops[: same + 1]) for rank, ops in sides.items()}
-        odd = next((rank for rank, fit in fits.items() if fit is False and True in fits.values()), None)
+        odd = next(
+            (rank for rank, fit in fits.items() if fit is False and True in fits.values()), None
+        )
         sent, received = sides.values()
-        why = f"After tag {sent[same - 1].tag}, rank {sender.rank} used {sent[same].tag}, rank {receiver.rank} {received[same].tag}."
-    detail = f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank {receiver.rank} receives with tag {recv.tag}"
-    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), () if odd is None else (odd,), detail, why)
+        why = (
+            f"After tag {sent[same - 1].tag}, rank {sender.rank} used {sent[same].tag}, rank"
+            f" {receiver.rank} {received[same].tag}."
+        )
+    detail = (
+        f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank"
+        f" {receiver.rank} receives with tag {recv.tag}"
+    )
+    return _mismatch(
+        job, (sender.rank, send), (receiver.rank, recv), () if odd is None else (odd,), detail, why
+    )
 
 
 def _fits(ops: list[Collective]) -> bool | None:
-    """Return whether the last tag continues the others, which may be counted up; None if they do not tell, or are of other lines."""
+    """Return whether the last tag continues the others, which may be counted up; None if they do
+    not tell, or are of other lines.
+    """
     if all(op.call_lines != ops[-1].call_lines for op in ops[:-1]):
         return None
     further = [after.tag - before.tag for before, after in pairwise(ops)]
-    return further[-1] == further[0] if len(set(further[:-1])) == 1 else follows_history(further, len(further) - 1, sure=True)
+    return (
+        further[-1] == further[0]
+        if len(set(further[:-1])) == 1
+        else follows_history(further, len(further) - 1, sure=True)
+    )
 
 
 def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str]:
-    """Return the rank with which a rank used to exchange messages from a line, else the one at the distance that the others keep.
+    """Return the rank with which a rank used to exchange messages from a line, else the one at the
+    distance that the others keep.
 
     Returns:
-        The rank, and a sentence that gives the reason; -1 if there is none, or if the op is with that rank.
+        The rank, and a sentence that gives the reason; -1 if there is none, or if the op is with
+        that rank.
     """
     ranks = op.channel.key[2]
     before = [one.peer for one in _at_line(view, op) if one.index < op.index]
@@ -129,41 +187,89 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str
     if before:
         known = before[0]
         odd = len(before) > 1 and len(set(before)) == 1 and known is not None and known != op.peer
-        return (known, f"Until then, rank {view.rank} issued this {op.op} {to} rank {known}.") if odd and known is not None else (-1, "")
+        return (
+            (known, f"Until then, rank {view.rank} issued this {op.op} {to} rank {known}.")
+            if odd and known is not None
+            else (-1, "")
+        )
     place = {rank: i for i, rank in enumerate(ranks)}
     of_each: list[set[int]] = []
-    for other in islice((job.views[rank] for rank in ranks if rank != view.rank and rank in job.views), _OTHERS_MAX):
+    for other in islice(
+        (job.views[rank] for rank in ranks if rank != view.rank and rank in job.views), _OTHERS_MAX
+    ):
         peers = {one.peer for one in _at_line(other, op)}
-        of_each.append({(place[peer] - place[other.rank]) % len(ranks) for peer in peers if peer in place})
+        of_each.append(
+            {(place[peer] - place[other.rank]) % len(ranks) for peer in peers if peer in place}
+        )
     distances = set().union(*of_each)
     usual = ranks[(place[view.rank] + max(distances, default=0)) % len(ranks)]
     if len(distances) != 1 or sum(map(len, of_each)) < 2 or usual == op.peer:
         return -1, ""
     after = max(distances)
-    where = f"{count(after, 'place')} after" if after * 2 <= len(ranks) else f"{count(len(ranks) - after, 'place')} before"
-    return usual, f"At this line, each of the others issues a {op.op} {to} the rank {where} its own in the group."
+    where = (
+        f"{count(after, 'place')} after"
+        if after * 2 <= len(ranks)
+        else f"{count(len(ranks) - after, 'place')} before"
+    )
+    return (
+        usual,
+        (
+            f"At this line, each of the others issues a {op.op} {to} the rank {where} its own in"
+            " the group."
+        ),
+    )
 
 
 def _at_line(view: RankView, op: Collective) -> list[Collective]:
     """Return the rank's messages of the same direction, channel and line."""
     key, line = op.channel.key, op.call_lines
-    found = [one for (of, _, direction), ops in view.pairs.items() if of == key and direction == op.op for one in ops]
+    found = [
+        one
+        for (of, _, direction), ops in view.pairs.items()
+        if of == key and direction == op.op
+        for one in ops
+    ]
     return [one for one in found if one.call_lines == line]
 
 
-def _to_wrong_rank(job: JobIndex, sender: RankView, send: Collective, receiver: RankView, recv: Collective, why: str) -> Mismatch:
-    detail = f"rank {sender.rank} sent to rank {send.peer}, which does not receive it; rank {receiver.rank} waits for a message from it"
+def _to_wrong_rank(
+    job: JobIndex,
+    sender: RankView,
+    send: Collective,
+    receiver: RankView,
+    recv: Collective,
+    why: str,
+) -> Mismatch:
+    detail = (
+        f"rank {sender.rank} sent to rank {send.peer}, which does not receive it; rank"
+        f" {receiver.rank} waits for a message from it"
+    )
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), (sender.rank,), detail, why)
 
 
 def _mismatch(
-    job: JobIndex, sent: tuple[int, Collective], received: tuple[int, Collective], culprits: tuple[int, ...], detail: str, why: str
-) -> Mismatch:  # fmt: skip
+    job: JobIndex,
+    sent: tuple[int, Collective],
+    received: tuple[int, Collective],
+    culprits: tuple[int, ...],
+    detail: str,
+    why: str,
+) -> Mismatch:
     (sender, send), (receiver, recv) = sent, received
-    parties = Party((sender,), f"sends at {frame_phrase(send.source)}"), Party((receiver,), f"receives at {frame_phrase(recv.source)}")
+    parties = (
+        Party((sender,), f"sends at {frame_phrase(send.source)}"),
+        Party((receiver,), f"receives at {frame_phrase(recv.source)}"),
+    )
     answer = Disagree("p2p", Severity.ILLEGAL, culprits, parties, detail)
     key, ops = recv.channel.key, {sender: send, receiver: recv}
     return Mismatch(
-        key, job.channels[key], recv.sequence_number, ops, answer, culprits or tuple(sorted(ops)), tie=not culprits, pair=(send, recv),
+        key,
+        job.channels[key],
+        recv.sequence_number,
+        ops,
+        answer,
+        culprits or tuple(sorted(ops)),
+        tie=not culprits,
+        pair=(send, recv),
         astray=why,
-    )  # fmt: skip
+    )

@@ -1,8 +1,10 @@
-"""Find ranks that are out of step: a rank skipped a collective or issued one too many, and everything after it pairs up wrongly.
+"""Find ranks that are out of step: a rank skipped a collective or issued one too many, and
+everything after it pairs up wrongly.
 
-Where the ops and the shapes agree, only the source lines and the optimizer steps show it: from some sequence number on, the rank
-issues what the others issue later. Lines may legally differ between ranks (``if rank == 0: ... else: ...``), so each line of the
-rank is first translated into the line of the others that it met before.
+Where the ops and the shapes agree, only the source lines and the optimizer steps show it: from some
+sequence number on, the rank issues what the others issue later. Lines may legally differ between
+ranks (``if rank == 0: ... else: ...``), so each line of the rank is first translated into the line
+of the others that it met before.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
 _RECENT = 512  # records of a rank in which its habit is looked for
-_EARLIER = 16  # collectives before the first visible difference among which an extra one may have paired up unnoticed
+# collectives before the first visible difference among which an extra one may have paired up
+# unnoticed
+_EARLIER = 16
 
 Departure = Literal["", "skipped", "extra", "either"]
-"""Whether a rank out of step skipped a collective or issued one too many; ``either`` if the records allow both."""
+"""Whether a rank out of step skipped a collective or issued one too many; ``either`` if the records
+allow both.
+"""
 
 
 class Shift(msgspec.Struct):
-    """From ``number`` on, ``rank`` is ``by`` collectives ahead of the others; behind them if negative."""
+    """From ``number`` on, ``rank`` is ``by`` collectives ahead of the others; behind them if
+    negative.
+    """
 
     rank: int
     number: int
     by: int
-    skipped: Collective  # issued by the others under that number; for a negative shift, the one too many
+    # issued by the others under that number; for a negative shift, the one too many
+    skipped: Collective
     own: Collective  # issued by the rank under that number
     matches: int  # later collectives that agree with the shift
     departure: Departure
@@ -59,7 +68,9 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     for rank in sorted(suspects):
         usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
         shift = _find_shift(rank, tracks[rank], usual, cut=job.views[rank].lost_newest)
-        if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(tracks):
+        if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(
+            tracks
+        ):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
     return shifts if len(shifts) * 2 < len(tracks) else []
@@ -82,9 +93,11 @@ def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
 
 
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:
-    """Return whether a rank that issued ``own`` instead of ``expected`` skipped that one or issued an extra one; empty if unknown.
+    """Return whether a rank that issued ``own`` instead of ``expected`` skipped that one or issued
+    an extra one; empty if unknown.
 
-    Unlike a shift, this can be seen while the others still wait in ``expected``, and their next collective is unknown.
+    Unlike a shift, this can be seen while the others still wait in ``expected``, and their next
+    collective is unknown.
     """
     ahead = steps_ahead(job, rank, own, expected)
     if ahead:
@@ -96,7 +109,8 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
     wanted = (expected.op, expected.channel.key)
     previous = same[-2] if len(same) > 1 else -1
     between, since = (
-        sum((op.op, op.channel.key) == wanted for op in ops) for ops in (history[previous + 1 : same[-1]], history[same[-1] + 1 :])
+        sum((op.op, op.channel.key) == wanted for op in ops)
+        for ops in (history[previous + 1 : same[-1]], history[same[-1] + 1 :])
     )
     if since >= between:
         return ""
@@ -106,7 +120,9 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
 
 
 def steps_ahead(job: JobIndex, rank: int, own: Collective, other: Collective) -> int:
-    """Return the optimizer steps that a rank has done more than the others since they last met; negative: fewer."""
+    """Return the optimizer steps that a rank has done more than the others since they last met;
+    negative: fewer.
+    """
     tracks = job.tracks_on(own.channel.key)
     last = own.sequence_number - 1
     met = [track.ops[last] for one, track in tracks.items() if one != rank and last in track.ops]
@@ -119,13 +135,16 @@ def _habit_token(op: Collective) -> Hashable:
     return (op.op, op.channel.key, line_of(op))
 
 
-# --- which ranks to check, and against which collectives ---------------------------------------------------------
+# --- which ranks to check, and against which collectives
 
 
 def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
-    """Return the ranks whose step, op, size or line differs from that of most others at some number."""
+    """Return the ranks whose step, op, size or line differs from that of most others at some
+    number.
+    """
     suspects: set[int] = set()
-    # A rank's records share their arguments and stacks, so most of the work is done once for each of these.
+    # A rank's records share their arguments and stacks, so most of the work is done once for each
+    # of these.
     sizes: dict[int, tuple[int, ...]] = {}
     lines: dict[int, Hashable] = {}
 
@@ -138,10 +157,16 @@ def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
         return (op.args.op, op.step, sizes[args], lines[stack])
 
     for number in numbers:
-        tokens = {rank: token_of(track.ops[number]) for rank, track in tracks.items() if number in track.ops}
+        tokens = {
+            rank: token_of(track.ops[number])
+            for rank, track in tracks.items()
+            if number in track.ops
+        }
         if len(set(tokens.values())) > 1:
             (usual, most), (_, second) = Counter(tokens.values()).most_common(2)
-            suspects.update(rank for rank, value in tokens.items() if most == second or value != usual)
+            suspects.update(
+                rank for rank, value in tokens.items() if most == second or value != usual
+            )
     return suspects
 
 
@@ -164,18 +189,22 @@ def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int,
     """Return for each number the op that most of these ranks issued."""
     usual: dict[int, Collective] = {}
     for number in numbers:
-        met = [(op, _kind(op)) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))]
+        met = [
+            (op, _kind(op)) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))
+        ]
         if met:
             [(most, _)] = Counter(value for _, value in met).most_common(1)
             usual[number] = next(op for op, value in met if value == most)
     return usual
 
 
-# --- by how many collectives a rank is shifted -------------------------------------------------------------------
+# --- by how many collectives a rank is shifted
 
 
 class _Matcher:
-    """Compares a rank's collectives with those of the others, and learns which of their lines each line of the rank meets."""
+    """Compares a rank's collectives with those of the others, and learns which of their lines each
+    line of the rank meets.
+    """
 
     def __init__(self, *, compare_steps: bool) -> None:
         self._compare_steps = compare_steps
@@ -183,7 +212,11 @@ class _Matcher:
 
     def same_args(self, mine: Collective, theirs: Collective) -> bool:
         """Return whether op, step and sizes are equal."""
-        return mine.op == theirs.op and (mine.step == theirs.step or not self._compare_steps) and _sizes(mine) == _sizes(theirs)
+        return (
+            mine.op == theirs.op
+            and (mine.step == theirs.step or not self._compare_steps)
+            and _sizes(mine) == _sizes(theirs)
+        )
 
     def learn(self, mine: Collective, theirs: Collective) -> bool:
         """Return whether the collectives fit, and if so, remember that their lines met."""
@@ -196,20 +229,28 @@ class _Matcher:
     def fits(self, mine: Collective, theirs: Collective) -> bool:
         """Return whether the collectives are equal, up to lines that met before or that are new."""
         line, other = line_of(mine), line_of(theirs)
-        return self.same_args(mine, theirs) and (line == other or self._lines.get(line) in (None, other))
+        return self.same_args(mine, theirs) and (
+            line == other or self._lines.get(line) in (None, other)
+        )
 
 
-def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective], *, cut: bool) -> Shift | None:
-    """Return the smallest shift after which the rank's collectives fit those of the others; None if there is none.
+def _find_shift(
+    rank: int, track: Track, usual: Mapping[int, Collective], *, cut: bool
+) -> Shift | None:
+    """Return the smallest shift after which the rank's collectives fit those of the others; None if
+    there is none.
 
     ``cut``: the rank issued more than its records show.
     """
     numbers = sorted(set(track.ops) & set(usual))
     if not numbers:
         return None
-    # Steps that differ from the first record on are not comparable: a rank counts none, or starts elsewhere.
+    # Steps that differ from the first record on are not comparable: a rank counts none, or starts
+    # elsewhere.
     matcher = _Matcher(compare_steps=track.ops[numbers[0]].step == usual[numbers[0]].step)
-    start = next((number for number in numbers if not matcher.learn(track.ops[number], usual[number])), None)
+    start = next(
+        (number for number in numbers if not matcher.learn(track.ops[number], usual[number])), None
+    )
     if start is None:
         return None
     only_line = matcher.same_args(track.ops[start], usual[start])
@@ -220,14 +261,28 @@ def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective], *, cut
             first = start if by > 0 else _first_extra(track, usual, start, by)
             matches, places = _count_matches(track, usual, first, by, matcher)
             if only_line and first == start:
-                enough = matches >= 3 and places >= 2  # a line may legally meet several lines of the others
+                # a line may legally meet several lines of the others
+                enough = matches >= 3 and places >= 2
             else:
-                # One match may be chance, unless no more collectives are recorded, and the lines differ.
-                last = min(last_mine, last_theirs - by) <= first + 1 and line_of(track.ops[start]) != line_of(usual[start])
+                # One match may be chance, unless no more collectives are recorded, and the lines
+                # differ.
+                last = min(last_mine, last_theirs - by) <= first + 1 and line_of(
+                    track.ops[start]
+                ) != line_of(usual[start])
                 enough = matches >= 2 or (distance == 1 and matches == 1 and last and not cut)
             if enough:
                 own = track.ops[first]
-                found.append(Shift(rank, first, by, usual[first] if by > 0 else own, own, matches, "skipped" if by > 0 else "extra"))
+                found.append(
+                    Shift(
+                        rank,
+                        first,
+                        by,
+                        usual[first] if by > 0 else own,
+                        own,
+                        matches,
+                        "skipped" if by > 0 else "extra",
+                    )
+                )
         if len(found) == 2:
             return _likelier(found[0], found[1], track, usual)
         if found:
@@ -238,9 +293,11 @@ def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective], *, cut
 
 
 def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: int) -> int:
-    """Return the number of the first extra collective, which may have paired up unnoticed before the first visible difference.
+    """Return the number of the first extra collective, which may have paired up unnoticed before
+    the first visible difference.
 
-    It comes from a line that the others did not issue from, and after it the rank's lines are those of the others again.
+    It comes from a line that the others did not issue from, and after it the rank's lines are those
+    of the others again.
     """
     for number in range(start - 1, max(min(track.ops), start - _EARLIER) - 1, -1):
         own, other, later = track.ops.get(number), usual.get(number), track.ops.get(number - by)
@@ -256,8 +313,14 @@ def _likelier(skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Co
 
     def equal(shift: Shift) -> int:
         first = shift.number - min(shift.by, 0)
-        met = [(op, usual.get(number + shift.by)) for number, op in track.ops.items() if number >= first]
-        return sum(other is not None and line_of(op) == line_of(other) for op, other in met) - sum(other is not None for _, other in met)
+        met = [
+            (op, usual.get(number + shift.by))
+            for number, op in track.ops.items()
+            if number >= first
+        ]
+        return sum(other is not None and line_of(op) == line_of(other) for op, other in met) - sum(
+            other is not None for _, other in met
+        )
 
     fewer, more = equal(skipped), equal(extra)
     if fewer == more:
@@ -265,8 +328,12 @@ def _likelier(skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Co
     return extra if more > fewer else skipped
 
 
-def _count_matches(track: Track, usual: Mapping[int, Collective], start: int, by: int, matcher: _Matcher) -> tuple[int, int]:
-    """Return how many collectives from ``start`` on fit if shifted by ``by``, and from how many lines and steps; 0, 0 if one does not."""
+def _count_matches(
+    track: Track, usual: Mapping[int, Collective], start: int, by: int, matcher: _Matcher
+) -> tuple[int, int]:
+    """Return how many collectives from ``start`` on fit if shifted by ``by``, and from how many
+    lines and steps; 0, 0 if one does not.
+    """
     matches = 0
     places: set[Hashable] = set()
     first = start if by > 0 else start - by
@@ -283,20 +350,34 @@ def _count_matches(track: Track, usual: Mapping[int, Collective], start: int, by
 
 
 def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
-    """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to the other."""
+    """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to
+    the other.
+    """
     first, second = sorted(tracks)
     pairs = ((first, second), (second, first))
     cut = any(job.views[rank].lost_newest for rank in tracks)
-    shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None]
+    shifts = [
+        shift
+        for rank, other in pairs
+        if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
+    ]
     odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
-    odd = odd if len(odd) == 1 else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
+    odd = (
+        odd
+        if len(odd) == 1
+        else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
+    )
     if len(odd) == 1:
         return odd
     return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
 
 
 def _changes_pace(track: Track, op: Collective) -> bool:
-    """Return whether a rank did another number of optimizer steps before this op than before any of its earlier ones."""
-    steps = [track.ops[number].step for number in sorted(track.ops) if number <= op.sequence_number][-_RECENT:]
+    """Return whether a rank did another number of optimizer steps before this op than before any of
+    its earlier ones.
+    """
+    steps = [
+        track.ops[number].step for number in sorted(track.ops) if number <= op.sequence_number
+    ][-_RECENT:]
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     return len(gaps) > 2 and gaps[-1] not in gaps[:-1]

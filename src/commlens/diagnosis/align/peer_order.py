@@ -1,7 +1,9 @@
-"""Find ranks that issue the collectives of several groups, or messages and collectives, in another order than their peers.
+"""Find ranks that issue the collectives of several groups, or messages and collectives, in another
+order than their peers.
 
-Ranks use groups of one kind alike, such as the rows of a mesh, and come to the line of a message equally often. So ranks that have
-issued equally many collectives of each kind, and messages from one line, should continue with the same.
+Ranks use groups of one kind alike, such as the rows of a mesh, and come to the line of a message
+equally often. So ranks that have issued equally many collectives of each kind, and messages from
+one line, should continue with the same.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ _MESSAGE: GroupKind = ("", 0, 0, 0)
 
 def find_reordered(
     job: JobIndex, keys: Collection[ChannelKey], lines: Collection[Line] = ()
-) -> dict[int, tuple[Collective, Collective]]:  # fmt: skip
-    """Return the ranks that leave the order of the majority of their peers, and have not completed what the majority issued.
+) -> dict[int, tuple[Collective, Collective]]:
+    """Return the ranks that leave the order of the majority of their peers, and have not completed
+    what the majority issued.
 
     Args:
         job: the indexed ranks.
         keys: the channels that deadlocked ranks wait in.
-        lines: the lines of the messages that deadlocked ranks wait for. They count if the groups alone show no other order.
+        lines: the lines of the messages that deadlocked ranks wait for. They count if the groups
+            alone show no other order.
 
     Returns:
         By rank, the op with which it leaves the order, and a peer's op in the place.
@@ -36,14 +40,21 @@ def find_reordered(
     kinds = job.group_kinds
     used = {kinds[key] for key in keys if key in kinds}  # not of calls that make groups
     found = _find(job, keys, kinds, used, None) if len(used) > 1 else {}
-    for line in sorted(lines, key=lambda line: (line[0], line[1].file, line[1].line)) if used and not found else ():
+    for line in (
+        sorted(lines, key=lambda line: (line[0], line[1].file, line[1].line))
+        if used and not found
+        else ()
+    ):
         for rank, place in _find(job, keys, kinds, used, line).items():
             found.setdefault(rank, place)
     return found
 
 
-def odd_among_groups(job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]) -> set[int]:
-    """Return the ranks whose collective no other group of the kind has under this number, if their peers have the one that all others have.
+def odd_among_groups(
+    job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]
+) -> set[int]:
+    """Return the ranks whose collective no other group of the kind has under this number, if their
+    peers have the one that all others have.
 
     Args:
         job: the indexed ranks.
@@ -55,15 +66,29 @@ def odd_among_groups(job: JobIndex, key: ChannelKey, number: int, sides: Sequenc
     if len(votes) != 1 or votes.total() < 2:
         return set()
     tracks = job.tracks_on(key)
-    like_others = [side for side in sides if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()]
-    return {rank for side in sides if side not in like_others for rank in side} if len(like_others) == 1 else set()
+    like_others = [
+        side
+        for side in sides
+        if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
+    ]
+    return (
+        {rank for side in sides if side not in like_others for rank in side}
+        if len(like_others) == 1
+        else set()
+    )
 
 
 def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
-    """Return whether these ranks, a minority in their group, are none in all groups of its kind together."""
+    """Return whether these ranks, a minority in their group, are none in all groups of its kind
+    together.
+    """
     own = _votes_of(job, key, number)
     tracks = job.tracks_on(key)
-    odd = {_asked(tracks[rank].ops[number]) for rank in ranks if rank in tracks and number in tracks[rank].ops}
+    odd = {
+        _asked(tracks[rank].ops[number])
+        for rank in ranks
+        if rank in tracks and number in tracks[rank].ops
+    }
     votes = _votes(job, key, number)
     return votes.total() > own.total() and sum(votes[asked] for asked in odd) * 2 >= votes.total()
 
@@ -78,18 +103,28 @@ def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
 
 
 def _votes_of(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
-    return Counter(_asked(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops)
+    return Counter(
+        _asked(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops
+    )
 
 
 def _asked(op: Collective) -> Hashable:
     args = op.args
-    root = op.channel.group.ranks.index(args.root) if args.root in op.channel.group.ranks else args.root
+    root = (
+        op.channel.group.ranks.index(args.root)
+        if args.root in op.channel.group.ranks
+        else args.root
+    )
     return (args.op, args.inputs, args.outputs, args.reduce_op, root, op.call_lines)
 
 
 def _find(
-    job: JobIndex, keys: Collection[ChannelKey], kinds: Mapping[ChannelKey, GroupKind], used: Collection[GroupKind], line: Line | None
-) -> dict[int, tuple[Collective, Collective]]:  # fmt: skip
+    job: JobIndex,
+    keys: Collection[ChannelKey],
+    kinds: Mapping[ChannelKey, GroupKind],
+    used: Collection[GroupKind],
+    line: Line | None,
+) -> dict[int, tuple[Collective, Collective]]:
     own: dict[int, dict[GroupKind, ChannelKey]] = defaultdict(dict)
     for key, kind in kinds.items():
         for rank in key[2] if kind in used else ():
@@ -102,7 +137,10 @@ def _find(
                 following[state].setdefault(rank, op)
     found: dict[int, tuple[Collective, Collective]] = {}
     for ops in following.values():
-        of_rank = {rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key] for rank, op in ops.items()}
+        of_rank = {
+            rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
+            for rank, op in ops.items()
+        }
         [(usual, most), *others] = Counter(of_rank.values()).most_common()
         # Not all ranks come to a line: those that do may all be of one half of the job.
         alone = most > 2 and len(ops) - most == 1
@@ -118,7 +156,8 @@ def _find(
             else:
                 track = view.tracks.get(own[rank][usual])
                 odd = track is None or track.completed < theirs.sequence_number
-            # A rank may be the only one that has to exchange this message: its first one says nothing in the first steps.
+            # A rank may be the only one that has to exchange this message: its first one says
+            # nothing in the first steps.
             if odd and (not op.is_point_to_point or op.sequence_number > 1 or view.has_routine(op)):
                 found[rank] = (op, theirs)
     return found
@@ -126,11 +165,16 @@ def _find(
 
 def _last_from(view: RankView, line: Line | None) -> int:
     """Return the number of a rank's last message from a line; 0 without one."""
-    return next((op.sequence_number for op in reversed(view.history) if (op.op, op.source) == line), 0)
+    return next(
+        (op.sequence_number for op in reversed(view.history) if (op.op, op.source) == line), 0
+    )
 
 
-def _states(view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | None) -> list[tuple[tuple[int, ...], Collective]]:
-    """Return the ops of these channels, and the messages from the line, near the rank's first op in flight.
+def _states(
+    view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | None
+) -> list[tuple[tuple[int, ...], Collective]]:
+    """Return the ops of these channels, and the messages from the line, near the rank's first op in
+    flight.
 
     With each op come the numbers of ops issued before, by kind.
     """
@@ -138,8 +182,16 @@ def _states(view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | No
     tracks = [view.tracks.get(key) for key in keys]
     opened = [track.ops[track.open[0]] for track in tracks if track is not None and track.open]
     first = min(opened, key=lambda op: op.index, default=None)
-    if line is not None and view.blocks and all(block.op.is_point_to_point for block in view.blocks.values()):
-        first = min([block.op for block in view.blocks.values()] + [op for op in (first,) if op is not None], key=lambda op: op.index)
+    if (
+        line is not None
+        and view.blocks
+        and all(block.op.is_point_to_point for block in view.blocks.values())
+    ):
+        first = min(
+            [block.op for block in view.blocks.values()]
+            + [op for op in (first,) if op is not None],
+            key=lambda op: op.index,
+        )
     position = position_in(view.history, first) if first is not None else len(view.history)
     if position is None:
         return []
@@ -162,7 +214,11 @@ def _states(view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | No
         elif counts[place] < 0 and track is not None and end == len(view.history):
             counts[place] = track.last
     if line is not None and not (view.wrapped and counts[-1] >= 0):
-        earlier = (op.sequence_number for op in reversed(view.history[:start]) if (op.op, op.source) == line)
+        earlier = (
+            op.sequence_number
+            for op in reversed(view.history[:start])
+            if (op.op, op.source) == line
+        )
         counts[-1] = next(earlier, -1 if view.wrapped else 0)
     if -1 in counts:
         return []

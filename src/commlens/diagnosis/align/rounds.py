@@ -11,7 +11,9 @@ from commlens.text import frame_phrase, ranks_phrase
 
 
 class Rounds(NamedTuple):
-    """The number of each rank's last collective or message from a line, and the ranks that differ from the majority of the job."""
+    """The number of each rank's last collective or message from a line, and the ranks that differ
+    from the majority of the job.
+    """
 
     op: Collective
     last: dict[int, int]  # rank: sequence number
@@ -21,17 +23,28 @@ class Rounds(NamedTuple):
     def phrase(self) -> str:
         """``"At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."``"""
         by_number: dict[int, list[int]] = {}
-        for rank, number in sorted(self.last.items(), key=lambda item: (item[0] not in self.odd, item[0])):
+        for rank, number in sorted(
+            self.last.items(), key=lambda item: (item[0] not in self.odd, item[0])
+        ):
             by_number.setdefault(number, []).append(rank)
-        told = ", of ".join(f"{ranks_phrase(ranks)}{' is' * (i == 0)} #{number}" for i, (number, ranks) in enumerate(by_number.items()))
+        told = ", of ".join(
+            f"{ranks_phrase(ranks)}{' is' * (i == 0)} #{number}"
+            for i, (number, ranks) in enumerate(by_number.items())
+        )
         return f"At {frame_phrase(self.op.source)}, the last {self.op.op} of {told}."
 
 
 def count_rounds(job: JobIndex, op: Collective) -> Rounds | None:
-    """Return how far the ranks got at the line of an op; None if these are not the majority of the job, or if all got equally far."""
+    """Return how far the ranks got at the line of an op; None if these are not the majority of the
+    job, or if all got equally far.
+    """
     last: dict[int, int] = {}
     for rank, view in job.views.items():
-        numbers = [one.sequence_number for one in view.history if one.op == op.op and one.source == op.source]
+        numbers = [
+            one.sequence_number
+            for one in view.history
+            if one.op == op.op and one.source == op.source
+        ]
         if numbers and op.source is not None:
             last[rank] = max(numbers)
     counts = Counter(last.values()).most_common(1)

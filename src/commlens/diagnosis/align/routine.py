@@ -1,7 +1,7 @@
 """A rank's routine: compare what a rank issues with its own history.
 
-Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This breaks ties that a
-comparison with the other ranks cannot, such as between the two ranks of a pair.
+Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This
+breaks ties that a comparison with the other ranks cannot, such as between the two ranks of a pair.
 """
 
 from __future__ import annotations
@@ -18,23 +18,41 @@ _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
 _LOOK_BACK = 4096
 _SEEN = 2  # times that a context must have been seen: once is no routine
 _REPEATS = 3
-"""Times that a stretch of collectives must have been repeated to be a routine, where no optimizer steps show it."""
-_PASSED_OFTEN = 4  # times that a rank passed a place, after which a new way from there leaves the routine
+"""Times that a stretch of collectives must have been repeated to be a routine, where no optimizer
+steps show it.
+"""
+# times that a rank passed a place, after which a new way from there leaves the routine
+_PASSED_OFTEN = 4
 _LONGEST_VISIT = 64  # ops in a part of the program that is new
 _LONG_RUN = 256
-"""So many collectives that repeat one stretch are no loop over layers: even a collective that is new then leaves the routine."""
+"""So many collectives that repeat one stretch are no loop over layers: even a collective that is
+new then leaves the routine.
+"""
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
-    """Return the position of an op in a rank's history, which is ordered by index; None if it is not there."""
+    """Return the position of an op in a rank's history, which is ordered by index; None if it is
+    not there.
+    """
     position = bisect_left(history, op.index, key=lambda each: each.index)
     return position if position < len(history) and history[position].index == op.index else None
 
 
 def token(op: Collective) -> Hashable:
-    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the lines that issue it, and its sizes."""
+    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the lines
+    that issue it, and its sizes.
+    """
     sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
-    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, op.call_lines, sizes)
+    return (
+        op.op,
+        op.channel.group.name,
+        op.channel.group.incarnation,
+        op.channel.device,
+        op.peer,
+        op.args.root,
+        op.call_lines,
+        sizes,
+    )
 
 
 def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
@@ -49,16 +67,27 @@ def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
         if op.args.reduce_op is not None:
             known.setdefault(here, op.args.reduce_op)
         found.append(here)
-    return [(here, op.args.reduce_op or known.get(here)) for here, op in zip(found, ops, strict=True)]
+    return [
+        (here, op.args.reduce_op or known.get(here)) for here, op in zip(found, ops, strict=True)
+    ]
 
 
 def loose_token(op: Collective) -> Hashable:
     """Return the token without sizes, for programs in which these vary."""
-    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, op.call_lines)
+    return (
+        op.op,
+        op.channel.group.name,
+        op.channel.group.incarnation,
+        op.channel.device,
+        op.peer,
+        op.args.root,
+        op.call_lines,
+    )
 
 
 def follows_history(tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
-    """Return whether the token at ``position`` is one that history led one to expect there; None if history does not decide.
+    """Return whether the token at ``position`` is one that history led one to expect there; None if
+    history does not decide.
 
     Args:
         tokens: the history.
@@ -68,8 +97,11 @@ def follows_history(tokens: Sequence[Hashable], position: int, *, sure: bool) ->
     return _follows(_as_text(tokens), position, sure=sure)
 
 
-def leaves_routine(ops: Sequence[Collective], tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
-    """Return whether a rank leaves its routine with the op at ``position``; None if its history does not decide.
+def leaves_routine(
+    ops: Sequence[Collective], tokens: Sequence[Hashable], position: int, *, sure: bool
+) -> bool | None:
+    """Return whether a rank leaves its routine with the op at ``position``; None if its history
+    does not decide.
 
     Args:
         ops: the rank's history.
@@ -78,33 +110,51 @@ def leaves_routine(ops: Sequence[Collective], tokens: Sequence[Hashable], positi
         sure: whether what repeats in the history is known to be steps, not layers or parameters.
     """
     follows = follows_history(tokens, position, sure=sure)
-    return None if follows is None or (not follows and _is_first_visit(ops, position)) else not follows
+    return (
+        None if follows is None or (not follows and _is_first_visit(ops, position)) else not follows
+    )
 
 
 def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
-    """Return whether a rank has just entered a part of the program where it never was before: then the others may be wrong to stay away.
+    """Return whether a rank has just entered a part of the program where it never was before: then
+    the others may be wrong to stay away.
 
-    It did if its last collectives, up to this one, are all from lines that it issued nothing from before them.
+    It did if its last collectives, up to this one, are all from lines that it issued nothing from
+    before them.
     """
     lines = ops[position].call_lines
     passed = ops[position - 1].call_lines
     at = [i for i in range(position - 1) if ops[i].call_lines == passed]
-    left = [ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step]
+    left = [
+        ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step
+    ]
     # Two lines may take turns several times in a step.
     if len(set(left) if ops[position].step else left) >= _PASSED_OFTEN:
-        # It passed this place in many steps and never went there. But what the function with the loop does after it is new as well.
+        # It passed this place in many steps and never went there. But what the function with the
+        # loop does after it is new as well.
         outside = len(passed) - len(lines)
-        ends_loop = bool(lines) and outside > 0 and lines[0] != passed[outside] and lines[1:] == passed[outside + 1 :]
+        ends_loop = (
+            bool(lines)
+            and outside > 0
+            and lines[0] != passed[outside]
+            and lines[1:] == passed[outside + 1 :]
+        )
         return ends_loop and all(op.call_lines != lines for op in ops[:position])
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
-    if not lines or first < position - _LONGEST_VISIT or ops[position].step >= ops[first].step + _REPEATS:
+    if (
+        not lines
+        or first < position - _LONGEST_VISIT
+        or ops[position].step >= ops[first].step + _REPEATS
+    ):
         return False
     since = {ops[i].call_lines for i in range(first, position + 1)}
     return first > 0 and all(ops[i].call_lines not in since for i in range(first))
 
 
 def _follows(text: str, position: int, *, sure: bool) -> bool | None:
-    """Return whether the letter at ``position`` follows from the letters before; None if these do not decide."""
+    """Return whether the letter at ``position`` follows from the letters before; None if these do
+    not decide.
+    """
     expected, period = _expected(text, position, sure=sure)
     if not expected or text[position] in expected:
         return True if expected else None
@@ -114,30 +164,43 @@ def _follows(text: str, position: int, *, sure: bool) -> bool | None:
 def _departs(text: str, position: int, expected: set[str], period: int) -> bool:
     """Return whether an unexpected letter is a departure.
 
-    It is none if it ends the loop that repeats before it: all loops end once. It is none either if it is an event that comes from time to
-    time in this place: a checkpoint comes every so many steps, which is longer than the context that was compared. Where different events
-    came before, none of them need come this time.
+    It is none if it ends the loop that repeats before it: all loops end once. It is none either if
+    it is an event that comes from time to time in this place: a checkpoint comes every so many
+    steps, which is longer than the context that was compared. Where different events came before,
+    none of them need come this time.
     """
     before, letter = text[position - 1], text[position]
     if before + letter not in text[:position]:
-        return (len(expected) == 1 and letter in text[position - period : position]) or letter not in text[:position]
-    return _is_due(text, position, letter) is False or any(_is_due(text, position, other) for other in expected)
+        return (
+            len(expected) == 1 and letter in text[position - period : position]
+        ) or letter not in text[:position]
+    return _is_due(text, position, letter) is False or any(
+        _is_due(text, position, other) for other in expected
+    )
 
 
 def _is_due(text: str, position: int, letter: str) -> bool | None:
-    """Return whether it is time for ``letter``, which has come after every n-th of the letters before it; None if n is not constant."""
+    """Return whether it is time for ``letter``, which has come after every n-th of the letters
+    before it; None if n is not constant.
+    """
     before = text[position - 1]
     places = [i for i in range(position) if text[i] == before]
     came = [number for number, place in enumerate(places[:-1]) if text[place + 1] == letter]
     intervals = {after - earlier for earlier, after in pairwise(came)}
-    return len(places) - 1 - came[-1] >= intervals.pop() if len(came) > 2 and len(intervals) == 1 else None
+    return (
+        len(places) - 1 - came[-1] >= intervals.pop()
+        if len(came) > 2 and len(intervals) == 1
+        else None
+    )
 
 
 def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
-    """Return the letters that followed the longest earlier occurrences of the context before ``position``, and how far back the latest is.
+    """Return the letters that followed the longest earlier occurrences of the context before
+    ``position``, and how far back the latest is.
 
-    No letters without earlier occurrences, or if a short context was followed by different letters. Unless ``sure``, also none if what
-    repeats may be a loop over layers or parameters: all loops end once.
+    No letters without earlier occurrences, or if a short context was followed by different letters.
+    Unless ``sure``, also none if what repeats may be a loop over layers or parameters: all loops
+    end once.
     """
     history = text[:position]
     for length in _CONTEXTS:
@@ -154,12 +217,16 @@ def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
         if seen >= _SEEN:
             period = position - length - latest
             known = len(sequels) == 1 or length >= 8
-            return (sequels if known and (sure or _is_inside_loop(text, position, period)) else set()), period
+            return (
+                sequels if known and (sure or _is_inside_loop(text, position, period)) else set()
+            ), period
     return set(), 0
 
 
 def _is_inside_loop(text: str, position: int, period: int) -> bool:
-    """Return whether the letters before ``position`` repeat for long with this period, and the letter there does not just end that loop."""
+    """Return whether the letters before ``position`` repeat for long with this period, and the
+    letter there does not just end that loop.
+    """
     start = position
     while start > period and text[start - 1] == text[start - 1 - period]:
         start -= 1
@@ -196,9 +263,11 @@ def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
 
 
 def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | None:
-    """Return the op with which a rank leaves its routine, and the op that it used to issue in that place.
+    """Return the op with which a rank leaves its routine, and the op that it used to issue in that
+    place.
 
-    It is looked for from the view's ``routine_since`` on, by default in the last two optimizer steps.
+    It is looked for from the view's ``routine_since`` on, by default in the last two optimizer
+    steps.
     """
     ops, since = view.history, view.routine_since
     if not ops:
@@ -212,7 +281,9 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
         since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
     else:
         since = max(1, length // 2, length - 64)
-    sure_from = next((i for i in range(since, length) if view.has_routine(ops[skipped + i])), length)
+    sure_from = next(
+        (i for i in range(since, length) if view.has_routine(ops[skipped + i])), length
+    )
     for text in _texts(ops):
         position = _departure(ops[skipped:], text, since, sure_from)
         if position is not None:
@@ -223,7 +294,9 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
 
 
 def expected_next(view: RankView) -> Collective | None:
-    """Return the latest op of the kind that a rank's routine leads one to expect after its last record; None if it does not decide."""
+    """Return the latest op of the kind that a rank's routine leads one to expect after its last
+    record; None if it does not decide.
+    """
     ops = view.history[-_LOOK_BACK:]
     sure = bool(ops) and view.has_routine(ops[-1])
     for text in _texts(ops):
@@ -242,8 +315,12 @@ def ever_leaves_routine(view: RankView) -> bool:
 
 
 def _departure(ops: Sequence[Collective], text: str, since: int, sure_from: int) -> int | None:
-    """Return the first position, from ``since`` on, at which a rank leaves its routine; None if it keeps it."""
+    """Return the first position, from ``since`` on, at which a rank leaves its routine; None if it
+    keeps it.
+    """
     for position in range(max(1, since), len(text)):
-        if _follows(text, position, sure=position >= sure_from) is False and not _is_first_visit(ops, position):
+        if _follows(text, position, sure=position >= sure_from) is False and not _is_first_visit(
+            ops, position
+        ):
             return position
     return None

@@ -1,8 +1,9 @@
-"""Find ranks that once issued collectives of one shape in another order than the others: only the source lines show it.
+"""Find ranks that once issued collectives of one shape in another order than the others: only the
+source lines show it.
 
-Throughout the program, each line of the rank meets the same line of the others; here, for a few collectives in a row, these lines
-meet in another order. Where a line legally meets several lines of the others, nothing is reported. A swapped order is only a
-suspicion: a warning, never more.
+Throughout the program, each line of the rank meets the same line of the others; here, for a few
+collectives in a row, these lines meet in another order. Where a line legally meets several lines of
+the others, nothing is reported. A swapped order is only a suspicion: a warning, never more.
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     tracks = job.tracks_on(key)
     if len(tracks) < 2:
         return []
-    # Compare all ranks with the first. If most differ from it in the same place, the first rank is the odd one.
+    # Compare all ranks with the first. If most differ from it in the same place, the first rank is
+    # the odd one.
     base, *others = sorted(tracks)
-    for line in (line_of, _innermost_line):  # the branch that swaps them may issue them from other lines, through the same functions
-        swaps = [swap for rank in others if (swap := _compare(rank, tracks[rank], tracks[base].ops, line)) is not None]
+    # the branch that swaps them may issue them from other lines, through the same functions
+    for line in (line_of, _innermost_line):
+        swaps = [
+            swap
+            for rank in others
+            if (swap := _compare(rank, tracks[rank], tracks[base].ops, line)) is not None
+        ]
         if swaps:
             break
     else:
@@ -45,7 +52,9 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     first = swaps[0]
     of_base = SwappedOrder(base, first.number, first.others, first.own)
     if len(tracks) == 2:
-        odd = [swap for swap in (first, of_base) if keeps_routine(job, swap.rank, swap.own[0]) is False]
+        odd = [
+            swap for swap in (first, of_base) if keeps_routine(job, swap.rank, swap.own[0]) is False
+        ]
         return odd if len(odd) == 1 else []
     if len(swaps) * 2 < len(tracks):
         return swaps
@@ -57,17 +66,27 @@ def _innermost_line(op: Collective) -> Hashable:
 
 
 def _compare(
-    rank: int, track: Track, reference: Mapping[int, Collective], line_of: Callable[[Collective], Hashable]
+    rank: int,
+    track: Track,
+    reference: Mapping[int, Collective],
+    line_of: Callable[[Collective], Hashable],
 ) -> SwappedOrder | None:
-    """Return the one stretch of collectives whose lines meet the reference's lines in another order, if there is exactly one."""
+    """Return the one stretch of collectives whose lines meet the reference's lines in another
+    order, if there is exactly one.
+    """
     numbers = sorted(set(track.ops) & set(reference))
     met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)
-    usual: dict[Hashable, Hashable] = {}  # a line of the rank, and the line of the reference that it meets most often
+    # a line of the rank, and the line of the reference that it meets most often
+    usual: dict[Hashable, Hashable] = {}
     for (mine, theirs), _ in met.most_common():
         usual.setdefault(mine, theirs)
     if len(set(usual.values())) < len(usual):
         return None  # a line of the reference meets several of the rank
-    odd = [number for number in numbers if usual[line_of(track.ops[number])] != line_of(reference[number])]
+    odd = [
+        number
+        for number in numbers
+        if usual[line_of(track.ops[number])] != line_of(reference[number])
+    ]
     if len(odd) < 2 or odd[-1] - odd[0] != len(odd) - 1 or len(odd) > _LONGEST:
         return None  # not in a row: a line of the rank meets several of the reference
     own, others = [track.ops[number] for number in odd], [reference[number] for number in odd]

@@ -9,16 +9,36 @@ from commlens.diagnosis.align.peer_order import find_reordered
 from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step, receives_step, unmet_step
-from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, kinds_phrase, separation, tie_step
+from commlens.diagnosis.findings.sides import (
+    UNDECIDED,
+    describe_sides,
+    group_sides,
+    kind_phrase,
+    kinds_phrase,
+    separation,
+    tie_step,
+)
 from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, count, duration, frame_phrase, group_phrase, joined, op_phrase, ranks_phrase, verb
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    frame_phrase,
+    group_phrase,
+    joined,
+    op_phrase,
+    ranks_phrase,
+    verb,
+)
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one finding
 How = Literal["history", "order", "tie"]
 Departures = dict[int, tuple[Collective, Collective | None]]
-"""By rank: the op with which it leaves the usual order, and the op that it, or else the others, used to issue in its place."""
+"""By rank: the op with which it leaves the usual order, and the op that it, or else the others,
+used to issue in its place.
+"""
 Path = list[tuple[Node, Node, Edge]]
 
 
@@ -31,10 +51,12 @@ def find_cycles(context: Context) -> None:
 
 
 def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
-    """Find ranks of other tools' dumps that moved on to another collective than usual, while they are awaited in the usual one.
+    """Find ranks of other tools' dumps that moved on to another collective than usual, while they
+    are awaited in the usual one.
 
-    They hold up the job, whatever the ranks do that they wait for. That such a rank has not come is no evidence against it: its dump may
-    have been taken earlier, and if it keeps its routine, it would have waited in another collective, too.
+    They hold up the job, whatever the ranks do that they wait for. That such a rank has not come is
+    no evidence against it: its dump may have been taken earlier, and if it keeps its routine, it
+    would have waited in another collective, too.
 
     Returns:
         The nodes that this does not explain.
@@ -43,8 +65,16 @@ def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
     found: dict[tuple[int, ...], tuple[Departures, list[Node]]] = {}
     for node in sinks:
         view = context.job.views.get(node.rank)
-        undated = view is not None and view.columns is not None and not (view.log.captured_ns or view.died or view.lost_newest)
-        departures = _departed_before(context, node) if undated and node.kind in ("absent", "no-record", "elsewhere") else {}
+        undated = (
+            view is not None
+            and view.columns is not None
+            and not (view.log.captured_ns or view.died or view.lost_newest)
+        )
+        departures = (
+            _departed_before(context, node)
+            if undated and node.kind in ("absent", "no-record", "elsewhere")
+            else {}
+        )
         if departures:
             found.setdefault(tuple(sorted(departures)), (departures, []))[1].append(node)
         else:
@@ -55,15 +85,30 @@ def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
 
 
 def _departed_before(context: Context, absent: Node) -> Departures:
-    """Return the ranks that left their routine for the collective in which they wait, and in which others wait for the absent rank."""
-    waits = sorted(node for node in context.graph.reaching([absent]) if node.kind == "wait")[:_DEPARTURES_MAX]
+    """Return the ranks that left their routine for the collective in which they wait, and in which
+    others wait for the absent rank.
+    """
+    waits = sorted(node for node in context.graph.reaching([absent]) if node.kind == "wait")[
+        :_DEPARTURES_MAX
+    ]
     heads = {node.rank: context.graph.blocks[node].op for node in waits}
-    coming = expected_next(context.job.views[absent.rank]) if not context.job.views[absent.rank].outdated else None
-    awaited = {op.channel.key for op in heads.values()} | ({coming.channel.key} if coming is not None else set())
+    coming = (
+        expected_next(context.job.views[absent.rank])
+        if not context.job.views[absent.rank].outdated
+        else None
+    )
+    awaited = {op.channel.key for op in heads.values()} | (
+        {coming.channel.key} if coming is not None else set()
+    )
     left: Departures = {}
     for rank, op in heads.items():
         departure = leaves_routine_at(context.job.views[rank])
-        if departure is None or departure[0].index != op.index or departure[1] is None or op.is_point_to_point:
+        if (
+            departure is None
+            or departure[0].index != op.index
+            or departure[1] is None
+            or op.is_point_to_point
+        ):
             continue
         usual = departure[1].channel.key
         if usual != op.channel.key and not departure[1].is_point_to_point and usual in awaited:
@@ -79,16 +124,30 @@ def _departed(context: Context, departures: Departures, absent: list[Node]) -> N
     ranks = [node.rank for node in absent]
     edges = [edge for node in absent for edge in context.graph.edges_into(node)]
     finding = Finding(
-        kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=blocked, confidence="medium",
+        kind="cycle",
+        why="in-collective",
+        root_cause=True,
+        culprits=culprits,
+        victims=blocked,
+        confidence="medium",
         summary=_moved_on(culprits, departures, "history"),
-        explanation=prose(context.waiting(edges), context.waiting_behind(sorted({edge.rank for edge in edges}), blocked)),
+        explanation=prose(
+            context.waiting(edges),
+            context.waiting_behind(sorted({edge.rank for edge in edges}), blocked),
+        ),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
             _how_decided("history", culprits),
-            f"Whether {ranks_phrase(ranks)} came is not known: the {verb(ranks, 'dump', 'dumps')} may be older than the others.",
+            (
+                f"Whether {ranks_phrase(ranks)} came is not known: the"
+                f" {verb(ranks, 'dump', 'dumps')} may be older than the others."
+            ),
         ],
-        would_raise_confidence="Dumps of all ranks from one moment, while the job hangs, would show whether the ranks wait for each other.",
-    )  # fmt: skip
+        would_raise_confidence=(
+            "Dumps of all ranks from one moment, while the job hangs, would show whether the ranks"
+            " wait for each other."
+        ),
+    )
     context.add(finding, op, op.source, blocked=len({*blocked, *culprits}))
 
 
@@ -110,11 +169,21 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
         context.waiting_behind(ranks, blocked),
     )
     finding = Finding(
-        kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=sorted({*blocked, *ranks} - set(culprits)),
-        confidence="high" if how == "history" else "medium", summary="", explanation=prose_of_path, evidence=[f"{step}." for step in steps],
-    )  # fmt: skip
+        kind="cycle",
+        why="in-collective",
+        root_cause=True,
+        culprits=culprits,
+        victims=sorted({*blocked, *ranks} - set(culprits)),
+        confidence="high" if how == "history" else "medium",
+        summary="",
+        explanation=prose_of_path,
+        evidence=[f"{step}." for step in steps],
+    )
     if how != "history":
-        finding.would_raise_confidence = "A run with some successful steps before the fault would show which rank departs from its routine."
+        finding.would_raise_confidence = (
+            "A run with some successful steps before the fault would show which rank departs from"
+            " its routine."
+        )
     if culprits:
         op, usual = departures[culprits[0]]
         finding.summary = _summary(ranks, departures, how)
@@ -125,20 +194,34 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     ops = {node.rank: context.graph.blocks[node].op for node in waits}
     sides = group_sides(ops)
     across = " across groups" if len({edge.instance.key for _, _, edge in path}) > 1 else ""
-    finding.confidence, finding.summary = "low", f"{ranks_phrase(ranks)} wait for each other{across}"
-    finding.explanation = prose(describe_sides(sides, ops), separation(context, sides), finding.explanation)
+    finding.confidence, finding.summary = (
+        "low",
+        f"{ranks_phrase(ranks)} wait for each other{across}",
+    )
+    finding.explanation = prose(
+        describe_sides(sides, ops), separation(context, sides), finding.explanation
+    )
     firsts = [ops[side[0]] for side in sides]
-    finding.next_step = receives_step(ranks, firsts) if all(op.op == "recv" for op in ops.values()) else tie_step(firsts)
+    finding.next_step = (
+        receives_step(ranks, firsts)
+        if all(op.op == "recv" for op in ops.values())
+        else tie_step(firsts)
+    )
     finding.evidence.insert(0, UNDECIDED)
     unmet = _unmet_message(context, path)
     if unmet is not None:
-        finding.summary, finding.next_step = _unmet_summary(unmet), unmet_step(unmet.op, unmet.rank, unmet.stands_in)
+        finding.summary, finding.next_step = (
+            _unmet_summary(unmet),
+            unmet_step(unmet.op, unmet.rank, unmet.stands_in),
+        )
         finding.evidence.insert(0, f"{_counts(unmet)}.")
     context.add(finding, path[0][2].op, None, blocked=len({*blocked, *ranks}))
 
 
 class Unmet(NamedTuple):
-    """A message of a cycle whose other side is not issued: its rank waits in a collective first, for the rank of the message."""
+    """A message of a cycle whose other side is not issued: its rank waits in a collective first,
+    for the rank of the message.
+    """
 
     rank: int  # that waits for the message
     op: Collective
@@ -147,16 +230,30 @@ class Unmet(NamedTuple):
 
 
 def _unmet_message(context: Context, path: Path) -> Unmet | None:
-    """Return the first message of a cycle that the other side has not issued; None without complete records."""
+    """Return the first message of a cycle that the other side has not issued; None without complete
+    records.
+    """
     for node, target, edge in path:
         op, other = edge.op, context.job.views[target.rank]
-        if not op.is_point_to_point or op.peer != target.rank or op.tag or not context.job.knows.completed_ops or other.wrapped:
+        if (
+            not op.is_point_to_point
+            or op.peer != target.rank
+            or op.tag
+            or not context.job.knows.completed_ops
+            or other.wrapped
+        ):
             continue
         back = "recv" if op.op == "send" else "send"
         issued = len(other.pairs.get((op.channel.key, node.rank, back), []))
         stands_in = context.graph.blocks[target].op
-        unsorted = (op.channel.key, -1, "recv") in other.pairs  # a receive from any rank may have met it
-        if issued < op.sequence_number and not unsorted and not context.job.views[node.rank].wrapped and not stands_in.is_point_to_point:
+        # a receive from any rank may have met it
+        unsorted = (op.channel.key, -1, "recv") in other.pairs
+        if (
+            issued < op.sequence_number
+            and not unsorted
+            and not context.job.views[node.rank].wrapped
+            and not stands_in.is_point_to_point
+        ):
             return Unmet(node.rank, op, issued, stands_in)
     return None
 
@@ -165,39 +262,71 @@ def _unmet_summary(unmet: Unmet) -> str:
     op, peer = unmet.op, unmet.op.peer
     lacks = "receives" if op.op == "send" else "sends"
     return (
-        f"rank {unmet.rank} waits in {op_phrase(op)}, which rank {peer} {lacks} only after {op_phrase(unmet.stands_in)}, if at all; "
-        f"rank {peer} waits there for rank {unmet.rank}"
+        f"rank {unmet.rank} waits in {op_phrase(op)}, which rank {peer} {lacks} only after"
+        f" {op_phrase(unmet.stands_in)}, if at all; rank {peer} waits there for rank {unmet.rank}"
     )
 
 
 def _counts(unmet: Unmet) -> str:
     op, peer = unmet.op, unmet.op.peer
     did, other = ("send", "receive") if op.op == "send" else ("receive", "send")
-    before = f"before {unmet.stands_in.op} at {frame_phrase(unmet.stands_in.source)}" if unmet.stands_in.source else "before it waited"
-    one = f"Rank {unmet.rank} issued {count(op.sequence_number, did)} {'to' if did == 'send' else 'from'} rank {peer} up to then"
-    return f"{one}, rank {peer} {count(unmet.issued, other)} {'to' if other == 'send' else 'from'} rank {unmet.rank} {before}"
+    before = (
+        f"before {unmet.stands_in.op} at {frame_phrase(unmet.stands_in.source)}"
+        if unmet.stands_in.source
+        else "before it waited"
+    )
+    one = (
+        f"Rank {unmet.rank} issued {count(op.sequence_number, did)}"
+        f" {'to' if did == 'send' else 'from'} rank {peer} up to then"
+    )
+    return (
+        f"{one}, rank {peer} {count(unmet.issued, other)} {'to' if other == 'send' else 'from'}"
+        f" rank {unmet.rank} {before}"
+    )
 
 
 def _summary(ranks: list[int], departures: Departures, how: How) -> str:
     culprits = sorted(departures)
     usual = departures[culprits[0]][1]
     they_wait = f"{ranks_phrase(ranks)} wait for each other"
-    if how == "history" and len(culprits) == 1 and usual is not None and usual.op == "send" and usual.peer in ranks:
-        return f"rank {culprits[0]} did not send to rank {usual.peer} this time, as it always had before; {they_wait}"
+    if (
+        how == "history"
+        and len(culprits) == 1
+        and usual is not None
+        and usual.op == "send"
+        and usual.peer in ranks
+    ):
+        return (
+            f"rank {culprits[0]} did not send to rank {usual.peer} this time, as it always had"
+            f" before; {they_wait}"
+        )
     return f"{_moved_on(culprits, departures, how)}; {they_wait}"
 
 
 def _moved_on(culprits: list[int], departures: Departures, how: How) -> str:
-    """``"rank 1 moved on to all_reduce #7 of group dp [0-3], not to all_gather of group tp [0-1] as before"``."""
-    own, usual = [departures[rank][0] for rank in culprits], [departures[rank][1] for rank in culprits]
+    """``"rank 1 moved on to all_reduce #7 of group dp [0-3], not to all_gather of group tp [0-1] as
+    before"``.
+    """
+    own, usual = (
+        [departures[rank][0] for rank in culprits],
+        [departures[rank][1] for rank in culprits],
+    )
     kinds = {kind_phrase(op) for op in own}
     same = len({(op.channel.key, op.op, op.peer, op.sequence_number) for op in own}) == 1
-    name = op_phrase(own[0]) if same else kinds_phrase(own) if len({op.op for op in own}) == 1 else joined(sorted(kinds)[:3])
+    name = (
+        op_phrase(own[0])
+        if same
+        else kinds_phrase(own)
+        if len({op.op for op in own}) == 1
+        else joined(sorted(kinds)[:3])
+    )
     instead = ""
     before = [op for op in usual if op is not None]
     if before and len(before) == len(usual) and len({op.op for op in before}) == 1:
         alike = len({(op.channel.key, op.peer) for op in before}) == 1
-        instead = f", not to {_without_number(before[0]) if alike else kinds_phrase(before)} as before"
+        instead = (
+            f", not to {_without_number(before[0]) if alike else kinds_phrase(before)} as before"
+        )
         if how != "history":
             instead = f" where the others issued {kinds_phrase(before)}"
     return f"{ranks_phrase(culprits)} moved on to {name}{instead}"
@@ -207,25 +336,46 @@ def _how_decided(how: How, culprits: list[int]) -> str:
     subject = ranks_phrase(culprits)
     if how == "history":
         return (
-            f"{capital(subject)} {verb(culprits, 'departs from its', 'depart from their')} usual routine here; the others keep to theirs."
+            f"{capital(subject)} {verb(culprits, 'departs from its', 'depart from their')} usual"
+            " routine here; the others keep to theirs."
         )
     return f"The order of {subject} differs from that of most others."
 
 
 def _without_number(op: Collective) -> str:
     """``"all_reduce of group dp [0-3]"``, ``"recv from rank 1"``."""
-    return kind_phrase(op) if op.is_point_to_point else f"{op.op} of {group_phrase(op.channel.group)}"
+    return (
+        kind_phrase(op) if op.is_point_to_point else f"{op.op} of {group_phrase(op.channel.group)}"
+    )
 
 
 def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[Departures, How]:
-    """Return the ranks that leave the order of most of their peers; else those that leave their own routine; else none."""
+    """Return the ranks that leave the order of most of their peers; else those that leave their own
+    routine; else none.
+    """
     job, blocks = context.job, context.graph.blocks
-    own: Departures = {rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None}
-    keys = {op.channel.key for op in (blocks[node].op for node in waits) if not op.is_point_to_point and not op.is_store_wait}
-    lines = {(op.op, op.source) for node in waits if (op := blocks[node].op).is_point_to_point and op.source is not None}
-    others = [block.op for block in blocks.values() if not (block.op.is_point_to_point or block.op.is_store_wait)]
+    own: Departures = {
+        rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None
+    }
+    keys = {
+        op.channel.key
+        for op in (blocks[node].op for node in waits)
+        if not op.is_point_to_point and not op.is_store_wait
+    }
+    lines = {
+        (op.op, op.source)
+        for node in waits
+        if (op := blocks[node].op).is_point_to_point and op.source is not None
+    }
+    others = [
+        block.op
+        for block in blocks.values()
+        if not (block.op.is_point_to_point or block.op.is_store_wait)
+    ]
     around = keys or {op.channel.key for op in others}
-    reordered = {rank: place for rank, place in find_reordered(job, around, lines).items() if rank in ranks}
+    reordered = {
+        rank: place for rank, place in find_reordered(job, around, lines).items() if rank in ranks
+    }
     kept = {rank: keeps_routine(job, rank, op) for rank, (op, _) in reordered.items()}
     odd: Departures = {rank: place for rank, place in reordered.items() if kept[rank] is not True}
     if odd:

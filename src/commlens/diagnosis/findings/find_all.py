@@ -1,4 +1,6 @@
-"""Turn the sinks and cycles of the wait-for graph, the mismatches and the deaths into findings, and separate causes from consequences."""
+"""Turn the sinks and cycles of the wait-for graph, the mismatches and the deaths into findings, and
+separate causes from consequences.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,18 @@ from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.named import find_named
-from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
-from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside, find_undecided, may_be_running
+from commlens.diagnosis.findings.startup_and_exit import (
+    find_ended,
+    find_fewer,
+    find_motionless,
+    find_setup_mismatch,
+)
+from commlens.diagnosis.findings.stuck_inside import (
+    find_left_behind,
+    find_stuck_inside,
+    find_undecided,
+    may_be_running,
+)
 from commlens.diagnosis.findings.twins import find_twins
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.graph.wait_graph import Graph
@@ -18,7 +30,8 @@ from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
-_LATE_NS = 5_000_000_000  # a rank that was awaited for less when the job was ended may only have been late
+# a rank that was awaited for less when the job was ended may only have been late
+_LATE_NS = 5_000_000_000
 
 
 def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Finding]:
@@ -37,7 +50,11 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_unwritten(context, [node for node in sinks if node.kind == "key"])
     stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
-        stuck = [node for node in stuck if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))]
+        stuck = [
+            node
+            for node in stuck
+            if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))
+        ]
     if not may_be_running(context, stuck):
         for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
             find_stuck_inside(context, node)
@@ -47,7 +64,11 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_fewer(context)
     for case in context.cases[:groups]:  # the groups are not what the program takes them for
         for other in context.cases[groups:]:
-            other.finding.root_cause = other.finding.root_cause and other.finding.kind == "dead" and not case.finding.culprits
+            other.finding.root_cause = (
+                other.finding.root_cause
+                and other.finding.kind == "dead"
+                and not case.finding.culprits
+            )
     if not context.cases:
         find_motionless(context)
     _demote_cut_waits(context)
@@ -67,7 +88,13 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
 
 def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
     finding = case.finding
-    return (not finding.root_cause, finding.kind == "waiting", -case.blocked, case.order, finding.culprits)
+    return (
+        not finding.root_cause,
+        finding.kind == "waiting",
+        -case.blocked,
+        case.order,
+        finding.culprits,
+    )
 
 
 def _add_refusals(context: Context) -> None:
@@ -78,46 +105,87 @@ def _add_refusals(context: Context) -> None:
     if not refused or cause is None or (op is None and cause.why == "exception"):
         return  # or the cause tells it: a function's call was refused
     known = op is not None and cause.kind.startswith("mismatch/")
-    name = f"{op.op} #{op.sequence_number}" if op is not None and known else "the collective in which the others waited"
+    name = (
+        f"{op.op} #{op.sequence_number}"
+        if op is not None and known
+        else "the collective in which the others waited"
+    )
     cause.evidence.append(
-        f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised DistributedOperationException."
+        f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised"
+        " DistributedOperationException."
     )
 
 
 def _demote_consequences(cases: list[Case]) -> None:
-    """Of several findings that blame the same ranks, keep the earliest disagreement as the root cause."""
+    """Of several findings that blame the same ranks, keep the earliest disagreement as the root
+    cause.
+    """
     roots = [case for case in cases if case.finding.root_cause]
-    disagreements = [case for case in roots if case.mismatch is not None or case.finding.why == "skipped"]
+    disagreements = [
+        case for case in roots if case.mismatch is not None or case.finding.why == "skipped"
+    ]
     for case in roots:
         for other in disagreements:
-            if other is not case and other.finding.root_cause and _follows(case, other, case in disagreements):
+            if (
+                other is not case
+                and other.finding.root_cause
+                and _follows(case, other, case in disagreements)
+            ):
                 case.finding.root_cause = False
                 other.blocked = max(other.blocked, case.blocked)
-                victims = {*other.finding.victims, *case.finding.victims} - set(other.finding.culprits)
+                victims = {*other.finding.victims, *case.finding.victims} - set(
+                    other.finding.culprits
+                )
                 other.finding.victims = sorted(victims)
                 break
 
 
 def _demote_cut_waits(context: Context) -> None:
-    """Demote ranks that may only have been late: the waits for them ended early, because others disagreed, one died, or all were ended."""
+    """Demote ranks that may only have been late: the waits for them ended early, because others
+    disagreed, one died, or all were ended.
+    """
     views = context.job.views
     roots = [case for case in context.cases if case.finding.root_cause]
-    disagree, died = any(case.mismatch is not None for case in roots), any(case.finding.kind == "dead" for case in roots)
+    disagree, died = (
+        any(case.mismatch is not None for case in roots),
+        any(case.finding.kind == "dead" for case in roots),
+    )
     for finding in (case.finding for case in roots if case.finding.kind == "missing"):
         refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
-        ended = bool(finding.culprits) and all(views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views)
-        limit_ns = context.job.stall_timeout_ns if died else min(context.job.stall_timeout_ns, _LATE_NS) if ended else 0
+        ended = bool(finding.culprits) and all(
+            views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views
+        )
+        limit_ns = (
+            context.job.stall_timeout_ns
+            if died
+            else min(context.job.stall_timeout_ns, _LATE_NS)
+            if ended
+            else 0
+        )
         timed_out = any(views[rank].exit.gave_up for rank in finding.victims if rank in views)
-        was_late = finding.why != "finished" and not timed_out and context.longest_wait(finding.victims) < limit_ns
+        was_late = (
+            finding.why != "finished"
+            and not timed_out
+            and context.longest_wait(finding.victims) < limit_ns
+        )
         if was_late or (disagree and refused and all(refused)):
             finding.root_cause = False
 
 
 def _demote_ended_victims(context: Context) -> None:
-    """Where a rank ended, ranks that are absent because they ended because of a peer are a consequence, and so is what broke off."""
-    if any(case.finding.root_cause and (case.finding.kind == "dead" or case.finding.why == "finished") for case in context.cases):
+    """Where a rank ended, ranks that are absent because they ended because of a peer are a
+    consequence, and so is what broke off.
+    """
+    if any(
+        case.finding.root_cause and (case.finding.kind == "dead" or case.finding.why == "finished")
+        for case in context.cases
+    ):
         for finding in (case.finding for case in context.cases):
-            exits = [context.job.views[rank].exit.kind for rank in finding.culprits if rank in context.job.views]
+            exits = [
+                context.job.views[rank].exit.kind
+                for rank in finding.culprits
+                if rank in context.job.views
+            ]
             ended = finding.kind == "missing" and exits and {*exits} <= {"peer", "terminated"}
             if ended or (finding.kind == "stuck-inside" and not finding.culprits):
                 finding.root_cause = False

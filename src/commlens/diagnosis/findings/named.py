@@ -1,4 +1,6 @@
-"""Ranks that the errors of others name: torch compares some things itself, and raises on every rank."""
+"""Ranks that the errors of others name: torch compares some things itself, and raises on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from commlens.model.collective import Frame
 from commlens.model.verdict import Finding, Kind
 from commlens.text import capital, frame_phrase, ranks_and_verb, ranks_phrase, verb
 
-_KINDS: dict[str, Kind] = {"op": "mismatch/op", "shape": "mismatch/shape", "dtype": "mismatch/dtype", "parameters": "mismatch/shape"}
+_KINDS: dict[str, Kind] = {
+    "op": "mismatch/op",
+    "shape": "mismatch/shape",
+    "dtype": "mismatch/dtype",
+    "parameters": "mismatch/shape",
+}
 _DO = {
     "op": ("issues {}", "issue {}"),
     "shape": ("passes a tensor of shape {}", "pass tensors of shape {}"),
@@ -32,7 +39,11 @@ def find_named(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
     views = context.job.views
     claims: dict[About, dict[int, Claim]] = defaultdict(dict)
     for rank, view in sorted(views.items()):
-        claim = claim_of(view.log.exception) if view.exit.failed and view.exit.why == "exception" else None
+        claim = (
+            claim_of(view.log.exception)
+            if view.exit.failed and view.exit.why == "exception"
+            else None
+        )
         if claim is not None and claim.about != "worker" and not is_absorbed(context, rank):
             claims[claim.about][rank] = claim
     for about, by_rank in claims.items():
@@ -44,7 +55,9 @@ def find_named(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
             finding = _too_large(context, by_rank, blocked)
         else:
             finding = _differ(context, about, by_rank, blocked)
-        context.add(finding, None, _line(context, finding.culprits or sorted(by_rank)), blocked=len(blocked))
+        context.add(
+            finding, None, _line(context, finding.culprits or sorted(by_rank)), blocked=len(blocked)
+        )
     return frozenset(rank for by_rank in claims.values() for rank in by_rank)
 
 
@@ -54,13 +67,16 @@ def _line(context: Context, ranks: list[int]) -> Frame | None:
     return view.exit.source if view is not None else None
 
 
-def _differ(context: Context, about: About, claims: Mapping[int, Claim], blocked: list[int]) -> Finding:
+def _differ(
+    context: Context, about: About, claims: Mapping[int, Claim], blocked: list[int]
+) -> Finding:
     """Report ranks that differ: the minority of those of which a text tells what they did."""
     sides: dict[str, set[int]] = defaultdict(set)
     for claim in claims.values():
         for rank, value in claim.values:
             sides[value].add(rank)
-    global_ranks = all(claim.own == rank for rank, claim in claims.items())  # else they are those of a smaller group
+    # else they are those of a smaller group
+    global_ranks = all(claim.own == rank for rank, claim in claims.items())
     ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), sorted(side[1])))
     told = set().union(*sides.values())
     (usual, most), *others = ordered
@@ -69,61 +85,124 @@ def _differ(context: Context, about: About, claims: Mapping[int, Claim], blocked
     raised = sorted(claims)
     where = frame_phrase(_line(context, raised))
     shown = [*others[:3], (usual, most)] if culprits else ordered[:4]
-    phrases = [ranks_and_verb(sorted(ranks), *(words.format(value) for words in _DO[about])) for value, ranks in shown]
+    phrases = [
+        ranks_and_verb(sorted(ranks), *(words.format(value) for words in _DO[about]))
+        for value, ranks in shown
+    ]
     summary = f"{' where '.join(phrases)}, as torch's own check tells"
     subject = ranks_phrase(culprits) if culprits else "these ranks"
-    steps = {"parameters": f"compare the model of {subject} with that of the others: its parameters, and those that DDP ignores"}
+    steps = {
+        "parameters": (
+            f"compare the model of {subject} with that of the others: its parameters, and those"
+            " that DDP ignores"
+        )
+    }
     return Finding(
-        kind=_KINDS[about], why="exception", root_cause=True, culprits=culprits, victims=sorted({*raised, *blocked} - set(culprits)),
-        confidence="low" if not culprits else "high" if len(told) == context.job.size else "medium", summary=summary,
+        kind=_KINDS[about],
+        why="exception",
+        root_cause=True,
+        culprits=culprits,
+        victims=sorted({*raised, *blocked} - set(culprits)),
+        confidence="low" if not culprits else "high" if len(told) == context.job.size else "medium",
+        summary=summary,
         explanation=prose(
             f"{capital(ranks_phrase(raised))} raised its error{f' at {where}' if where else ''}.",
-            "" if global_ranks else "The numbers in the texts are those of a smaller group's ranks.",
+            (
+                ""
+                if global_ranks
+                else "The numbers in the texts are those of a smaller group's ranks."
+            ),
         ),
-        would_raise_confidence=None
-        if culprits and len(told) == context.job.size
-        else f"The texts tell what {ranks_phrase(told)} did, not the others."
-        if culprits
-        else "The texts do not tell which side is wrong.",
-        next_step=steps.get(about, f"find the branch in which {subject} {verb(culprits or raised, 'comes', 'come')} to another collective"),
+        would_raise_confidence=(
+            None
+            if culprits and len(told) == context.job.size
+            else (
+                f"The texts tell what {ranks_phrase(told)} did, not the others."
+                if culprits
+                else "The texts do not tell which side is wrong."
+            )
+        ),
+        next_step=steps.get(
+            about,
+            f"find the branch in which {subject} {verb(culprits or raised, 'comes', 'come')} to"
+            " another collective",
+        ),
         evidence=_texts(context, raised),
-    )  # fmt: skip
+    )
 
 
 def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> Finding:
     """Report the ranks that failed according to the errors of all ranks that raised one."""
     named = sorted(set.intersection(*(set(claim.ranks) for claim in claims.values())))
-    culprits = named if set(named) <= set(claims) else []  # else the numbers may be those of a smaller group's ranks
+    # else the numbers may be those of a smaller group's ranks
+    culprits = named if set(named) <= set(claims) else []
     error = next((claim.error for claim in claims.values() if claim.error), "").partition(". ")[0]
     raised = sorted(claims)
     others = sorted(set(raised) - set(culprits))
     subject = f"{ranks_phrase(named) if named else 'a rank'}{'' if culprits else ' of its group'}"
     where = frame_phrase(_line(context, raised))
     return Finding(
-        kind="dead", why="exception", root_cause=True, culprits=culprits, victims=sorted({*raised, *blocked} - set(culprits)),
+        kind="dead",
+        why="exception",
+        root_cause=True,
+        culprits=culprits,
+        victims=sorted({*raised, *blocked} - set(culprits)),
         confidence="high" if culprits else "low",
-        summary=f"{subject} failed in a distributed checkpoint{f' at {where}' if where else ''}{f': {error}' if error else ''}",
-        explanation=f"{capital(ranks_and_verb(others, 'raises', 'raise'))} its error: a checkpoint fails on all ranks." if others else "",
-        next_step=f"look at the files of the checkpoint that {subject} {verb(culprits, 'reads or writes', 'read or write')}",
-        evidence=_texts(context, raised), would_raise_confidence=None if culprits else "The texts do not name one rank of the whole job.",
-    )  # fmt: skip
+        summary=(
+            f"{subject} failed in a distributed"
+            f" checkpoint{f' at {where}' if where else ''}{f': {error}' if error else ''}"
+        ),
+        explanation=(
+            f"{capital(ranks_and_verb(others, 'raises', 'raise'))} its error: a checkpoint fails on"
+            " all ranks."
+            if others
+            else ""
+        ),
+        next_step=(
+            f"look at the files of the checkpoint that {subject}"
+            f" {verb(culprits, 'reads or writes', 'read or write')}"
+        ),
+        evidence=_texts(context, raised),
+        would_raise_confidence=(
+            None if culprits else "The texts do not name one rank of the whole job."
+        ),
+    )
 
 
 def _too_large(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> Finding:
-    """Report ranks that received more than they expect. Whether they or the senders are wrong does not show."""
+    """Report ranks that received more than they expect. Whether they or the senders are wrong does
+    not show.
+    """
     raised = sorted(claims)
     where = frame_phrase(_line(context, raised))
     return Finding(
-        kind="mismatch/shape", why="exception", root_cause=True, culprits=[], victims=sorted({*raised, *blocked}), confidence="low",
-        summary=f"{ranks_phrase(raised)} received {claims[raised[0]].error}: ranks pass tensors of different sizes to one collective",
-        next_step=f"compare the sizes that all ranks pass{f' at {where}' if where else ' to their last collective'}",
-        evidence=_texts(context, raised), would_raise_confidence="The records of `commlens launch` would show the size on each rank.",
-    )  # fmt: skip
+        kind="mismatch/shape",
+        why="exception",
+        root_cause=True,
+        culprits=[],
+        victims=sorted({*raised, *blocked}),
+        confidence="low",
+        summary=(
+            f"{ranks_phrase(raised)} received {claims[raised[0]].error}: ranks pass tensors of"
+            " different sizes to one collective"
+        ),
+        next_step=(
+            "compare the sizes that all ranks"
+            f" pass{f' at {where}' if where else ' to their last collective'}"
+        ),
+        evidence=_texts(context, raised),
+        would_raise_confidence="The records of `commlens launch` would show the size on each rank.",
+    )
 
 
 def _texts(context: Context, ranks: list[int]) -> list[str]:
-    """``["rank 0 raised RuntimeError: DDP expects same model ..."]``; ranks with one text share a sentence."""
+    """``["rank 0 raised RuntimeError: DDP expects same model ..."]``; ranks with one text share a
+    sentence.
+    """
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_text[context.job.views[rank].exit.text].append(rank)
-    return [f"{ranks_phrase(same)} {text}{'' if text.endswith('.') else '.'}" for text, same in by_text.items()][:4]
+    return [
+        f"{ranks_phrase(same)} {text}{'' if text.endswith('.') else '.'}"
+        for text, same in by_text.items()
+    ][:4]

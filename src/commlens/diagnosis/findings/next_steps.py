@@ -16,43 +16,86 @@ from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb
 _HOSTS_MAX = 4
 
 
-def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None, *, ended: bool = False) -> str:
-    """Recommend a step for ranks that do not arrive in ``op``. If they have ``ended``, no stack can be taken any more."""
+def missing_step(
+    doing: Activity, ranks: Sequence[int], op: Collective | None = None, *, ended: bool = False
+) -> str:
+    """Recommend a step for ranks that do not arrive in ``op``. If they have ``ended``, no stack can
+    be taken any more.
+    """
     subject = ranks_phrase(ranks)
     if doing.why == "finished" and op is not None and op.is_setup:
-        return f"look at the output of {subject}, and for the branch in which {verb(ranks, 'it ends', 'they end')} without {op.op}"
+        return (
+            f"look at the output of {subject}, and for the branch in which"
+            f" {verb(ranks, 'it ends', 'they end')} without {op.op}"
+        )
     if doing.why == "finished" and op is not None and op.is_store_wait:
-        return f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing the {key_phrase(op)}"
-    where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
+        return (
+            f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing"
+            f" the {key_phrase(op)}"
+        )
+    where = (
+        f"{doing.frame.function} ({doing.frame.where})"
+        if doing.frame is not None
+        else "the running code"
+    )
     steps = {
-        "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",
+        "data-loading": (
+            f"look at {where} on {subject}: the storage or the data loader's workers deliver no"
+            " data"
+        ),
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
-        "stopped": f"detach the debugger from {subject}"
-        if doing.phrase == DEBUGGED
-        else f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
-        "holding-gil": f"look at {where} on {subject}: the C code called there should release the GIL",
+        "stopped": (
+            f"detach the debugger from {subject}"
+            if doing.phrase == DEBUGGED
+            else (
+                f"resume {subject} (kill -CONT) and find out what stopped"
+                f" {verb(ranks, 'it', 'them')}"
+            )
+        ),
+        "holding-gil": (
+            f"look at {where} on {subject}: the C code called there should release the GIL"
+        ),
         "throttled": f"give {subject} more CPU: its cgroup's quota (cpu.max) starves it",
-        "uninterruptible-io": f"look at the storage of {subject}'s host: the kernel waits for it (dmesg, mount)",
+        "uninterruptible-io": (
+            f"look at the storage of {subject}'s host: the kernel waits for it (dmesg, mount)"
+        ),
         "memory-pressure": f"give {subject} more memory: its cgroup is short of it",
-        "finished": f"make {subject} run as many iterations as the others (uneven data: Join, or drop the last batches)"
-        if op is None or set(ranks) != set(op.channel.group.ranks)
-        else "make all ranks run as many iterations (uneven data: Join, or drop the last batches)",
-        "initialising": f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}",
+        "finished": (
+            f"make {subject} run as many iterations as the others (uneven data: Join, or drop the"
+            " last batches)"
+            if op is None or set(ranks) != set(op.channel.group.ranks)
+            else (
+                "make all ranks run as many iterations (uneven data: Join, or drop the last"
+                " batches)"
+            )
+        ),
+        "initialising": (
+            f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}"
+        ),
     }
     told = (
-        doing.frame is not None if doing.why == "initialising" else not (doing.by_name and doing.why in ("data-loading", "checkpoint-io"))
+        doing.frame is not None
+        if doing.why == "initialising"
+        else not (doing.by_name and doing.why in ("data-loading", "checkpoint-io"))
     )
     if doing.why in steps and told:
         return steps[doing.why]
     if doing.frame is not None:
         return f"look at {where} on {subject}"
     if ended:
-        return f"look at the last lines of the output of {subject}; in the next run, take a stack (py-spy dump) before the job ends"
-    return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
+        return (
+            f"look at the last lines of the output of {subject}; in the next run, take a stack"
+            " (py-spy dump) before the job ends"
+        )
+    return (
+        f"take a stack of {subject} (py-spy dump): it shows what holds"
+        f" {verb(ranks, 'it', 'them')} up"
+    )
 
 
 def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int], path: str = "") -> str:
-    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks had not reached before.
+    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks
+    had not reached before.
 
     Args:
         op: the collective.
@@ -64,7 +107,9 @@ def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int], pat
     where = f" at {path}" if path else ""
     without = f"{ranks_phrase(ended)} {verb(ended, 'ends', 'end')} without {op.op}{where}"
     alone = f"{ranks_phrase(waiting)} alone {verb(waiting, 'issues', 'issue')} {op.op}{where}"
-    sides = {1: without, -1: alone}.get((len(ended) < len(waiting)) - (len(ended) > len(waiting)), f"{without}, or {alone}")
+    sides = {1: without, -1: alone}.get(
+        (len(ended) < len(waiting)) - (len(ended) > len(waiting)), f"{without}, or {alone}"
+    )
     return f"find the branch in which {sides}"
 
 
@@ -73,25 +118,53 @@ def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
     hosts = {view.log.host for view in views}
     backend = op.channel.group.backend
     if "" in hosts or len(hosts) > 1:
-        logs = "NCCL_DEBUG=INFO, " if "ccl" in backend else "" if backend else "NCCL_DEBUG=INFO or GLOO logs, "
-        between = f"between {', '.join(sorted(hosts))}" if 1 < len(hosts) <= _HOSTS_MAX and "" not in hosts else "between these ranks"
+        logs = (
+            "NCCL_DEBUG=INFO, "
+            if "ccl" in backend
+            else ""
+            if backend
+            else "NCCL_DEBUG=INFO or GLOO logs, "
+        )
+        between = (
+            f"between {', '.join(sorted(hosts))}"
+            if 1 < len(hosts) <= _HOSTS_MAX and "" not in hosts
+            else "between these ranks"
+        )
         return f"look at the network and the drivers {between} ({logs}dmesg, link counters)"
     if not _on_devices(op):
         stacks = "C++ stacks of these ranks (py-spy dump --native)"
-        when = f"in the next run, take {stacks} while they hang" if any(view.exit.ended for view in views) else f"take {stacks}"
+        when = (
+            f"in the next run, take {stacks} while they hang"
+            if any(view.exit.ended for view in views)
+            else f"take {stacks}"
+        )
         return f"{when}: they share a host, so no network is between them"
-    return "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q): they share a host"
+    return (
+        "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q):"
+        " they share a host"
+    )
 
 
 def _on_devices(op: Collective) -> bool:
-    """Return whether a collective runs on accelerators. The calls that make groups have no device of their own."""
-    return op.channel.device != "cpu" and "gloo" not in op.channel.group.backend and not (op.is_setup or op.is_store_wait)
+    """Return whether a collective runs on accelerators. The calls that make groups have no device
+    of their own.
+    """
+    return (
+        op.channel.device != "cpu"
+        and "gloo" not in op.channel.group.backend
+        and not (op.is_setup or op.is_store_wait)
+    )
 
 
 def compare_step(op: Collective, aspects: str) -> str:
-    """Recommend a step for ranks that may disagree on a collective: their records do not tell these aspects of it."""
+    """Recommend a step for ranks that may disagree on a collective: their records do not tell these
+    aspects of it.
+    """
     where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
-    return f"compare the {aspects} that these ranks pass to {op.op}{where} (run under `commlens launch`, which records and compares them)"
+    return (
+        f"compare the {aspects} that these ranks pass to {op.op}{where} (run under `commlens"
+        " launch`, which records and compares them)"
+    )
 
 
 def not_started_step(op: Collective, ranks: Sequence[int]) -> str:
@@ -113,14 +186,22 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
     return f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at {output}"
 
 
-def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]) -> str:
-    """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and the others part."""
+def mismatch_step(
+    mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
+) -> str:
+    """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and
+    the others part.
+    """
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
     mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
     skipped = shift.skipped if shift is not None and shift.by > 0 else usual
     if mismatch.departure and skipped is not None:
         extra = f"issued an extra {first.op}{mine}"
-        did = {"skipped": f"skipped {skipped.op}{theirs}", "extra": extra, "either": f"skipped {skipped.op}{theirs}, or {extra}"}
+        did = {
+            "skipped": f"skipped {skipped.op}{theirs}",
+            "extra": extra,
+            "either": f"skipped {skipped.op}{theirs}, or {extra}",
+        }
         return f"find the branch in which {culprits} {did[mismatch.departure]}"
     if mismatch.astray is not None and mismatch.pair is not None:
         return _astray_step(mismatch, *mismatch.pair)
@@ -155,28 +236,49 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
         )
     if op.op == "recv":
         return f"find out which send should match the receive{where} on rank {culprits[0]}"
-    return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"
+    return (
+        "make all ranks use these groups in the same order: look at"
+        f" {ranks_phrase(culprits)}{where}"
+    )
 
 
 def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
     """Recommend a step for ranks that all receive from each other, and none sends."""
-    lines = joined(list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))[:3])
-    return f"make one of {ranks_phrase(ranks)} send before it receives{f': all of them receive, at {lines}' if lines else ''}"
+    lines = joined(
+        list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))[:3]
+    )
+    return (
+        f"make one of {ranks_phrase(ranks)} send before it"
+        f" receives{f': all of them receive, at {lines}' if lines else ''}"
+    )
 
 
 def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
-    """Recommend a step for a message whose other side comes only after a collective that its rank has not reached."""
-    before = f"{stands_in.op}{f' at {frame_phrase(stands_in.source)}' if stands_in.source is not None else ''}"
+    """Recommend a step for a message whose other side comes only after a collective that its rank
+    has not reached.
+    """
+    before = stands_in.op
+    if stands_in.source is not None:
+        before += f" at {frame_phrase(stands_in.source)}"
     line = f" at {frame_phrase(op.source)}" if op.source is not None else ""
     if op.op == "send":
-        return f"receive it on rank {op.peer} before {before}, or send it on rank {rank} after that: compare the numbers of messages{line}"
-    return f"send it on rank {op.peer} before {before}, or receive it on rank {rank} after that: compare the numbers of messages{line}"
+        return (
+            f"receive it on rank {op.peer} before {before}, or send it on rank {rank} after that:"
+            f" compare the numbers of messages{line}"
+        )
+    return (
+        f"send it on rank {op.peer} before {before}, or receive it on rank {rank} after that:"
+        f" compare the numbers of messages{line}"
+    )
 
 
 def outside_cause(signal: str) -> str:
     """Tell the usual reason for a signal that ended a whole job; empty if it has no usual one."""
     causes = {
-        "SIGHUP": "The system sends SIGHUP to the programs of a terminal or an ssh session that goes away.",
+        "SIGHUP": (
+            "The system sends SIGHUP to the programs of a terminal or an ssh session that goes"
+            " away."
+        ),
         "SIGINT": "Ctrl-C in the job's terminal sends SIGINT.",
     }
     return causes.get(signal, "")
@@ -185,10 +287,19 @@ def outside_cause(signal: str) -> str:
 def outside_step(signal: str) -> str:
     """Recommend a step for a job that a signal ended."""
     steps = {
-        "SIGHUP": "start the job so that it outlives its terminal: with nohup or setsid, in tmux, or by a scheduler",
-        "SIGINT": "find out who interrupted the job: Ctrl-C in its terminal, or a program that sent SIGINT",
+        "SIGHUP": (
+            "start the job so that it outlives its terminal: with nohup or setsid, in tmux, or by a"
+            " scheduler"
+        ),
+        "SIGINT": (
+            "find out who interrupted the job: Ctrl-C in its terminal, or a program that sent"
+            " SIGINT"
+        ),
     }
-    return steps.get(signal, "look at the scheduler's log (preemption, time limit), or for the sender of the signal")
+    return steps.get(
+        signal,
+        "look at the scheduler's log (preemption, time limit), or for the sender of the signal",
+    )
 
 
 def death_step(view: RankView, frame: Frame | None) -> str:
@@ -198,21 +309,39 @@ def death_step(view: RankView, frame: Frame | None) -> str:
     if end.why == "out-of-memory":
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
     if end.why == "exception" and (ended := worker_end(view.log.exception)):
-        memory = "memory is the usual reason (dmesg, the limits of the job, /dev/shm); " if "Killed" in ended or "Bus" in ended else ""
-        return f"find out why a data loader's worker of {rank} {ended.replace('is', 'was', 1)}: {memory}num_workers=0 shows its own error"
+        memory = (
+            "memory is the usual reason (dmesg, the limits of the job, /dev/shm); "
+            if "Killed" in ended or "Bus" in ended
+            else ""
+        )
+        return (
+            f"find out why a data loader's worker of {rank} {ended.replace('is', 'was', 1)}:"
+            f" {memory}num_workers=0 shows its own error"
+        )
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
     if end.why == "killed" and any(signal in end.text for signal in CRASHES):
         if view.log.closed and not view.log.left:
             return (
-                f"call destroy_process_group at the end of the program: without it, threads of the process groups can crash {rank} on exit"
+                "call destroy_process_group at the end of the program: without it, threads of the"
+                f" process groups can crash {rank} on exit"
             )
-        return f"look at the output of {rank} before it {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
+        return (
+            f"look at the output of {rank} before it"
+            f" {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
+        )
     if end.why == "killed" and "SIGKILL" in end.text and view.log.observation.oom_killed is None:
         limits = "the memory limits of its cgroup and scheduler"
-        return f"look for the OOM killer in dmesg and at {limits}, for memory is the usual reason; then at {rank}'s last lines{after}"
+        return (
+            f"look for the OOM killer in dmesg and at {limits}, for memory is the usual reason;"
+            f" then at {rank}'s last lines{after}"
+        )
     if end.why == "killed":
         where = f" ({line})" if line else ""
-        kernel = "dmesg and " if view.log.observation.oom_killed is None else ""  # else it is known that its memory was not the reason
-        return f"look at {kernel}the scheduler's log for the sender of the signal, and at the last lines of {rank}'s output{where}"
+        # else it is known that its memory was not the reason
+        kernel = "dmesg and " if view.log.observation.oom_killed is None else ""
+        return (
+            f"look at {kernel}the scheduler's log for the sender of the signal, and at the last"
+            f" lines of {rank}'s output{where}"
+        )
     return f"look at {rank}'s output{after}"

@@ -1,4 +1,6 @@
-"""Ranks that disagree where neither a majority nor their routine decides: the sides, and what separates them."""
+"""Ranks that disagree where neither a majority nor their routine decides: the sides, and what
+separates them.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,45 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from commlens.diagnosis.align.call_paths import Path, parted
 from commlens.diagnosis.findings.context import Context
 from commlens.model.collective import Collective, Stack
-from commlens.text import args_phrase, capital, frame_phrase, group_label, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import (
+    args_phrase,
+    capital,
+    frame_phrase,
+    group_label,
+    group_phrase,
+    joined,
+    op_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+)
 
 _SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
 
 
 def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
-    """Group the ranks whose ops are alike: same op, peer and line, and groups of the same label; the largest side first."""
+    """Group the ranks whose ops are alike: same op, peer and line, and groups of the same label;
+    the largest side first.
+    """
     sides: dict[Hashable, list[int]] = defaultdict(list)
     for rank, op in sorted(ops.items()):
         group = op.channel.group
-        sides[op.op, op.peer, group.label if group.label != group.name else len(group.ranks), frame_phrase(op.source)].append(rank)
+        sides[
+            op.op,
+            op.peer,
+            group.label if group.label != group.name else len(group.ranks),
+            frame_phrase(op.source),
+        ].append(rank)
     return sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def kind_phrase(op: Collective) -> str:
     """``"all_reduce of group dp"``: of any group with this label; ``"recv from rank 1"``."""
     if op.is_point_to_point:
-        return f"{op.op} {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
+        return (
+            f"{op.op} {'to' if op.op == 'send' else 'from'}"
+            f" {'any rank' if op.peer is None else f'rank {op.peer}'}"
+        )
     if op.is_setup or op.is_store_wait:
         return op_phrase(op)
     label = group_label(op.channel.group, "")
@@ -34,22 +56,32 @@ def kind_phrase(op: Collective) -> str:
 
 
 def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
-    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``.
+    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM);
+    ranks 4-7 issue ..."``.
 
-    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ are told apart. Of two sides, the
-    call paths are told from where they part.
+    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ
+    are told apart. Of two sides, the call paths are told from where they part.
     """
     paths = _paths(sides, ops)
-    told = [said for ranks in sides for said in told_apart(ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack)))]
+    told = [
+        said
+        for ranks in sides
+        for said in told_apart(ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack)))
+    ]
     parts = []
     for ranks, where in told[:_SHOWN]:
-        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {kinds_phrase([ops[rank] for rank in ranks])}{where}")
+        parts.append(
+            f"{ranks_and_verb(ranks, 'issues', 'issue')}"
+            f" {kinds_phrase([ops[rank] for rank in ranks])}{where}"
+        )
     more = [rank for ranks, _ in told[_SHOWN:] for rank in ranks]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 
 
 def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
-    """Return what is said of each rank, and the ranks of which the same is said; most ranks first."""
+    """Return what is said of each rank, and the ranks of which the same is said; most ranks
+    first.
+    """
     same: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
         same[said(rank)].append(rank)
@@ -57,7 +89,9 @@ def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[l
 
 
 def kinds_phrase(ops: Sequence[Collective]) -> str:
-    """``"all_reduce of group dp"``; ``"all_reduce of their groups 1 [0,2] and 2 [1,3]"`` where the groups have no name in common."""
+    """``"all_reduce of group dp"``; ``"all_reduce of their groups 1 [0,2] and 2 [1,3]"`` where the
+    groups have no name in common.
+    """
     peers = {op.peer for op in ops if op.peer is not None}
     if ops[0].is_point_to_point and len(peers) > 1:
         return f"{ops[0].op} {'to' if ops[0].op == 'send' else 'from'} {ranks_phrase(peers)}"
@@ -65,11 +99,15 @@ def kinds_phrase(ops: Sequence[Collective]) -> str:
     if len({group_label(group, "") for group in groups.values()}) == 1 or ops[0].is_point_to_point:
         return kind_phrase(ops[0])
     names = [group_phrase(group).removeprefix("group ") for group in groups.values()]
-    return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
+    return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (
+        f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    )
 
 
 def _paths(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> dict[Stack, Path]:
-    """Return the call paths of two sides, from where they part, by the stacks of their first ranks; nothing if they do not part."""
+    """Return the call paths of two sides, from where they part, by the stacks of their first ranks;
+    nothing if they do not part.
+    """
     if len(sides) != 2:
         return {}
     first, second = (ops[min(ranks)].stack for ranks in sides)
@@ -86,19 +124,37 @@ def tie_step(ops: Sequence[Collective]) -> str:
     """Recommend a step for sides that disagree, with an op of each."""
     lines = list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
     paths = parted(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
-    if paths is not None and all(path.place for path in paths) and any(path.with_caller != path.place for path in paths):
+    if (
+        paths is not None
+        and all(path.place for path in paths)
+        and any(path.with_caller != path.place for path in paths)
+    ):
         here, there = (path.with_caller for path in paths)
-        return f"find out why one side comes to {here}, and the other to {there}: compare their configuration, versions and data"
+        return (
+            f"find out why one side comes to {here}, and the other to {there}: compare their"
+            " configuration, versions and data"
+        )
     if len(lines) > 1:
-        return f"compare {joined(lines[:3])}, and the configuration, versions and data that lead the sides there"
+        return (
+            f"compare {joined(lines[:3])}, and the configuration, versions and data that lead the"
+            " sides there"
+        )
     if len(ops) == 1:
-        return f"compare the splits that these ranks pass to {ops[0].op}{f' at {lines[0]}' if lines else ''}"
+        return (
+            "compare the splits that these ranks pass to"
+            f" {ops[0].op}{f' at {lines[0]}' if lines else ''}"
+        )
     where = f" reach {lines[0]}" if lines else " come"
-    return f"find out why the ranks{where} with different calls: compare their configuration, versions and data"
+    return (
+        f"find out why the ranks{where} with different calls: compare their configuration, versions"
+        " and data"
+    )
 
 
 def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
-    """Say what the ranks of a side have in common: the host, their half, their parity or their place in a mesh; empty if nothing."""
+    """Say what the ranks of a side have in common: the host, their half, their parity or their
+    place in a mesh; empty if nothing.
+    """
     if len(sides) < 2:
         return ""
     side_of = {rank: number for number, ranks in enumerate(sides) for rank in ranks}
@@ -106,14 +162,19 @@ def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
     views = context.job.views
     hosts = {rank: views[rank].log.host for rank in ranks if rank in views}
     if len(set(hosts.values())) > 1 and all(hosts.values()) and _follows(side_of, hosts):
-        names = [f"{ranks_phrase(side)} {'is' if len(side) == 1 else 'are'} on {_hosts(hosts, side)}" for side in sides]
+        names = [
+            f"{ranks_phrase(side)} {'is' if len(side) == 1 else 'are'} on {_hosts(hosts, side)}"
+            for side in sides
+        ]
         return f"The sides follow the hosts: {joined(names)}."
     if len(ranks) < 4 or len(sides) > 2:
         return ""
     places: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: {"place": {}, "group": {}})
     for number, channel in enumerate(context.job.channels.values()):
         if 1 < len(channel.group.ranks) < context.job.size:
-            members = {rank: place for place, rank in enumerate(channel.group.ranks) if rank in side_of}
+            members = {
+                rank: place for place, rank in enumerate(channel.group.ranks) if rank in side_of
+            }
             found = places[channel.group.label]
             found["place"].update(members)
             found["group"].update(dict.fromkeys(members, number))
@@ -133,7 +194,9 @@ def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
 def _follows(side_of: Mapping[int, int], values: Mapping[int, Hashable]) -> bool:
     """Return whether all ranks with the same value are on the same side."""
     side: dict[Hashable, int] = {}
-    return all(side.setdefault(value, side_of[rank]) == side_of[rank] for rank, value in values.items())
+    return all(
+        side.setdefault(value, side_of[rank]) == side_of[rank] for rank, value in values.items()
+    )
 
 
 def _hosts(hosts: Mapping[int, str], side: Iterable[int]) -> str:

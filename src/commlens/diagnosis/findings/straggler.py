@@ -1,7 +1,7 @@
 """The rank that arrives last, how late and how often, in a job that is not stuck.
 
-Arrival counts, not duration: a collective makes the ranks that wait look slow. Hosts' clocks differ; since all ranks leave a collective
-together, the times at which they leave show by how much.
+Arrival counts, not duration: a collective makes the ranks that wait look slow. Hosts' clocks
+differ; since all ranks leave a collective together, the times at which they leave show by how much.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from commlens.model.verdict import Finding
 from commlens.text import count, duration, frame_phrase, group_phrase, op_phrase
 
 _MIN_COLLECTIVES = 3  # of a group, to judge arrivals
-_MIN_TIMES = 8  # collectives to which a straggler comes last; on a busy machine, each rank does so now and then
+# collectives to which a straggler comes last; on a busy machine, each rank does so now and then
+_MIN_TIMES = 8
 _MIN_SHARE = 0.1  # share of the time for which the others wait for a straggler
 _MIN_RATIO = 3.0  # how much longer they wait for it than for any other rank
 _LATE_NS = 5_000_000  # less is noise of the clocks and of the recorder
@@ -79,14 +80,18 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
         mine = (last_row == row) & (late > _LATE_NS)
         if mine.any():
             worst = int(numbers[mine][late[mine].argmax()])
-            found.append(Lateness(key, rank, int(mine.sum()), len(numbers), int(late[mine].sum()), worst))
+            found.append(
+                Lateness(key, rank, int(mine.sum()), len(numbers), int(late[mine].sum()), worst)
+            )
     return found
 
 
 def _corrected(arrived: Integers, gone: Integers) -> Integers:
-    """Correct the arrivals for clock offsets: the median difference between the ranks' times of leaving.
+    """Correct the arrivals for clock offsets: the median difference between the ranks' times of
+    leaving.
 
-    A constant difference that remains, and is within the recorder's delay, is an error of the recorder.
+    A constant difference that remains, and is within the recorder's delay, is an error of the
+    recorder.
     """
     offset = np.median(gone - np.median(gone, axis=0), axis=1)
     corrected = arrived - offset.astype("int64")[:, None]
@@ -110,10 +115,16 @@ def find_stragglers(context: Context) -> None:
     for rank, view in job.views.items():
         if view.columns is not None and len(view.columns.dump):
             created = view.columns.dump.created_ns
-            spans[rank] = int(created.max() - created[created > 0].min()) if (created > 0).any() else 0
+            spans[rank] = (
+                int(created.max() - created[created > 0].min()) if (created > 0).any() else 0
+            )
     span = max(spans.values(), default=0)
     second = ranked[1].lost_ns if len(ranked) > 1 else 0
-    if worst.times < _MIN_TIMES or worst.lost_ns < _MIN_SHARE * span or worst.lost_ns < _MIN_RATIO * second:
+    if (
+        worst.times < _MIN_TIMES
+        or worst.lost_ns < _MIN_SHARE * span
+        or worst.lost_ns < _MIN_RATIO * second
+    ):
         return
     op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]
     if op.op in ROOTED:
@@ -121,13 +132,23 @@ def find_stragglers(context: Context) -> None:
     group = group_phrase(job.channels[worst.key].group)
     before = f" before {frame_phrase(op.source)}" if op.source is not None else ""
     finding = Finding(
-        kind="straggler", why="user-code", root_cause=True, culprits=[worst.rank], victims=sorted(set(worst.key[2]) - {worst.rank}),
+        kind="straggler",
+        why="user-code",
+        root_cause=True,
+        culprits=[worst.rank],
+        victims=sorted(set(worst.key[2]) - {worst.rank}),
         confidence="medium",
-        summary=f"nothing is stuck, but rank {worst.rank} is the last to reach the collectives of {group}: {worst.times} of "
-        f"{count(worst.of, 'time')}, {duration(worst.lost_ns // worst.times)} after the others",
-        explanation=f"The others waited {duration(worst.lost_ns)} of {duration(span)} for it, longest in {op_phrase(op)}. Clocks are "
-        "corrected by the times at which the ranks leave their collectives.",
+        summary=(
+            f"nothing is stuck, but rank {worst.rank} is the last to reach the collectives of"
+            f" {group}: {worst.times} of {count(worst.of, 'time')},"
+            f" {duration(worst.lost_ns // worst.times)} after the others"
+        ),
+        explanation=(
+            f"The others waited {duration(worst.lost_ns)} of {duration(span)} for it, longest in"
+            f" {op_phrase(op)}. Clocks are corrected by the times at which the ranks leave their"
+            " collectives."
+        ),
         next_step=f"look at rank {worst.rank}{before}: data loading, a slower GPU or host",
         would_raise_confidence="A profile of that rank would show where its time goes.",
-    )  # fmt: skip
+    )
     context.add(finding, op, op.source)

@@ -16,9 +16,11 @@ _OTHERS_MAX = 4
 
 
 def find_skipped_writes(context: Context) -> None:
-    """Find the cycles in which ranks wait for a key, and the rank that wrote such keys before waits for these ranks.
+    """Find the cycles in which ranks wait for a key, and the rank that wrote such keys before waits
+    for these ranks.
 
-    That rank is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be where they should not be.
+    That rank is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be
+    where they should not be.
     """
     graph, left = context.graph, []
     for component in graph.deadlocks:
@@ -27,7 +29,11 @@ def find_skipped_writes(context: Context) -> None:
         writers = {target.rank for node in held for target in graph.edges[node]}
         edges = [edge for node in held for edge in graph.edges[node].values()]
         wrote = writes_of_kind(context.job, edges[0].op) if edges else {}
-        is_one = len(writers) == 1 and len({edge.instance for edge in edges}) == 1 and writers <= wrote.keys()
+        is_one = (
+            len(writers) == 1
+            and len({edge.instance for edge in edges}) == 1
+            and writers <= wrote.keys()
+        )
         if is_one and len(held) > len(waits) - len(held):
             writer = writers.pop()
             _skipped_write(context, writer, wrote[writer], waits, edges)
@@ -36,46 +42,83 @@ def find_skipped_writes(context: Context) -> None:
     graph.deadlocks = left
 
 
-def _skipped_write(context: Context, writer: int, write: Collective, waits: list[Node], edges: list[Edge]) -> None:
+def _skipped_write(
+    context: Context, writer: int, write: Collective, waits: list[Node], edges: list[Edge]
+) -> None:
     op, ranks = edges[0].op, sorted({node.rank for node in waits})
     waiting = sorted({edge.rank for edge in edges})
     own = next(context.graph.blocks[node].op for node in waits if node.rank == writer)
     line, place = frame_phrase(write.source) or "an unknown line", frame_phrase(own.source)
     blocked = context.blocked_by(waits)
     finding = Finding(
-        kind="missing", why="skipped", root_cause=True, culprits=[writer], victims=sorted({*ranks, *blocked} - {writer}),
+        kind="missing",
+        why="skipped",
+        root_cause=True,
+        culprits=[writer],
+        victims=sorted({*ranks, *blocked} - {writer}),
         confidence="medium",
-        summary=f"rank {writer} did not write the {key_phrase(op)}; {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}",
+        summary=(
+            f"rank {writer} did not write the {key_phrase(op)};"
+            f" {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}"
+        ),
         explanation=prose(
-            f"{context.name(writer)} waits for {ranks_phrase(waiting)} in {op_phrase(own)}{f' at {place}' if place else ''}.",
-            f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at {line}.",
-            context.waiting(edges), context.waiting_behind(ranks, blocked),
+            f"{context.name(writer)} waits for {ranks_phrase(waiting)} in"
+            f" {op_phrase(own)}{f' at {place}' if place else ''}.",
+            f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
+            f" {line}.",
+            context.waiting(edges),
+            context.waiting_behind(ranks, blocked),
         ),
         next_step=f"find the branch in which rank {writer} skips {line}",
-        would_raise_confidence="The store itself is not read: whether a process outside of the job writes such keys is not known.",
-    )  # fmt: skip
+        would_raise_confidence=(
+            "The store itself is not read: whether a process outside of the job writes such keys is"
+            " not known."
+        ),
+    )
     context.add(finding, op, write.source, blocked=len({*ranks, *blocked}))
 
 
 def find_unwritten(context: Context, nodes: list[Node]) -> None:
-    """Find the keys that ranks wait for where the records do not show who should write them. Nobody is blamed.
+    """Find the keys that ranks wait for where the records do not show who should write them. Nobody
+    is blamed.
 
-    If all ranks wait like that, a process outside of the job may be meant to write the key, so they must have waited for long.
+    If all ranks wait like that, a process outside of the job may be meant to write the key, so they
+    must have waited for long.
     """
     edges_of = {node: context.graph.edges_into(node) for node in nodes}
     waiting = {edge.rank for edges in edges_of.values() for edge in edges}
-    if len(waiting) == context.job.size and not context.waits_too_long(waiting, timeouts=MOTIONLESS):
+    if len(waiting) == context.job.size and not context.waits_too_long(
+        waiting, timeouts=MOTIONLESS
+    ):
         return
     for node, edges in edges_of.items():
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
         blocked = context.blocked_by([node])
         finding = Finding(
-            kind="missing", why="unknown", root_cause=True, culprits=[], victims=sorted({*ranks, *blocked}), confidence="low",
-            summary=f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}, which no rank is known to write",
-            explanation=prose(context.waiting(edges), context.waiting_behind(ranks, blocked), _others(context, waiting)),
-            next_step=f"look for the line that writes the {key_phrase(op)}, and for why no rank has come there",
-            would_raise_confidence="The store itself is not read: a process outside of the job may be meant to write the key.",
-        )  # fmt: skip
+            kind="missing",
+            why="unknown",
+            root_cause=True,
+            culprits=[],
+            victims=sorted({*ranks, *blocked}),
+            confidence="low",
+            summary=(
+                f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)},"
+                " which no rank is known to write"
+            ),
+            explanation=prose(
+                context.waiting(edges),
+                context.waiting_behind(ranks, blocked),
+                _others(context, waiting),
+            ),
+            next_step=(
+                f"look for the line that writes the {key_phrase(op)}, and for why no rank has come"
+                " there"
+            ),
+            would_raise_confidence=(
+                "The store itself is not read: a process outside of the job may be meant to write"
+                " the key."
+            ),
+        )
         context.add(finding, op, op.source, blocked=len(blocked))
 
 

@@ -1,4 +1,6 @@
-"""Build the wait-for graph: start at each stuck thread, and add an edge to each rank or thread that it waits for."""
+"""Build the wait-for graph: start at each stuck thread, and add an edge to each rank or thread that
+it waits for.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +10,48 @@ from dataclasses import dataclass, field
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.graph.store_keys import expected_writer
 from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
-from commlens.diagnosis.index.job_index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
+from commlens.diagnosis.index.job_index import (
+    Block,
+    JobIndex,
+    RankView,
+    find_counterpart,
+    has_issued,
+    is_queued,
+)
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, Frame, State
 
 _EDGES_MAX = 1_000_000
 _EDGES_PER_RANK = 64
-"""Most ranks in all collectives that threads wait in: the first number, and the second for each rank.
+"""Most ranks in all collectives that threads wait in: the first number, and the second for each
+rank.
 
-The product of ranks and different collectives is small in a real hang, since all ranks wait in a few. In damaged or mixed evidence,
-each rank may wait in one of its own.
+The product of ranks and different collectives is small in a real hang, since all ranks wait in a
+few. In damaged or mixed evidence, each rank may wait in one of its own.
 """
 
 
 def build_wait_graph(job: JobIndex, mismatches: list[Mismatch]) -> Graph:
-    """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are indices into ``mismatches``."""
+    """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are
+    indices into ``mismatches``.
+    """
     return _Builder(job, mismatches).build()
 
 
 @dataclass
 class _Arrivals:
-    """The ranks that a collective waits for, in the group's order. Determined once for all threads that wait in it."""
+    """The ranks that a collective waits for, in the group's order. Determined once for all threads
+    that wait in it.
+    """
 
     absent: list[int] = field(default_factory=list)  # have not issued it, or failed in it
-    behind: list[int] = field(default_factory=list)  # have enqueued it behind the op in which they are stuck
+    # have enqueued it behind the op in which they are stuck
+    behind: list[int] = field(default_factory=list)
     dead: list[int] = field(default_factory=list)  # died in it
     no_record: list[int] = field(default_factory=list)  # or not of what they did last
-    refused: list[tuple[int, int]] = field(default_factory=list)  # by strict verification: (announced_ns, rank), ascending
+    # by strict verification: (announced_ns, rank), ascending
+    refused: list[tuple[int, int]] = field(default_factory=list)
     first_refusal_ns: int = 0
     node: Node | None = None  # once a thread waits at it
 
@@ -87,13 +103,19 @@ class _Builder:
     def _confirm_cycles(self) -> None:
         """Drop the cycles that other ops in flight of their ranks can break.
 
-        The first op in flight need not block its rank: it may be a send that no thread waits for, or a receive posted early. So add
-        the edges of the other ops of the ranks in a cycle, and keep the cycles that are still closed.
+        The first op in flight need not block its rank: it may be a send that no thread waits for,
+        or a receive posted early. So add the edges of the other ops of the ranks in a cycle, and
+        keep the cycles that are still closed.
         """
         expanded: set[Node] = set()
         while True:
             cycles = self.graph.find_cycles()
-            more = [node for cycle in cycles for node in cycle if node.kind == "wait" and node not in expanded]
+            more = [
+                node
+                for cycle in cycles
+                for node in cycle
+                if node.kind == "wait" and node not in expanded
+            ]
             if not more:
                 break
             for node in more:
@@ -102,9 +124,13 @@ class _Builder:
                 for op in view.heads:
                     self._follow_op(view, node, op)
             self._follow_all()
-        closed = {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
+        closed = (
+            {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
+        )
         # Among the entries of a rank that could not be read, one may break the cycle.
-        closed -= {node for node in closed if node.kind == "wait" and self.job.views[node.rank].lost_newest}
+        closed -= {
+            node for node in closed if node.kind == "wait" and self.job.views[node.rank].lost_newest
+        }
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: Block) -> None:
@@ -119,7 +145,8 @@ class _Builder:
         targets = self.graph.edges[node]
         if len(parts) > 1 and any(target.kind != "stuck" for target in targets):
             for target in [target for target in targets if target.kind == "stuck"]:
-                self.graph.drop(node, target)  # a batch completes as a whole, so it waits for its other messages
+                # a batch completes as a whole, so it waits for its other messages
+                self.graph.drop(node, target)
 
     def _follow_op(self, view: RankView, node: Node, op: Collective) -> None:
         if op.is_point_to_point:
@@ -130,7 +157,9 @@ class _Builder:
             self._follow_collective(view, node, op)
 
     def _caused_refusals(self, op: Collective) -> bool:
-        """Return whether the rank's absence got its peers refused before it arrived, so that it is not a victim."""
+        """Return whether the rank's absence got its peers refused before it arrived, so that it is
+        not a victim.
+        """
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
         first = self._arrivals(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns
@@ -141,14 +170,22 @@ class _Builder:
     def _follow_collective(self, view: RankView, node: Node, op: Collective) -> None:
         key = op.channel.key
         track = view.tracks.get(key)
-        earlier = [track.ops.get(n) for n in track.open if n < op.sequence_number] if track is not None else []
+        earlier = (
+            [track.ops.get(n) for n in track.open if n < op.sequence_number]
+            if track is not None
+            else []
+        )
         # An op behind an incomplete one of its channel waits for that one.
         for candidate in [*filter(None, earlier), op]:
             if self._add_collective(view, node, key, candidate, last=candidate is op):
                 return
 
-    def _add_collective(self, view: RankView, node: Node, key: ChannelKey, op: Collective, *, last: bool) -> bool:
-        """Add the edge to one collective. Return False if no rank holds it up and it is not the last candidate."""
+    def _add_collective(
+        self, view: RankView, node: Node, key: ChannelKey, op: Collective, *, last: bool
+    ) -> bool:
+        """Add the edge to one collective. Return False if no rank holds it up and it is not the
+        last candidate.
+        """
         number = op.sequence_number
         edge = Edge(op, Instance(key, number), view.rank)
         arrivals = self._arrivals(key, number, op.announced_ns)
@@ -157,7 +194,12 @@ class _Builder:
             self.graph.add(node, Node("mismatch", -1, mismatch), edge)
             return True
         if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
-            late = [rank for _, rank in arrivals.refused[bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :]]
+            late = [
+                rank
+                for _, rank in arrivals.refused[
+                    bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :
+                ]
+            ]
             for member in late:
                 self.graph.add(node, Node("absent", member), edge)
             if late:
@@ -217,8 +259,11 @@ class _Builder:
                 elif issued is None and other.is_log:
                     arrivals.no_record.append(member)
                 elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
-                    # What blocks the rank of another tool's dump is among its oldest entries in flight, which were read.
-                    blocked = other.columns is not None and any(block.stuck for block in other.blocks.values())
+                    # What blocks the rank of another tool's dump is among its oldest entries in
+                    # flight, which were read.
+                    blocked = other.columns is not None and any(
+                        block.stuck for block in other.blocks.values()
+                    )
                     (arrivals.behind if blocked else arrivals.no_record).append(member)
                 continue  # else the rank has issued it, or its record may be overwritten
             met = theirs.ops.get(number)
@@ -226,7 +271,9 @@ class _Builder:
                 if is_refusal(met.error):
                     arrivals.refused.append((met.announced_ns, member))
                     if met.done_ns > 0:
-                        arrivals.first_refusal_ns = min(arrivals.first_refusal_ns or met.done_ns, met.done_ns)
+                        arrivals.first_refusal_ns = min(
+                            arrivals.first_refusal_ns or met.done_ns, met.done_ns
+                        )
                 elif not is_peer_error(met.error):
                     arrivals.absent.append(member)
                     continue
@@ -235,7 +282,8 @@ class _Builder:
             elif met is not None and met.state is not State.COMPLETED and other.died:
                 arrivals.dead.append(member)
         if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
-            arrivals.no_record += [rank for rank in self.job.no_record if rank not in key[2]]  # it may be one of the group
+            # it may be one of the group
+            arrivals.no_record += [rank for rank in self.job.no_record if rank not in key[2]]
         arrivals.refused.sort()
         return arrivals
 
@@ -250,7 +298,8 @@ class _Builder:
             self.graph.add(node, self._instance_node("key", edge.instance), edge)
         elif writer in self.job.views:
             other = self.job.views[writer]
-            for block in other.blocks.values():  # however short its wait for this rank: it never ends
+            # however short its wait for this rank: it never ends
+            for block in other.blocks.values():
                 block.stuck = block.stuck or any(_waits_for(part, view) for part in block.parts)
             self._wait_for_rank(node, other, op.channel.key, edge)
         else:
@@ -286,11 +335,14 @@ class _Builder:
         elif other.died:
             self.graph.add(node, Node("dead", other.rank), edge)
         elif _waits_for_more(other, view.rank):
-            self._wait_for_thread(node, other, key, edge)  # it has arrived, in a batch that waits for another message
+            # it has arrived, in a batch that waits for another message
+            self._wait_for_thread(node, other, key, edge)
         elif not is_queued(view, op) and not _waits_for_more(view, other.rank):
             self.graph.add(node, self._instance_node("stuck", edge.instance), edge)
 
-    def _find_match(self, view: RankView, other: RankView, key: ChannelKey, op: Collective) -> Collective | None:
+    def _find_match(
+        self, view: RankView, other: RankView, key: ChannelKey, op: Collective
+    ) -> Collective | None:
         mine = view.pairs.get((key, other.rank, op.op), [])
         theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
         if not op.sequence_number:
@@ -300,12 +352,16 @@ class _Builder:
             pairs = pair_messages(mine, theirs, complete=complete)
             met = next((recv for send, recv in pairs if send is op), None)
             any_source = other.pairs.get((key, -1, "recv"), [])
-            return met or (any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None)
+            return met or (
+                any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None
+            )
         pairs = pair_messages(theirs, mine, complete=complete)
         return next((send for send, recv in pairs if recv is op), None)
 
     def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
-        """Follow a receive from any source: it waits for all other ranks of its group, though one would do."""
+        """Follow a receive from any source: it waits for all other ranks of its group, though one
+        would do.
+        """
         key = op.channel.key
         for member in key[2]:
             other = self.job.views.get(member)
@@ -322,34 +378,56 @@ class _Builder:
             self._wait_for_thread(node, other, key, edge)
 
     def _wait_for_thread(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
-        """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
+        """Add an edge to the thread that should issue the op; to the rank if that thread is not
+        blocked.
+        """
         block = self._block_of(other, key)
         if block is None:
             unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
-            self.graph.add(node, self._unrecorded_node(other.rank) if unknown else Node("absent", other.rank), edge)
+            self.graph.add(
+                node,
+                self._unrecorded_node(other.rank) if unknown else Node("absent", other.rank),
+                edge,
+            )
             return
         self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))
 
     def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
-        """Return the block of the thread that issues on this channel; of the main thread if none has yet."""
-        stuck = {thread: block for thread, block in other.blocks.items() if block.stuck and block.how != "unknown"}
+        """Return the block of the thread that issues on this channel; of the main thread if none
+        has yet.
+        """
+        stuck = {
+            thread: block
+            for thread, block in other.blocks.items()
+            if block.stuck and block.how != "unknown"
+        }
         if not stuck:
             return None
         track = other.tracks.get(key)
-        thread = track.thread if track is not None and track.thread else self._pair_thread(other, key) or other.main_thread
+        thread = (
+            track.thread
+            if track is not None and track.thread
+            else self._pair_thread(other, key) or other.main_thread
+        )
         if thread in stuck:
             return stuck[thread]
         stack = next((s for s in other.log.stacks if s.thread == thread), None)
         if thread != other.main_thread and (stack is None or not stack.frames):
             # An autograd thread has no Python stack: its main thread holds it up.
-            return stuck.get(other.main_thread) or (next(iter(stuck.values())) if len(stuck) == 1 else None)
+            return stuck.get(other.main_thread) or (
+                next(iter(stuck.values())) if len(stuck) == 1 else None
+            )
         if _waits_for_other_thread(stack.frames if stack is not None else ()):
             return next(iter(stuck.values()))
         return None
 
     def _pair_thread(self, other: RankView, key: ChannelKey) -> int:
-        last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
+        last = max(
+            (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key),
+            key=lambda op: op.index,
+            default=None,
+        )
         return last.issue_thread if last is not None else 0
 
 
@@ -364,12 +442,16 @@ def _waits_for(op: Collective, view: RankView) -> bool:
 
 
 def _waits_for_more(view: RankView, peer: int) -> bool:
-    """Return whether a rank's device is stuck in a batch that has messages with other peers, too."""
+    """Return whether a rank's device is stuck in a batch that has messages with other peers,
+    too.
+    """
     return view.head is not None and any(part.peer != peer for part in view.head.parts)
 
 
 def _waits_for_other_thread(frames: tuple[Frame, ...]) -> bool:
-    """Return whether a thread may wait for another one of its process: in a join, or in a Python lock or future."""
+    """Return whether a thread may wait for another one of its process: in a join, or in a Python
+    lock or future.
+    """
     for frame in frames[:3]:
         in_library = frame.file.endswith(("threading.py", "concurrent/futures/_base.py"))
         if in_library and frame.function in ("join", "_wait_for_tstate_lock", "result"):

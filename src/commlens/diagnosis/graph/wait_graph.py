@@ -1,7 +1,8 @@
-"""The wait-for graph: each blocked thread points to the threads or ranks that it waits for. Its sinks and cycles are root causes.
+"""The wait-for graph: each blocked thread points to the threads or ranks that it waits for. Its
+sinks and cycles are root causes.
 
-A collective is a node of its own between the threads that wait in it and the ranks that it waits for, so the number of edges is
-linear in the number of ranks, not quadratic.
+A collective is a node of its own between the threads that wait in it and the ranks that it waits
+for, so the number of edges is linear in the number of ranks, not quadratic.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _STARTS_MAX = 64  # threads from which a shortest cycle is searched
 class Node(NamedTuple):
     """A blocked thread, a collective that threads wait in, or a sink: the end of their waiting.
 
-    Kinds: ``"wait"``, a blocked thread; ``"at"``, a collective that some of its ranks have not reached. Sinks: ``"absent"``, a rank
-    that is not blocked; ``"dead"``; ``"no-record"``; ``"elsewhere"``, a rank that probably runs on another node; ``"mismatch"``;
-    ``"stuck"``, a collective or message that all its ranks have reached; ``"key"``, a key of the store of which it is not known who should
-    write it.
+    Kinds: ``"wait"``, a blocked thread; ``"at"``, a collective that some of its ranks have not
+    reached. Sinks: ``"absent"``, a rank that is not blocked; ``"dead"``; ``"no-record"``;
+    ``"elsewhere"``, a rank that probably runs on another node; ``"mismatch"``; ``"stuck"``, a
+    collective or message that all its ranks have reached; ``"key"``, a key of the store of which it
+    is not known who should write it.
     """
 
     kind: str
@@ -58,11 +60,13 @@ class Graph:
     """The wait-for graph."""
 
     edges: dict[Node, dict[Node, Edge]] = field(default_factory=dict)
-    instances: list[Instance] = field(default_factory=list)  # of "stuck" and "at" nodes, by their detail
+    # of "stuck" and "at" nodes, by their detail
+    instances: list[Instance] = field(default_factory=list)
     blocks: dict[Node, Block] = field(default_factory=dict)
     waiters: dict[Node, set[Node]] = field(default_factory=dict)  # the edges reversed
     deadlocks: list[list[Node]] = field(default_factory=list)  # the cycles to report
-    unlisted: Collection[ChannelKey] = ()  # groups whose ranks no file lists: those that use it are known
+    # groups whose ranks no file lists: those that use it are known
+    unlisted: Collection[ChannelKey] = ()
     incomplete: bool = False  # threads were left out, since there would be too many edges
 
     def add(self, source: Node, target: Node, edge: Edge) -> None:
@@ -80,19 +84,29 @@ class Graph:
 
     def sinks(self) -> list[Node]:
         """Return the nodes that wait for no other node."""
-        return sorted(node for node, targets in self.edges.items() if not targets and node.kind not in ("wait", "at"))
+        return sorted(
+            node
+            for node, targets in self.edges.items()
+            if not targets and node.kind not in ("wait", "at")
+        )
 
     def is_alone(self, node: Node) -> bool:
-        """Return whether a node is a collective of a group of which only one rank is known, as in the logs of torch's watchdog."""
+        """Return whether a node is a collective of a group of which only one rank is known, as in
+        the logs of torch's watchdog.
+        """
         key = self.instances[node.detail].key
         return len(key[2]) == 1 and key in self.unlisted
 
     def edges_into(self, node: Node) -> list[Edge]:
-        """Return the edges of the threads that wait for a node, directly or in a collective, by rank."""
+        """Return the edges of the threads that wait for a node, directly or in a collective, by
+        rank.
+        """
         found = []
         for source in sorted(self.waiters.get(node, ())):
             if source.kind == "at":
-                found += [self.edges[waiting][source] for waiting in sorted(self.waiters.get(source, ()))]
+                found += [
+                    self.edges[waiting][source] for waiting in sorted(self.waiters.get(source, ()))
+                ]
             elif source.kind == "wait":
                 found.append(self.edges[source][node])
         return sorted(found, key=lambda edge: edge.rank)
@@ -109,13 +123,20 @@ class Graph:
         return seen
 
     def find_cycles(self) -> list[list[Node]]:
-        """Return the strongly connected components of waiting threads that no edge leaves (Tarjan's algorithm, iteratively)."""
+        """Return the strongly connected components of waiting threads that no edge leaves (Tarjan's
+        algorithm, iteratively).
+        """
         index: dict[Node, int] = {}
         low: dict[Node, int] = {}
         on_stack: set[Node] = set()
         stack: list[Node] = []
         found: list[list[Node]] = []
-        waiting = {node: sorted(end for end in ends if self.edges[end]) for node, ends in self.edges.items() if ends}  # no sinks
+        # no sinks
+        waiting = {
+            node: sorted(end for end in ends if self.edges[end])
+            for node, ends in self.edges.items()
+            if ends
+        }
         for root in sorted(waiting):
             if root in index:
                 continue
@@ -147,15 +168,23 @@ class Graph:
                             if member == node:
                                 break
                         members = set(component)
-                        closed = all(target in members for member in component for target in self.edges[member])
-                        loop = sum(member.kind == "wait" for member in component) > 1 or node in self.edges[node]
+                        closed = all(
+                            target in members
+                            for member in component
+                            for target in self.edges[member]
+                        )
+                        loop = (
+                            sum(member.kind == "wait" for member in component) > 1
+                            or node in self.edges[node]
+                        )
                         if closed and loop:
                             found.append(sorted(component))
         return found
 
 
 def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
-    """Return a shortest cycle in a component: for each of its waiting threads, the thread, the next one and the edge towards it.
+    """Return a shortest cycle in a component: for each of its waiting threads, the thread, the next
+    one and the edge towards it.
 
     Empty if each cycle is one of threads of the same rank.
     """
@@ -168,8 +197,12 @@ def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, 
     return best
 
 
-def _shortest_cycle_from(graph: Graph, members: set[Node], start: Node) -> list[tuple[Node, Node, Edge]]:
-    """Search breadth first. A collective can have its waiting ranks among the ranks that it waits for: no rank waits for itself."""
+def _shortest_cycle_from(
+    graph: Graph, members: set[Node], start: Node
+) -> list[tuple[Node, Node, Edge]]:
+    """Search breadth first. A collective can have its waiting ranks among the ranks that it waits
+    for: no rank waits for itself.
+    """
     steps: dict[Node, tuple[Node, Node, Edge]] = {}
     first_at: dict[Node, Node] = {}  # the thread by which a collective was reached
     level = [start]

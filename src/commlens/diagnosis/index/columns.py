@@ -1,8 +1,10 @@
-"""Other tools' dumps as columns: one array value per operation, turned into :class:`Collective` objects only on access.
+"""Other tools' dumps as columns: one array value per operation, turned into :class:`Collective`
+objects only on access.
 
-:func:`reduce_dump` runs in worker processes. It reduces the columns of a file to a :class:`RankDump`, which is all that is sent back:
-a coalesced group becomes one operation, an entry that only closes a point-to-point batch is dropped, and of each stack only the
-lines of the user's code are kept. An :class:`Interner` stores once what many ranks share (arguments, lines, groups).
+:func:`reduce_dump` runs in worker processes. It reduces the columns of a file to a
+:class:`RankDump`, which is all that is sent back: a coalesced group becomes one operation, an entry
+that only closes a point-to-point batch is dropped, and of each stack only the lines of the user's
+code are kept. An :class:`Interner` stores once what many ranks share (arguments, lines, groups).
 """
 
 from __future__ import annotations
@@ -15,24 +17,55 @@ import msgspec
 import numpy as np
 
 from commlens.formats.columns import COMPLETED, STARTED, TEXT_LOG, Integers, RankColumns
-from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
+from commlens.model.collective import (
+    Channel,
+    Collective,
+    CollectiveArgs,
+    Frame,
+    FrameKind,
+    LearnedHow,
+    Stack,
+    State,
+    user_frame,
+)
 from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire_op
 from commlens.model.ranklog import End
 
 _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
-    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries",
-    "channels", "groups", "timeouts", "unplaced", "timed_out", "exception", "exception_stack", "observation", "stuck_watchdog_s",
-    "launcher_signal", "remarks",
-)  # fmt: skip
+    "rank",
+    "world_size",
+    "host",
+    "job",
+    "source",
+    "origin",
+    "version",
+    "captured_ns",
+    "written_ns",
+    "problems",
+    "lost_entries",
+    "channels",
+    "groups",
+    "timeouts",
+    "unplaced",
+    "timed_out",
+    "exception",
+    "exception_stack",
+    "observation",
+    "stuck_watchdog_s",
+    "launcher_signal",
+    "remarks",
+)
 
 
 @dataclass(slots=True)
 class RankDump(RankColumns):
-    """One rank's columns, reduced to what diagnosis needs: one row per operation, the user's lines as ``stacks``.
+    """One rank's columns, reduced to what diagnosis needs: one row per operation, the user's lines
+    as ``stacks``.
 
-    ``state`` is at most ``COMPLETED``, also for an operation that its recorder no longer tracks. ``coalesced`` numbers the batches of
-    point-to-point operations only. ``status`` is by group name. ``possible_ranks`` is empty if the rank is known.
+    ``state`` is at most ``COMPLETED``, also for an operation that its recorder no longer tracks.
+    ``coalesced`` numbers the batches of point-to-point operations only. ``status`` is by group
+    name. ``possible_ranks`` is empty if the rank is known.
     """
 
     timed: bool = False  # it records when an operation starts on the device
@@ -41,13 +74,22 @@ class RankDump(RankColumns):
 
     @property
     def is_log(self) -> bool:
-        """Whether it is of a text log, in which a rank may have no line about a collective that it issued."""
+        """Whether it is of a text log, in which a rank may have no line about a collective that it
+        issued.
+        """
         return self.origin == TEXT_LOG
 
     @property
     def tells_nothing(self) -> bool:
         """Whether a text log only mentions the rank."""
-        known = len(self) or self.status or self.timeouts or self.exception or self.stuck_watchdog_s or self.timed_out
+        known = (
+            len(self)
+            or self.status
+            or self.timeouts
+            or self.exception
+            or self.stuck_watchdog_s
+            or self.timed_out
+        )
         return self.is_log and not known and self.observation.end is End.UNKNOWN
 
     @property
@@ -80,7 +122,7 @@ class Interner:
         return self._sites.setdefault(tuple(table), list(table))
 
 
-# --- reduce a file's columns -------------------------------------------------------------------------------------
+# --- reduce a file's columns
 
 
 def reduce_all(ranks: Iterable[RankColumns]) -> list[RankDump]:
@@ -93,14 +135,26 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
     """Reduce the columns of one file to what diagnosis needs."""
     args, args_index, keep = _merge_coalesced(rows)
     sites, site = _user_sites(rows, keep)
-    status = {name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status}
+    status = {
+        name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status
+    }
     dump = RankDump(
         **{name: getattr(rows, name) for name in _KEPT},
         possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
         issued=rows.issued - (len(rows) - len(keep)),
-        timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any() or any(started > 0 for _, started, _ in status.values())),
-        only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
-        unbroken=len(rows) if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows) else 0,
+        timed=bool(
+            (rows.state == STARTED).any()
+            or (rows.started_ns > 0).any()
+            or any(started > 0 for _, started, _ in status.values())
+        ),
+        only_active=bool(len(rows))
+        and not bool((rows.state >= COMPLETED).any())
+        and int(rows.record_id[0]) > 0,
+        unbroken=(
+            len(rows)
+            if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows)
+            else 0
+        ),
         status=status,
         args=interner.args(args),
         stacks=interner.sites(sites),
@@ -174,8 +228,12 @@ def _user_sites(rows: RankColumns, keep: Integers) -> tuple[list[Stack], Integer
 
 
 def _user_lines(stack: Stack) -> Stack:
-    """Return the innermost lines of the user's code; if there are none, the innermost line of a library."""
-    lines: tuple[Frame, ...] = tuple(frame for frame in stack if frame.kind is FrameKind.USER)[:_LINES]
+    """Return the innermost lines of the user's code; if there are none, the innermost line of a
+    library.
+    """
+    lines: tuple[Frame, ...] = tuple(frame for frame in stack if frame.kind is FrameKind.USER)[
+        :_LINES
+    ]
     if not lines:
         innermost = user_frame(stack)
         lines = (innermost,) if innermost is not None else ()
@@ -189,11 +247,13 @@ def is_message(args: Sequence[CollectiveArgs], index: Integers) -> Integers:
     return found
 
 
-# --- columns as collectives --------------------------------------------------------------------------------------
+# --- columns as collectives
 
 
 class SharedIds:
-    """Integer ids of signatures and call sites, the same on all ranks, so that arrays of them can be compared."""
+    """Integer ids of signatures and call sites, the same on all ranks, so that arrays of them can
+    be compared.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[Hashable, int] = {}
@@ -205,7 +265,9 @@ class SharedIds:
         return self._ids_of(table, map(_signature, table))
 
     def sites(self, table: Sequence[Stack]) -> Integers:
-        """Return the id of each entry's innermost line, and at the end -1, which index -1 (no stack) reads."""
+        """Return the id of each entry's innermost line, and at the end -1, which index -1 (no
+        stack) reads.
+        """
         return self._ids_of(table, (lines[0] if lines else None for lines in table))
 
     def _ids_of(self, table: object, values: Iterable[Hashable]) -> Integers:
@@ -217,7 +279,9 @@ class SharedIds:
 
 
 def _signature(args: CollectiveArgs) -> Hashable:
-    """Return what must be equal on all ranks, as far as other recorders show it: they omit the splits of all_to_all."""
+    """Return what must be equal on all ranks, as far as other recorders show it: they omit the
+    splits of all_to_all.
+    """
     specs = args.payload
     if args.op in UNEVEN or not specs:
         return (args.op, frozenset(spec.dtype for spec in specs))
@@ -268,7 +332,8 @@ class ColumnOps(Mapping[int, Collective]):
         self.columns = columns
         numbers = columns.dump.sequence[rows]
         if len(numbers) > 1 and not (numbers[1:] > numbers[:-1]).all():
-            numbers, first = np.unique(numbers[::-1], return_index=True)  # the last of those that share a number
+            # the last of those that share a number
+            numbers, first = np.unique(numbers[::-1], return_index=True)
             rows = rows[::-1][first]
         self.rows = rows
         self.numbers = numbers
@@ -276,7 +341,11 @@ class ColumnOps(Mapping[int, Collective]):
     def row(self, number: int) -> int | None:
         """Return the row of a sequence number; None if there is none."""
         at = int(np.searchsorted(self.numbers, number))
-        return int(self.rows[at]) if at < len(self.numbers) and int(self.numbers[at]) == number else None
+        return (
+            int(self.rows[at])
+            if at < len(self.numbers) and int(self.numbers[at]) == number
+            else None
+        )
 
     def __getitem__(self, number: int) -> Collective:
         row = self.row(number)
@@ -329,17 +398,25 @@ class ColumnHistory(Sequence[Collective]):
         return self.columns.op(index)
 
     def texts(self) -> tuple[str, str]:
-        """Return the history as two texts with one letter per operation: with its line and sizes, and without."""
+        """Return the history as two texts with one letter per operation: with its line and sizes,
+        and without.
+        """
         dump = self.columns.dump
         args = dump.args_index.astype("int64")
         sites = self.columns.ids.sites(dump.stacks)[dump.stack]
         codes: dict[str, int] = {}
-        op = np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args] if len(dump) else args
+        op = (
+            np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args]
+            if len(dump)
+            else args
+        )
         where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)
         return _letters(where, op, self._sizes(args), sites), _letters(where, op)
 
     def _sizes(self, args: Integers) -> Integers:
-        """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step to step."""
+        """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step
+        to step.
+        """
         if not len(args):
             return args
         varies = np.array([one.op == "all_to_all" for one in self.columns.dump.args])

@@ -1,7 +1,8 @@
 """Index other tools' dumps in the form that black boxes are indexed in.
 
-Other recorders do not record threads. A rank is blocked in one operation, its *head*: the first that is in flight. What it
-enqueued behind the head has not started, unless the dump records its start.
+Other recorders do not record threads. A rank is blocked in one operation, its *head*: the first
+that is in flight. What it enqueued behind the head has not started, unless the dump records its
+start.
 """
 
 from __future__ import annotations
@@ -12,8 +13,24 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from commlens.diagnosis.index.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index.job_index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track, has_issued
+from commlens.diagnosis.index.columns import (
+    ColumnHistory,
+    ColumnOps,
+    RankDump,
+    RankOps,
+    SharedIds,
+    is_message,
+)
+from commlens.diagnosis.index.job_index import (
+    DEVICE,
+    FOREIGN_DUMPS,
+    Block,
+    JobIndex,
+    PairKey,
+    RankView,
+    Track,
+    has_issued,
+)
 from commlens.diagnosis.index.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select.job import absent_ranks, world_size
 from commlens.formats.columns import COMPLETED, STARTED, Integers
@@ -59,7 +76,8 @@ def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
 def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     """Index the dumps of one job, one for each rank, in time linear in their records.
 
-    A collective that has been in flight for less than ``stalled_after_s`` in a running job is not stuck.
+    A collective that has been in flight for less than ``stalled_after_s`` in a running job is not
+    stuck.
     """
     ids = SharedIds()
     unified = _unify_channels(dumps)
@@ -74,7 +92,9 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     for dump in sorted(dumps, key=lambda one: one.rank):
         columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
         log = _log(dump, columns, recent)
-        view = RankView(dump.rank, log, process_exit_of(log, gave_up=_gave_up(dump)), dump.captured_ns or latest)
+        view = RankView(
+            dump.rank, log, process_exit_of(log, gave_up=_gave_up(dump)), dump.captured_ns or latest
+        )
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
@@ -92,8 +112,20 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     logs = [view.log for view in views.values()]
     size = world_size(logs)
     only_logs = all(view.is_log for view in views.values())
-    no_record, elsewhere = absent_ranks(logs, size) if not only_logs else (sorted(set(range(size)) - set(views)), [])
-    job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS, only_logs=only_logs)
+    no_record, elsewhere = (
+        absent_ranks(logs, size) if not only_logs else (sorted(set(range(size)) - set(views)), [])
+    )
+    job = JobIndex(
+        views,
+        channels,
+        size,
+        no_record,
+        elsewhere,
+        limit,
+        users=dict(users),
+        knows=FOREIGN_DUMPS,
+        only_logs=only_logs,
+    )
     job.unlisted = frozenset(channel.key for name, channel in unified.items() if not name[2])
     _find_outdated(job)
     job.moving = _is_moving(job)
@@ -105,27 +137,39 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
 
 
 def _written_ns(dumps: Sequence[RankDump]) -> dict[int, int]:
-    """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of writing; 0 where that tells nothing.
+    """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of
+    writing; 0 where that tells nothing.
 
-    Some archives and object stores keep full seconds, or another time altogether: then a file is older than what it holds.
+    Some archives and object stores keep full seconds, or another time altogether: then a file is
+    older than what it holds.
     """
-    latest = {dump.rank: dump.written_ns + (_WRITTEN_NS if dump.written_ns % 1_000_000_000 else _WRITTEN_SECONDS_NS) for dump in dumps}
+    latest = {
+        dump.rank: (
+            dump.written_ns
+            + (_WRITTEN_NS if dump.written_ns % 1_000_000_000 else _WRITTEN_SECONDS_NS)
+        )
+        for dump in dumps
+    }
     if any(dump.written_ns and latest[dump.rank] < _newest_ns(dump) for dump in dumps):
         return dict.fromkeys(latest, 0)
     return {dump.rank: latest[dump.rank] if dump.written_ns else 0 for dump in dumps}
 
 
 def _find_outdated(job: JobIndex) -> None:
-    """Find the dumps that were taken before the others' collectives completed, in which their ranks took part.
+    """Find the dumps that were taken before the others' collectives completed, in which their ranks
+    took part.
 
-    What such a rank did last is unknown: it issued more than its dump holds, and is no longer in what its dump has in flight.
+    What such a rank did last is unknown: it issued more than its dump holds, and is no longer in
+    what its dump has in flight.
     """
     outdated: set[int] = set()
     for key, users in job.users.items():
         done = [op for rank in users if (op := _newest_left(job.views[rank], key)) is not None]
         if done:
             newest = max(done, key=lambda op: op.sequence_number)
-            outdated |= {rank for rank in key[2] if rank in job.views and _lacks(job.views[rank], newest)}
+            outdated |= {
+                rank for rank in key[2] if rank in job.views and _lacks(job.views[rank], newest)
+            }
     for rank in outdated:
         job.views[rank].outdated = True
         for block in job.views[rank].blocks.values():
@@ -133,7 +177,8 @@ def _find_outdated(job: JobIndex) -> None:
 
 
 def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
-    """Return the newest collective that has completed and needed all ranks of its group; None if there is none, or in a log.
+    """Return the newest collective that has completed and needed all ranks of its group; None if
+    there is none, or in a log.
 
     The rank's last operation does not count: its recorder may have given it up because it failed.
     """
@@ -149,9 +194,16 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
 
 
 def _lacks(view: RankView, op: Collective) -> bool:
-    """Return whether a rank's dump, which is not damaged, ends before the rank issued this collective."""
+    """Return whether a rank's dump, which is not damaged, ends before the rank issued this
+    collective.
+    """
     track = view.tracks.get(op.channel.key)
-    if view.columns is None or view.columns.dump.is_log or view.lost_newest or (track is None and view.wrapped):
+    if (
+        view.columns is None
+        or view.columns.dump.is_log
+        or view.lost_newest
+        or (track is None and view.wrapped)
+    ):
         return False
     return (track is None or track.last < op.sequence_number) and has_issued(
         view, op.channel.key, op.sequence_number, op.announced_ns
@@ -161,7 +213,8 @@ def _lacks(view: RankView, op: Collective) -> bool:
 def _gave_up(dump: RankDump) -> bool:
     """Return whether NCCL's watchdog had a reason to abort the rank.
 
-    It does so after a timeout, and writes a dump before. Of a process that aborts for another reason, the recorder leaves no dump.
+    It does so after a timeout, and writes a dump before. Of a process that aborts for another
+    reason, the recorder leaves no dump.
     """
     on_device = np.array(["ccl" in channel.group.backend for channel in dump.channels] or [False])
     return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
@@ -170,13 +223,20 @@ def _gave_up(dump: RankDump) -> bool:
 def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
-    If so, half of the ranks or more have collectives in flight that others have completed. In a hung job, only a rank whose own device
-    makes no progress does.
+    If so, half of the ranks or more have collectives in flight that others have completed. In a
+    hung job, only a rank whose own device makes no progress does.
     """
-    completed = {key: max(_completed(job.views[rank], key) for rank in users) for key, users in job.users.items()}
+    completed = {
+        key: max(_completed(job.views[rank], key) for rank in users)
+        for key, users in job.users.items()
+    }
     late = 0
     for view in job.views.values():
-        running = [(key, track) for key, track in view.tracks.items() if track.open and track.ops[track.open[0]].op not in ROOTED]
+        running = [
+            (key, track)
+            for key, track in view.tracks.items()
+            if track.open and track.ops[track.open[0]].op not in ROOTED
+        ]
         late += any(track.open[0] <= completed[key] for key, track in running)
     return late > 1 and late * 2 >= len(job.views)
 
@@ -188,17 +248,25 @@ def _completed(view: RankView, key: ChannelKey) -> int:
     """
     track = view.tracks[key]
     lists_completed = view.columns is None or not view.columns.dump.only_active or view.head_lost
-    return track.completed if lists_completed or not track.open else max(track.completed, track.open[0] - 1)
+    return (
+        track.completed
+        if lists_completed or not track.open
+        else max(track.completed, track.open[0] - 1)
+    )
 
 
 def _may_be_buffer_size(records: int) -> bool:
-    """Return whether this may be the size of a recorder's ring buffer: a round number or a power of two."""
+    """Return whether this may be the size of a recorder's ring buffer: a round number or a power of
+    two.
+    """
     return records >= _RING_BUFFER_MIN and (records % 100 == 0 or records.bit_count() == 1)
 
 
 def _newest_ns(dump: RankDump) -> int:
     """Return the latest time in a dump, in Unix ns."""
-    return max(int(dump.created_ns.max(initial=0)), int(dump.completed_ns.max(initial=0)), dump.captured_ns)
+    return max(
+        int(dump.created_ns.max(initial=0)), int(dump.completed_ns.max(initial=0)), dump.captured_ns
+    )
 
 
 def _name(channel: Channel) -> ChannelName:
@@ -206,7 +274,9 @@ def _name(channel: Channel) -> ChannelName:
 
 
 def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
-    """Return one channel object for all ranks, by name. Fill in a group's ranks where a dump does not record them."""
+    """Return one channel object for all ranks, by name. Fill in a group's ranks where a dump does
+    not record them.
+    """
     found: dict[ChannelName, Channel] = {}
     users: dict[tuple[str, str], set[int]] = defaultdict(set)
     recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
@@ -218,7 +288,8 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
                 recorded[name[:2]].add(name[2])
             else:
                 users[name[:2]].add(dump.rank)
-    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))  # also those that left no dump
+    # also those that left no dump
+    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))
     one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
     for name, channel in list(found.items()):
         if name[2]:
@@ -229,7 +300,9 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
             ranks = tuple(all_ranks)
         full_name = (*name[:2], ranks)
         if full_name not in found:
-            found[full_name] = Channel(msgspec.structs.replace(channel.group, ranks=ranks), channel.device)
+            found[full_name] = Channel(
+                msgspec.structs.replace(channel.group, ranks=ranks), channel.device
+            )
         found[name] = found[full_name]
     return found
 
@@ -240,13 +313,16 @@ def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Cha
     known: dict[ChannelKey, Channel] = {}
     message = is_message(dump.args, dump.args_index)
     codes = dump.channel.astype("int64")
-    by_key: dict[ChannelKey, list[int]] = defaultdict(list)  # a dump may describe one group in several ways
+    # a dump may describe one group in several ways
+    by_key: dict[ChannelKey, list[int]] = defaultdict(list)
     for number in np.unique(codes).tolist():
         channel = columns.channels[number]
         known.setdefault(channel.key, channel)
         by_key[channel.key].append(number)
     for key, numbers in by_key.items():
-        rows = np.flatnonzero(((codes == numbers[0]) if len(numbers) == 1 else np.isin(codes, numbers)) & ~message)
+        rows = np.flatnonzero(
+            ((codes == numbers[0]) if len(numbers) == 1 else np.isin(codes, numbers)) & ~message
+        )
         if len(rows):
             view.tracks[key] = _track(ColumnOps(columns, rows))
     _index_messages(view, columns, message)
@@ -255,7 +331,9 @@ def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Cha
 
 
 def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int) -> None:
-    """Find the operation that blocks the rank, and the first in flight of each other channel and pair."""
+    """Find the operation that blocks the rank, and the first in flight of each other channel and
+    pair.
+    """
     dump = columns.dump
     open_rows = np.flatnonzero(dump.state != COMPLETED).tolist()
     view.running = {int(dump.record_id[row]) + 1 for row in open_rows if dump.state[row] == STARTED}
@@ -268,13 +346,16 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
     if not open_rows:
         return
     first = open_rows[0]
-    view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)  # learn the routine from the operations before
+    # learn the routine from the operations before
+    view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)
     batch = int(dump.coalesced[first])
     parts = [row for row in open_rows if batch and int(dump.coalesced[row]) == batch] or [first]
     op = columns.op(first)
     age = max(0, view.now_ns - op.announced_ns)
     stuck = not view.log.captured_ns or age >= limit
-    view.head = Block(op, [columns.op(row) for row in parts], DEVICE, op.announced_ns, "enqueued", stuck, age)
+    view.head = Block(
+        op, [columns.op(row) for row in parts], DEVICE, op.announced_ns, "enqueued", stuck, age
+    )
     view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
 
@@ -283,7 +364,13 @@ def _track(ops: ColumnOps) -> Track:
     done = ops.columns.dump.state[ops.rows] == COMPLETED
     completed = ops.numbers[done]
     newest = int(completed[-1]) if len(completed) else 0
-    return Track(ops, first=int(ops.numbers[0]), last=int(ops.numbers[-1]), completed=newest, open=ops.numbers[~done].tolist())
+    return Track(
+        ops,
+        first=int(ops.numbers[0]),
+        last=int(ops.numbers[-1]),
+        completed=newest,
+        open=ops.numbers[~done].tolist(),
+    )
 
 
 def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
@@ -294,7 +381,11 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
     ended = dump.state == COMPLETED
 
     def pair(row: int) -> PairKey:
-        return (columns.channels[int(dump.channel[row])].key, int(dump.peer[row]), dump.args[int(dump.args_index[row])].op)
+        return (
+            columns.channels[int(dump.channel[row])].key,
+            int(dump.peer[row]),
+            dump.args[int(dump.args_index[row])].op,
+        )
 
     over = np.flatnonzero(message & ended)
     sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]

@@ -1,4 +1,6 @@
-"""The index of all ranks: collectives by channel and sequence number, messages by channel and peer, blocked threads."""
+"""The index of all ranks: collectives by channel and sequence number, messages by channel and peer,
+blocked threads.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STALL_TIMEOUT_S: Final = 60.0
 """The setting's default, for logs that do not hold it."""
 
 GroupKind = tuple[str, int, int, int]
-"""A group's description, number of ranks and stride, and a number that tells such groups of one rank apart."""
+"""A group's description, number of ranks and stride, and a number that tells such groups of one
+rank apart.
+"""
 
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), and ``"send"`` or ``"recv"``."""
@@ -34,8 +38,10 @@ PairKey = tuple[ChannelKey, int, str]
 class Track:
     """One rank's collectives on one channel."""
 
-    ops: Mapping[int, Collective] = field(default_factory=dict)  # by sequence number; of a coalesced group, its closing record
-    members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)  # of coalesced groups, by sequence number
+    # by sequence number; of a coalesced group, its closing record
+    ops: Mapping[int, Collective] = field(default_factory=dict)
+    # of coalesced groups, by sequence number
+    members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)
     first: int = 0  # lowest sequence number
     last: int = 0
     completed: int = 0  # highest sequence number known to be completed
@@ -43,14 +49,18 @@ class Track:
     thread: int = 0  # issued the last one
 
     def args_of(self, number: int) -> Sequence[CollectiveArgs]:
-        """Return the arguments of the collective with this number, or of the members of a coalesced group."""
+        """Return the arguments of the collective with this number, or of the members of a coalesced
+        group.
+        """
         return self.members.get(number) or (self.ops[number].args,)
 
 
 How = Literal["wait", "issue", "assumed", "failed", "enqueued", "unknown"]
-"""How a thread is blocked: in its wait, its call, by inference, in a wait that failed; or its device is, in the first op in flight.
+"""How a thread is blocked: in its wait, its call, by inference, in a wait that failed; or its
+device is, in the first op in flight.
 
-``unknown``: the thread stands still, perhaps for its device, of which it is not known whether it has completed the rank's last op.
+``unknown``: the thread stands still, perhaps for its device, of which it is not known whether it
+has completed the rank's last op.
 """
 
 DEVICE: Final = 0
@@ -81,40 +91,55 @@ class RankView:
     tracks: dict[ChannelKey, Track] = field(default_factory=dict)
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
     open_pairs: set[int] = field(default_factory=set)  # indices of point-to-point ops in flight
-    blocks: dict[int, Block] = field(default_factory=dict)  # by thread; 0 is the device, and in dumps that record no threads the rank
-    head: Block | None = None  # of these: the op in flight that the device waits in, or the rank in dumps that record no threads
+    # by thread; 0 is the device, and in dumps that record no threads the rank
+    blocks: dict[int, Block] = field(default_factory=dict)
+    # of these: the op in flight that the device waits in, or the rank in dumps that record no
+    # threads
+    head: Block | None = None
     main_thread: int = 0
     wrapped: bool = False  # older records were overwritten or lost
     history: Sequence[Collective] = ()  # all records, oldest first
-    heads: list[Collective] = field(default_factory=list)  # first op in flight of each channel and pair on a device, but the head itself
+    # first op in flight of each channel and pair on a device, but the head itself
+    heads: list[Collective] = field(default_factory=list)
     running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
     timed: bool = False  # it is recorded when an op starts to run on the device
     # Only of other tools' dumps:
     columns: RankOps | None = None
-    ended_messages: dict[PairKey, int] = field(default_factory=dict)  # number of completed sends or receives
-    routine_since: int | None = None  # position in the history from which the rank may have left its routine
+    # number of completed sends or receives
+    ended_messages: dict[PairKey, int] = field(default_factory=dict)
+    # position in the history from which the rank may have left its routine
+    routine_since: int | None = None
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
-    routine_from: int = 0  # index of the op from which on the program has done several steps; 0: not determined yet
-    head_lost: bool = False  # the op that blocks the rank is, or in a dump with nothing but ops in flight may be, older and overwritten
+    # index of the op from which on the program has done several steps; 0: not determined yet
+    routine_from: int = 0
+    # the op that blocks the rank is, or in a dump with nothing but ops in flight may be, older and
+    # overwritten
+    head_lost: bool = False
     written_ns: int = 0  # the dump is not newer than this, Unix ns; 0 if unknown
-    outdated: bool = False  # other ranks' records show that it has issued more collectives than its dump holds
+    # other ranks' records show that it has issued more collectives than its dump holds
+    outdated: bool = False
 
     @property
     def died(self) -> bool:
-        """Whether the process died of its own error or disappeared. False if it ended because of another rank."""
+        """Whether the process died of its own error or disappeared. False if it ended because of
+        another rank.
+        """
         return self.exit.kind in ("own", "gone")
 
     @property
     def lost_newest(self) -> bool:
-        """Whether the newest records of a running process are unreadable, so that it may have issued anything.
+        """Whether the newest records of a running process are unreadable, so that it may have
+        issued anything.
 
-        Of another tool's dump, any entries: these are written oldest first, and the newest are the first that a cut takes.
+        Of another tool's dump, any entries: these are written oldest first, and the newest are the
+        first that a cut takes.
         """
         lost = self.log.lost_newest if self.columns is None else self.columns.dump.lost_entries
         return lost and not self.died
 
     def is_older_than(self, moment_ns: int) -> bool:
-        """Return whether the rank's dump is known to be older than this, so that it does not show what the rank issued since.
+        """Return whether the rank's dump is known to be older than this, so that it does not show
+        what the rank issued since.
 
         Always False for black boxes.
         """
@@ -136,13 +161,21 @@ class RankView:
         return self.history[-1] if self.history else None
 
     def has_been_at(self, op: Collective, *, among_last: int = 0) -> bool:
-        """Return whether the rank issued a collective from the same lines before this one: among its last records, or any (0)."""
-        return any(before.call_lines == op.call_lines for before in self.history[-among_last:] if before.index < op.index)
+        """Return whether the rank issued a collective from the same lines before this one: among
+        its last records, or any (0).
+        """
+        return any(
+            before.call_lines == op.call_lines
+            for before in self.history[-among_last:]
+            if before.index < op.index
+        )
 
     def has_routine(self, op: Collective) -> bool:
-        """Return whether the history shows that what repeats before this op are steps, not layers or parameters.
+        """Return whether the history shows that what repeats before this op are steps, not layers
+        or parameters.
 
-        So many records were made that the oldest were overwritten, or the program has done several steps or rounds of its outermost loop.
+        So many records were made that the oldest were overwritten, or the program has done several
+        steps or rounds of its outermost loop.
         """
         if self.log.issued > len(self.history):
             return True
@@ -155,22 +188,33 @@ class RankView:
 class Capabilities:
     """The facts that a kind of evidence records. The defaults are those of black boxes."""
 
-    threads: bool = True  # the threads that issue and wait; else a rank is blocked in its first op in flight
+    # the threads that issue and wait; else a rank is blocked in its first op in flight
+    threads: bool = True
     stacks: bool = True  # the current stacks of a rank's threads
     process_exit: bool = True  # whether and how a process ended
     capture_time: bool = True  # the time of the dump
-    every_process: bool = True  # a process on a known host without records has died; else its dump may only be missing here
-    completed_ops: bool = True  # all completed ops and messages; else only those in flight may be recorded
+    # a process on a known host without records has died; else its dump may only be missing here
+    every_process: bool = True
+    # all completed ops and messages; else only those in flight may be recorded
+    completed_ops: bool = True
     splits: bool = True  # of all_to_all
-    completion_times: bool = False  # on the device; black boxes record when the process noticed the completion
+    # on the device; black boxes record when the process noticed the completion
+    completion_times: bool = False
     columns: bool = False  # ops are columns, so that ranks are compared as arrays
 
 
 BLACK_BOXES = Capabilities()
 FOREIGN_DUMPS = Capabilities(
-    threads=False, stacks=False, process_exit=False, capture_time=False, every_process=False, completed_ops=False, splits=False,
-    completion_times=True, columns=True,
-)  # fmt: skip
+    threads=False,
+    stacks=False,
+    process_exit=False,
+    capture_time=False,
+    every_process=False,
+    completed_ops=False,
+    splits=False,
+    completion_times=True,
+    columns=True,
+)
 
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
@@ -186,12 +230,16 @@ class JobIndex:
     no_record: list[int]  # ranks that left none on the hosts seen
     elsewhere: list[int]  # ranks that probably run on another node
     stalled_after_ns: int
-    users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks with records of the channel
+    # ranks with records of the channel
+    users: dict[ChannelKey, list[int]] = field(default_factory=dict)
     knows: Capabilities = BLACK_BOXES
     stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
-    unlisted: frozenset[ChannelKey] = frozenset()  # groups whose ranks no file lists: those that use it are known
-    strangers: Mapping[int, RankLog] = field(default_factory=dict)  # of no_record: ranks whose process runs without being recorded
-    only_logs: bool = False  # all evidence is from text logs, in which a healthy rank need have no line
+    # groups whose ranks no file lists: those that use it are known
+    unlisted: frozenset[ChannelKey] = frozenset()
+    # of no_record: ranks whose process runs without being recorded
+    strangers: Mapping[int, RankLog] = field(default_factory=dict)
+    # all evidence is from text logs, in which a healthy rank need have no line
+    only_logs: bool = False
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
 
@@ -202,22 +250,38 @@ class JobIndex:
 
     @cached_property
     def meets_here(self) -> str:
-        """The address at which the ranks meet, if only one machine, of which there are records, reaches it; otherwise empty."""
+        """The address at which the ranks meet, if only one machine, of which there are records,
+        reaches it; otherwise empty.
+        """
         if len({view.log.host for view in self.views.values()}) != 1:
             return ""
-        calls = (op for view in self.views.values() for op in view.log.setups if op.op == "init_process_group")
+        calls = (
+            op
+            for view in self.views.values()
+            for op in view.log.setups
+            if op.op == "init_process_group"
+        )
         addresses = {(op.module or "").removeprefix("tcp://").partition("?")[0] for op in calls}
         address = addresses.pop() if len(addresses) == 1 else ""
         return address if address.rpartition(":")[0] in _LOOPBACK else ""
 
     @cached_property
     def group_kinds(self) -> dict[ChannelKey, GroupKind]:
-        """The kinds of groups, such as the rows of a mesh, by channel: ranks use groups of one kind alike."""
+        """The kinds of groups, such as the rows of a mesh, by channel: ranks use groups of one kind
+        alike.
+        """
         kinds: dict[ChannelKey, GroupKind] = {}
-        taken: dict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)  # by rank: its groups of the kind
-        for key, channel in sorted(self.channels.items(), key=lambda item: (len(item[0][1]), item[0])):
+        # by rank: its groups of the kind
+        taken: dict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)
+        for key, channel in sorted(
+            self.channels.items(), key=lambda item: (len(item[0][1]), item[0])
+        ):
             ranks = key[2]
-            alike = (channel.group.description, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0)
+            alike = (
+                channel.group.description,
+                len(ranks),
+                ranks[1] - ranks[0] if len(ranks) > 1 else 0,
+            )
             number = max((taken[alike][rank] for rank in ranks), default=0)
             taken[alike].update(dict.fromkeys(ranks, 1))
             kinds[key] = (*alike, number)
@@ -232,29 +296,56 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
     stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
-    exits = attribute_exits({log.rank: process_exit_of(log) for log in logs}, {log.rank: log for log in logs})
+    exits = attribute_exits(
+        {log.rank: process_exit_of(log) for log in logs}, {log.rank: log for log in logs}
+    )
     size = world_size(logs)
     strangers = {log.rank: log for log in logs if log.unrecorded}
     logs = [log for log in logs if not log.unrecorded]
     no_record, elsewhere = absent_ranks(logs, size)
-    no_record, elsewhere = sorted({*no_record, *strangers}), [rank for rank in elsewhere if rank not in strangers]
-    job = JobIndex({}, {}, size, no_record, elsewhere, limit, strangers=strangers, stall_timeout_ns=int(stall_timeout_s * 1e9))
+    no_record, elsewhere = (
+        sorted({*no_record, *strangers}),
+        [rank for rank in elsewhere if rank not in strangers],
+    )
+    job = JobIndex(
+        {},
+        {},
+        size,
+        no_record,
+        elsewhere,
+        limit,
+        strangers=strangers,
+        stall_timeout_ns=int(stall_timeout_s * 1e9),
+    )
     for log in logs:
         view = _index_log(log, exits[log.rank], job)
         job.views[log.rank] = view
         for key in view.tracks:
             job.users.setdefault(key, []).append(log.rank)
         _add_setups(view, limit)
-        if log.store_wait is not None and (not log.collectives or log.collectives[-1].announced_ns < log.store_wait.announced_ns):
-            view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
-            _add_block(view, log.store_wait, log.store_wait.issue_thread, log.store_wait.announced_ns, "issue", {}, limit)
+        if log.store_wait is not None and (
+            not log.collectives or log.collectives[-1].announced_ns < log.store_wait.announced_ns
+        ):
+            # an op in flight for which the main thread was assumed to wait
+            view.blocks.pop(view.main_thread, None)
+            _add_block(
+                view,
+                log.store_wait,
+                log.store_wait.issue_thread,
+                log.store_wait.announced_ns,
+                "issue",
+                {},
+                limit,
+            )
     _place_unknown(job)
     _mark_waits_for_dead_ranks(job)
     return job
 
 
 def _place_unknown(job: JobIndex) -> None:
-    """Move each block of unknown completion to the first collective that not all ranks have issued: later ones cannot have completed."""
+    """Move each block of unknown completion to the first collective that not all ranks have issued:
+    later ones cannot have completed.
+    """
     for view in job.views.values():
         for block in view.blocks.values():
             if block.how != "unknown":
@@ -267,8 +358,14 @@ def _place_unknown(job: JobIndex) -> None:
 
 
 def _add_setups(view: RankView, limit: int) -> None:
-    """Add the calls that make the rank's process groups: each is the only collective of its own channel."""
-    calls = [op for op in view.log.setups if op.op != "init_device_mesh" and view.rank in op.channel.group.ranks]
+    """Add the calls that make the rank's process groups: each is the only collective of its own
+    channel.
+    """
+    calls = [
+        op
+        for op in view.log.setups
+        if op.op != "init_device_mesh" and view.rank in op.channel.group.ranks
+    ]
     for op in calls:
         _add_to_track(view.tracks.setdefault(op.channel.key, Track()), op, {})
     newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
@@ -276,8 +373,17 @@ def _add_setups(view: RankView, limit: int) -> None:
         return
     if newest.state is not State.COMPLETED:
         how: How = "issue" if newest.in_flight else "failed"
-        view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
-        _add_block(view, newest, newest.issue_thread or view.main_thread, newest.announced_ns, how, {}, limit)
+        # an op in flight for which the main thread was assumed to wait
+        view.blocks.pop(view.main_thread, None)
+        _add_block(
+            view,
+            newest,
+            newest.issue_thread or view.main_thread,
+            newest.announced_ns,
+            how,
+            {},
+            limit,
+        )
 
 
 def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
@@ -288,7 +394,9 @@ def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
     for view in job.views.values():
         for block in view.blocks.values():
             if not block.stuck and block.how != "assumed":
-                block.stuck = any(_never_issued(other, part) for other in dead for part in block.parts)
+                block.stuck = any(
+                    _never_issued(other, part) for other in dead for part in block.parts
+                )
 
 
 def _never_issued(dead: RankView, op: Collective) -> bool:
@@ -303,7 +411,14 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
     """Index the records of one rank, and add its channels to the job."""
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
-    view = RankView(log.rank, log, end, now, main_thread=(main.thread if main is not None else 0) or log.pid, history=log.collectives)
+    view = RankView(
+        log.rank,
+        log,
+        end,
+        now,
+        main_thread=(main.thread if main is not None else 0) or log.pid,
+        history=log.collectives,
+    )
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems) or log.joined
     view.head_lost = log.head_lost
     closers: dict[int, Collective] = {}
@@ -316,7 +431,8 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
                 groups.setdefault(op.coalescing_id, []).append(op)
     failed: list[Collective] = []
     open_ops: list[Collective] = []
-    keys: dict[int, ChannelKey] = {}  # building a key costs more than looking it up by the channel's identity
+    # building a key costs more than looking it up by the channel's identity
+    keys: dict[int, ChannelKey] = {}
     for op in log.collectives:
         key = keys.get(id(op.channel))
         if key is None:
@@ -328,16 +444,22 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
             view.pairs.setdefault((key, peer, op.op), []).append(op)
             if op.in_flight or (closer is not None and closer.in_flight):
                 view.open_pairs.add(op.index)
-        elif op.sequence_number > 0 and not (op.coalescing_id and closer is not None and op is not closer):
+        elif op.sequence_number > 0 and not (
+            op.coalescing_id and closer is not None and op is not closer
+        ):
             _add_to_track(view.tracks.setdefault(key, Track()), op, groups)
         if op.in_flight and (closer is None or op is closer):
             open_ops.append(op)
         elif op.state is State.FAILED:
             failed.append(op)
     for track in view.tracks.values():
-        # If no thread waits for an op, a later completed op of its channel implies its completion: gloo's reduce_scatter
-        # never reports its own.
-        track.open = sorted(n for n in track.open if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns)
+        # If no thread waits for an op, a later completed op of its channel implies its completion:
+        # gloo's reduce_scatter never reports its own.
+        track.open = sorted(
+            n
+            for n in track.open
+            if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns
+        )
     _find_blocks(view, open_ops, failed, groups, job.stalled_after_ns)
     return view
 
@@ -346,7 +468,11 @@ def _add_to_track(track: Track, op: Collective, groups: dict[int, list[Collectiv
     number = op.sequence_number
     track.ops[number] = op  # type: ignore[index]
     if op.coalescing_id:
-        track.members[number] = [member.args for member in groups.get(op.coalescing_id, []) if not member.is_point_to_point]
+        track.members[number] = [
+            member.args
+            for member in groups.get(op.coalescing_id, [])
+            if not member.is_point_to_point
+        ]
     track.first = min(track.first or number, number)
     if number >= track.last:
         track.last, track.thread = number, op.issue_thread
@@ -356,11 +482,15 @@ def _add_to_track(track: Track, op: Collective, groups: dict[int, list[Collectiv
         track.open.append(number)
 
 
-# --- blocked threads ---------------------------------------------------------------------------------------------
+# --- blocked threads
 
 
 def _find_blocks(
-    view: RankView, open_ops: list[Collective], failed: list[Collective], groups: dict[int, list[Collective]], limit: int
+    view: RankView,
+    open_ops: list[Collective],
+    failed: list[Collective],
+    groups: dict[int, list[Collective]],
+    limit: int,
 ) -> None:
     loose: list[Collective] = []
     enqueued: list[Collective] = []
@@ -368,9 +498,13 @@ def _find_blocks(
         if op.channel.runs_ahead and op.learned_how in _ON_DEVICE:
             enqueued.append(op)
         elif op.waited_for:
-            _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit)
+            _add_block(
+                view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit
+            )
         elif not op.returned_ns:
-            _add_block(view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit)
+            _add_block(
+                view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit
+            )
         elif _may_be_pending(view, op):
             loose.append(op)
     if enqueued:
@@ -379,44 +513,83 @@ def _find_blocks(
         _find_unknown(view, groups, limit)
     for op in failed:
         # A rank that lives on after a refusal has caught it, and waits no more.
-        was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind not in ("clean", "alive"))
+        was_blocked = is_peer_error(op.error) or (
+            is_refusal(op.error) and view.exit.kind not in ("clean", "alive")
+        )
         if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
-            _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
+            _add_block(
+                view,
+                op,
+                op.wait_thread or op.issue_thread,
+                op.wait_began_ns or op.announced_ns,
+                "failed",
+                groups,
+                limit,
+            )
     if loose and _main_may_wait_in_cpp(view, loose[0]):
-        _add_block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)
+        _add_block(
+            view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit
+        )
 
 
 _ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)
-"""How it was learned that an op in flight has not completed on its device. Of one that was just enqueued, nothing is known."""
+"""How it was learned that an op in flight has not completed on its device. Of one that was just
+enqueued, nothing is known.
+"""
 
 
-def _find_head(view: RankView, enqueued: list[Collective], groups: dict[int, list[Collective]], limit: int) -> None:
-    """Find the op that the rank's device waits in: the first one in flight. What is enqueued behind it has not started.
+def _find_head(
+    view: RankView, enqueued: list[Collective], groups: dict[int, list[Collective]], limit: int
+) -> None:
+    """Find the op that the rank's device waits in: the first one in flight. What is enqueued behind
+    it has not started.
 
-    The block is the main thread's if that thread waits for the device, else the device's own: then the host is free to run ahead.
+    The block is the main thread's if that thread waits for the device, else the device's own: then
+    the host is free to run ahead.
     """
     head = enqueued[0]
     view.running = {op.index for op in enqueued if op.learned_how is LearnedHow.STARTED}
     view.timed = any(op.learned_how is not LearnedHow.NATIVE_RECORDER for op in enqueued)
-    same_channel = (op.done_ns for op in view.history if op.channel.key == head.channel.key and op.index < head.index)
+    same_channel = (
+        op.done_ns
+        for op in view.history
+        if op.channel.key == head.channel.key and op.index < head.index
+    )
     since = max(head.announced_ns, *same_channel, 0)
     thread = view.main_thread if _main_waits_for_device(view, head) else DEVICE
     _add_block(view, head, thread, since, "enqueued", groups, limit)
     view.head = view.blocks[thread]
     first_of: dict[object, Collective] = {}
     for op in enqueued:
-        first_of.setdefault((op.channel.key, op.peer, op.op) if op.is_point_to_point else op.channel.key, op)
-    view.heads = [op for op in first_of.values() if all(part is not op for part in view.head.parts) and op is not head]
+        first_of.setdefault(
+            (op.channel.key, op.peer, op.op) if op.is_point_to_point else op.channel.key, op
+        )
+    view.heads = [
+        op
+        for op in first_of.values()
+        if all(part is not op for part in view.head.parts) and op is not head
+    ]
 
 
 _ASKED_WITHIN_NS: Final = 4_000_000_000
-"""The time within which a rank asks torch's recorder about the last op on a device, with a margin (capture/device_queues.py)."""
+"""The time within which a rank asks torch's recorder about the last op on a device, with a margin
+(capture/device_queues.py).
+"""
 
 
 def _find_unknown(view: RankView, groups: dict[int, list[Collective]], limit: int) -> None:
-    """Assume that the main thread waits for the last op on a device, if nothing tells whether that has completed."""
-    last = next((op for op in reversed(view.history) if op.channel.runs_ahead and not op.captured), None)
-    if last is None or last.state is not State.UNKNOWN or last is not view.history[-1] or last.is_point_to_point:
+    """Assume that the main thread waits for the last op on a device, if nothing tells whether that
+    has completed.
+    """
+    last = next(
+        (op for op in reversed(view.history) if op.channel.runs_ahead and not op.captured), None
+    )
+    if (
+        last is None
+        or last.state is not State.UNKNOWN
+        or last is not view.history[-1]
+        or last.is_point_to_point
+    ):
         return
     if view.now_ns - last.announced_ns < _ASKED_WITHIN_NS and not view.exit.ended:
         return  # torch's recorder has not been asked yet
@@ -425,7 +598,9 @@ def _find_unknown(view: RankView, groups: dict[int, list[Collective]], limit: in
 
 
 def _main_waits_for_device(view: RankView, head: Collective) -> bool:
-    """Return whether the main thread seems to wait for the device, as in ``.item()``, ``.cpu()`` or ``synchronize``."""
+    """Return whether the main thread seems to wait for the device, as in ``.item()``, ``.cpu()`` or
+    ``synchronize``.
+    """
     if view.main_thread in view.blocks or view.exit.kind == "clean":
         return False
     stack = view.log.main_stack
@@ -433,13 +608,20 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
         return True
     if activity.waits_for_device(stack.frames):
         return True
-    return activity.classify_frames(view.log, stack.frames).why is None and activity.may_wait_for_device(view.log.observation)
+    return activity.classify_frames(
+        view.log, stack.frames
+    ).why is None and activity.may_wait_for_device(view.log.observation)
 
 
 def _add_block(
-    view: RankView, op: Collective, thread: int, since: int, how: How,
-    groups: dict[int, list[Collective]], limit: int,
-) -> None:  # fmt: skip
+    view: RankView,
+    op: Collective,
+    thread: int,
+    since: int,
+    how: How,
+    groups: dict[int, list[Collective]],
+    limit: int,
+) -> None:
     known = view.blocks.get(thread)
     if known is not None and (how == "failed" or known.since_ns >= since):
         return  # a thread is blocked in its newest wait
@@ -447,29 +629,48 @@ def _add_block(
     if op.coalescing_id and not op.sequence_number:
         parts = groups.get(op.coalescing_id) or [op]
     age = max(0, view.now_ns - since)
-    # A rank that died, or that the launcher ended, was blocked until its end, however short its wait.
-    stuck = age >= limit or how == "failed" or view.exit.failed or (view.exit.ended and how != "assumed")
+    # A rank that died, or that the launcher ended, was blocked until its end, however short its
+    # wait.
+    stuck = (
+        age >= limit
+        or how == "failed"
+        or view.exit.failed
+        or (view.exit.ended and how != "assumed")
+    )
     view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
 def _may_be_pending(view: RankView, op: Collective) -> bool:
-    """Return whether an op that returned, and for which no thread is known to wait, may block its rank."""
+    """Return whether an op that returned, and for which no thread is known to wait, may block its
+    rank.
+    """
     key = op.channel.key
     if op.is_point_to_point:
         ops = view.pairs.get((key, -1 if op.peer is None else op.peer, op.op), [])
-        return not any(other.state is State.COMPLETED and other.index > op.index for other in reversed(ops[-64:]))
+        return not any(
+            other.state is State.COMPLETED and other.index > op.index
+            for other in reversed(ops[-64:])
+        )
     track = view.tracks.get(key)
     return track is None or op.sequence_number in track.open or not op.sequence_number
 
 
 def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
-    """Return whether the main thread may wait in C++, which is not recorded: DDP's reducer and functional collectives do."""
-    if view.main_thread in view.blocks or any(block.how in ("wait", "issue") for block in view.blocks.values()):
+    """Return whether the main thread may wait in C++, which is not recorded: DDP's reducer and
+    functional collectives do.
+    """
+    if view.main_thread in view.blocks or any(
+        block.how in ("wait", "issue") for block in view.blocks.values()
+    ):
         return False
     if view.exit.kind == "clean":
         return False
     stack = view.log.main_stack
-    if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < oldest.announced_ns):
+    if (
+        stack is None
+        or not stack.frames
+        or (stack.taken_ns and stack.taken_ns < oldest.announced_ns)
+    ):
         return True
     if activity.classify_frames(view.log, stack.frames).why is not None:
         return False
@@ -486,11 +687,12 @@ def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
     return True
 
 
-# --- progress of a rank ------------------------------------------------------------------------------------------
+# --- progress of a rank
 
 
 def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
-    """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
+    """Return whether a rank without a record of a collective has issued it; None if the records do
+    not show it.
 
     ``since_ns`` is when another rank issued it.
     """
@@ -498,11 +700,14 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     if key[3] == SETUP:
         return None if view.log.initialised and not view.log.setups else False
     if view.lost_newest:
-        return None  # of another tool's dump, not even the status tells: whether it counts messages, too, shows in the entries
+        # of another tool's dump, not even the status tells: whether it counts messages, too, shows
+        # in the entries
+        return None
     if view.columns is None:
         return None if track is None and view.wrapped and view.log.collectives else False
     status = view.columns.dump.status.get(key[1])
-    counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
+    # then the status counts messages, too
+    counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))
     if status is not None and not counts_messages and number <= status[0]:
         return True
     if view.is_log and status is None and track is None and not view.died:
@@ -512,27 +717,39 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
 
 
 def is_queued(view: RankView, op: Collective) -> bool:
-    """Return whether an op in flight is only enqueued behind the op that its rank, or the rank's device, waits in."""
+    """Return whether an op in flight is only enqueued behind the op that its rank, or the rank's
+    device, waits in.
+    """
     head = view.head
-    if head is None or not op.in_flight or op.index in view.running or not (view.columns is not None or op.channel.runs_ahead):
+    if (
+        head is None
+        or not op.in_flight
+        or op.index in view.running
+        or not (view.columns is not None or op.channel.runs_ahead)
+    ):
         return False
     return head.op.index < op.index and all(part is not op for part in head.parts)
 
 
-def find_counterpart(view: RankView, other: RankView, key: ChannelKey, op: Collective) -> Collective | None:
+def find_counterpart(
+    view: RankView, other: RankView, key: ChannelKey, op: Collective
+) -> Collective | None:
     """Return the other side of a message in flight, for dumps of other tools.
 
-    Both sides are counted from the last completed message, since older records may be overwritten; if nothing was overwritten,
-    from the first message.
+    Both sides are counted from the last completed message, since older records may be overwritten;
+    if nothing was overwritten, from the first message.
 
     Returns:
-        The other side if it is in flight, ``op`` itself if it has completed, and None if the other rank has not issued it.
+        The other side if it is in flight, ``op`` itself if it has completed, and None if the other
+        rank has not issued it.
     """
     back = "recv" if op.op == "send" else "send"
     mine, theirs = view.pairs[(key, other.rank, op.op)], other.pairs.get((key, view.rank, back), [])
     place = next(i for i, one in enumerate(mine) if one is op)
     if not view.wrapped and not other.wrapped:
-        place += view.ended_messages.get((key, other.rank, op.op), 0) - other.ended_messages.get((key, view.rank, back), 0)
+        place += view.ended_messages.get((key, other.rank, op.op), 0) - other.ended_messages.get(
+            (key, view.rank, back), 0
+        )
         if place < 0:
             return op
     return theirs[place] if place < len(theirs) else None

@@ -16,8 +16,10 @@ from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
-"""``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed out. ``terminated``: the launcher or a
-user stopped it. ``gone``: it ended, and how is unknown. ``leaving``: it said goodbye but still exists, so its exit status is unknown."""
+"""``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed
+out. ``terminated``: the launcher or a user stopped it. ``gone``: it ended, and how is unknown.
+``leaving``: it said goodbye but still exists, so its exit status is unknown.
+"""
 
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 """Signals by which a process ends because of an error in it."""
@@ -37,7 +39,8 @@ class ProcessExit(msgspec.Struct):
     text: str = ""  # "died of SIGKILL", "exited with status 3", "raised ValueError: ..."
     source: Frame | None = None  # the user's line that raised
     suggests_mismatch: bool = False  # the error is one that mismatched collectives cause
-    gave_up: bool = False  # NCCL's watchdog aborted it, because a collective took longer than its timeout
+    # NCCL's watchdog aborted it, because a collective took longer than its timeout
+    gave_up: bool = False
     refused: bool = False  # strict verification refused one of its collectives
 
     @property
@@ -56,7 +59,8 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
 
     Args:
         log: the black box.
-        gave_up: whether a watchdog of torch had a reason to abort the process: a collective that did not complete in time.
+        gave_up: whether a watchdog of torch had a reason to abort the process: a collective that
+            did not complete in time.
     """
     seen = log.observation
     end = seen.end
@@ -81,14 +85,18 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
         return ProcessExit("gone", "unknown", at, "is gone; how it ended was not observed")
     text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
     if is_refusal(failure):
-        return ProcessExit("peer", "exception", at, f"{text} after a DistributedOperationException", refused=True)
+        return ProcessExit(
+            "peer", "exception", at, f"{text} after a DistributedOperationException", refused=True
+        )
     if seen.exit_code in _TERMINATION_CODES:
         return ProcessExit("own" if seen.ended_alone else "terminated", "killed", at, text)
     if is_peer_error(failure):
         return ProcessExit("peer", "exception", at, f"{text} after {_short(failure)}")
     if log.left and failure is None:
         # Ray ends the workers of a job that succeeded with status 1, without their exit handlers.
-        return ProcessExit("clean", "finished", at, f"{text} after it had destroyed its last process group")
+        return ProcessExit(
+            "clean", "finished", at, f"{text} after it had destroyed its last process group"
+        )
     return ProcessExit("own", "exit", at, text, suggests_mismatch=is_mismatch_error(failure))
 
 
@@ -97,51 +105,90 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     frame = user_frame(log.exception_stack)
     if name == "KeyboardInterrupt":
         if log.observation.ended_alone:
-            return ProcessExit("own", "killed", at, f"{_INTERRUPTED}: by SIGINT, or its program raised KeyboardInterrupt", frame)
+            return ProcessExit(
+                "own",
+                "killed",
+                at,
+                f"{_INTERRUPTED}: by SIGINT, or its program raised KeyboardInterrupt",
+                frame,
+            )
         return ProcessExit("terminated", "killed", at, _INTERRUPTED, frame)
     if name == "SystemExit":
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
         failure = _last_failure(log)
-        if is_peer_error(failure):  # torch.multiprocessing.spawn turns the exception of a child into its exit
-            return ProcessExit("peer", "exception", at, f"exited with status {status} after {_short(failure)}", frame)
+        # torch.multiprocessing.spawn turns the exception of a child into its exit
+        if is_peer_error(failure):
+            return ProcessExit(
+                "peer",
+                "exception",
+                at,
+                f"exited with status {status} after {_short(failure)}",
+                frame,
+            )
         return ProcessExit("own", "exit", at, f"exited with status {status}", frame)
     if is_refusal(exception):
-        return ProcessExit("peer", "exception", at, "raised DistributedOperationException", frame, refused=True)
+        return ProcessExit(
+            "peer", "exception", at, "raised DistributedOperationException", frame, refused=True
+        )
     of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
     peer = is_peer_error(exception) and (of_torch or is_peer_error(_last_failure(log)))
     mismatch = is_mismatch_error(exception)
-    return ProcessExit("peer" if peer else "own", "exception", at, f"raised {_short(exception)}", frame, suggests_mismatch=mismatch)
+    return ProcessExit(
+        "peer" if peer else "own",
+        "exception",
+        at,
+        f"raised {_short(exception)}",
+        frame,
+        suggests_mismatch=mismatch,
+    )
 
 
 def _in_torch(log: RankLog) -> bool:
-    """Whether torch raised the exception. Only then does "timeout" mean a peer, and not, say, a file server."""
+    """Whether torch raised the exception. Only then does "timeout" mean a peer, and not, say, a
+    file server.
+    """
     if not log.exception_stack:
         return True
-    return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in log.exception_stack)
+    return any(
+        "torch/distributed" in frame.file or "torch/autograd" in frame.file
+        for frame in log.exception_stack
+    )
 
 
 def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     signal = log.observation.signal or "a signal"
     if log.observation.oom_killed:
-        return ProcessExit("own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})")
+        return ProcessExit(
+            "own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})"
+        )
     if log.exception is not None and (signal != "SIGKILL" or not log.closed):
         return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
     if signal in _TERMINATION_SIGNALS:
-        return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
+        return ProcessExit(
+            "own" if log.observation.ended_alone else "terminated",
+            "killed",
+            at,
+            f"was ended by {signal}",
+        )
     waited_out = log.timeout_s > 0 and _waited_on_device_ns(log, at) >= 0.9e9 * log.timeout_s
     if signal == "SIGABRT" and (gave_up or waited_out):
         text = f"was aborted by NCCL's watchdog ({signal}), which gave up waiting for a collective"
         return ProcessExit("peer", "killed", at, text, gave_up=True)
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
-        return ProcessExit("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
+        return ProcessExit(
+            "peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}"
+        )
     if log.closed and signal in CRASHES:
         return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
-    return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))
+    return ProcessExit(
+        "own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV")
+    )
 
 
 def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
-    """Return how long ago the call was for whose op the rank's device waits: torch's watchdog aborts the process at the group's timeout.
+    """Return how long ago the call was for whose op the rank's device waits: torch's watchdog
+    aborts the process at the group's timeout.
 
     If the states of the newest collectives are unknown, none was issued since the last.
     """
@@ -163,7 +210,9 @@ def _last_failure(log: RankLog) -> str | None:
 
 
 def _short(text: str | None) -> str:
-    """Return the first line of an error, without gloo's own source file at its beginning and gloo's advice at its end."""
+    """Return the first line of an error, without gloo's own source file at its beginning and gloo's
+    advice at its end.
+    """
     first = (text or "").strip().splitlines()[0] if (text or "").strip() else "an error"
     first = re.sub(r"\[/\S+\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
     return first if len(first) <= 160 else first[:157] + "..."
@@ -174,31 +223,53 @@ def _is_killed(one: ProcessExit) -> bool:
 
 
 def _waited_for(log: RankLog, other: RankLog) -> bool:
-    """Return whether a rank's last collective is in flight, and another rank of its group never issued it."""
+    """Return whether a rank's last collective is in flight, and another rank of its group never
+    issued it.
+    """
     last = log.collectives[-1] if log.collectives else None
-    if last is None or not last.in_flight or last.is_point_to_point or other.rank not in last.channel.group.ranks:
+    if (
+        last is None
+        or not last.in_flight
+        or last.is_point_to_point
+        or other.rank not in last.channel.group.ranks
+    ):
         return False
-    return not any(op.channel.key == last.channel.key and op.sequence_number >= last.sequence_number for op in other.collectives)
+    return not any(
+        op.channel.key == last.channel.key and op.sequence_number >= last.sequence_number
+        for op in other.collectives
+    )
 
 
-def attribute_exits(exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})) -> dict[int, ProcessExit]:
-    """Reclassify as ``terminated`` the processes that were probably ended because another one had failed.
+def attribute_exits(
+    exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})
+) -> dict[int, ProcessExit]:
+    """Reclassify as ``terminated`` the processes that were probably ended because another one had
+    failed.
 
-    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray and schedulers kill them at once.
+    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray
+    and schedulers kill them at once.
 
     Args:
         exits: by rank.
         logs: by rank, if there are logs.
     """
     failed_by_itself = any(one.kind == "own" and one.at_ns for one in exits.values())
-    first_failure = min((one.at_ns for one in exits.values() if one.failed and one.at_ns), default=0)
+    first_failure = min(
+        (one.at_ns for one in exits.values() if one.failed and one.at_ns), default=0
+    )
     gone = sorted(one.at_ns for one in exits.values() if one.kind == "gone")
     killed = [one.at_ns for one in exits.values() if _is_killed(one)]
-    interrupted = [one.at_ns for one in exits.values() if one.kind == "terminated" and one.text == _INTERRUPTED]
+    interrupted = [
+        one.at_ns for one in exits.values() if one.kind == "terminated" and one.text == _INTERRUPTED
+    ]
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
 
-    raised = [logs[rank] for rank, one in exits.items() if rank in logs and one.kind == "own" and one.why == "exception"]
+    raised = [
+        logs[rank]
+        for rank, one in exits.items()
+        if rank in logs and one.kind == "own" and one.why == "exception"
+    ]
 
     def was_terminated(rank: int, one: ProcessExit) -> bool:
         if _is_killed(one):
@@ -206,6 +277,11 @@ def attribute_exits(exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] =
                 return True
             stopped = bool(interrupted) and one.at_ns > min(interrupted) - _SAME_MOMENT_NS
             return all_killed or stopped or one.at_ns > first_failure + _LATE_KILL_NS
-        return one.kind == "gone" and (failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS))
+        return one.kind == "gone" and (
+            failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS)
+        )
 
-    return {rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(rank, one) else one for rank, one in exits.items()}
+    return {
+        rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(rank, one) else one
+        for rank, one in exits.items()
+    }

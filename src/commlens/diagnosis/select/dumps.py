@@ -1,4 +1,6 @@
-"""Select the dumps of one job, and one dump per rank. Most dumps do not name their job, and some do not name their rank."""
+"""Select the dumps of one job, and one dump per rank. Most dumps do not name their job, and some do
+not name their rank.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from commlens.text import count, ranks_phrase
 
 _LISTS = ("channels", "groups", "args", "stacks", "problems")
 _ROW_COLUMNS = ("sequence", "state", "record_id", "peer", "coalesced", "created_ns", "completed_ns")
-_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("stack", "stacks"))  # a column, and the table that it indexes
+# a column, and the table that it indexes
+_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("stack", "stacks"))
 
 
 def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
-    """Select the job to diagnose and the best dump of each of its ranks, independent of the order of the files.
+    """Select the job to diagnose and the best dump of each of its ranks, independent of the order
+    of the files.
 
     Returns:
         The dumps by rank, and sentences about what was left out.
@@ -30,12 +34,19 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
     dumps = _without_impossible_ranks(dumps, notes)
     text_logs = [dump for dump in dumps if dump.is_log]
     dumps = [dump for dump in dumps if not dump.is_log]
-    notes += [f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems]
+    notes += [
+        f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems
+    ]
     _infer_ranks(dumps)
     unnamed = [dump for dump in dumps if dump.rank < 0]
     if unnamed:
-        names = ", ".join(sorted(dump.source for dump in unnamed)[:3]) + (" and more" if len(unnamed) > 3 else "")
-        notes.append(f"{count(len(unnamed), 'dump')} left out, because neither name nor content shows the rank: {names}.")
+        names = ", ".join(sorted(dump.source for dump in unnamed)[:3]) + (
+            " and more" if len(unnamed) > 3 else ""
+        )
+        notes.append(
+            f"{count(len(unnamed), 'dump')} left out, because neither name nor content shows the"
+            f" rank: {names}."
+        )
     jobs = _group_by_job([dump for dump in dumps if dump.rank >= 0])
     if not jobs:
         return _one_per_rank([dump for dump in text_logs if dump.rank >= 0], notes), notes
@@ -44,28 +55,36 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
         if job is not chosen:
             folders = sorted({_folder(dump) for dump in job})
             notes.append(
-                f"The dumps of {ranks_phrase(dump.rank for dump in job)} in {', '.join(folders[:3])} are of another job or another "
-                "time; they are left out."
+                f"The dumps of {ranks_phrase(dump.rank for dump in job)} in"
+                f" {', '.join(folders[:3])} are of another job or another time; they are left out."
             )
     kept = _one_per_rank(chosen, notes)
     return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
 
 
 def _without_impossible_ranks(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]:
-    """Leave out the dumps of ranks that no job has, and world sizes of that kind: a sentence each."""
+    """Leave out the dumps of ranks that no job has, and world sizes of that kind: a sentence
+    each.
+    """
     beyond = [dump for dump in dumps if dump.rank >= WORLD_MAX]
     if beyond:
         names = ", ".join(sorted({dump.source for dump in beyond})[:3])
         left_out = (
-            f"{count(len(beyond), 'dump')} of {ranks_phrase(dump.rank for dump in beyond)} {'is' if len(beyond) == 1 else 'are'} left out"
+            f"{count(len(beyond), 'dump')} of {ranks_phrase(dump.rank for dump in beyond)}"
+            f" {'is' if len(beyond) == 1 else 'are'} left out"
         )
-        notes.append(f"{left_out}, because no job has so many ranks (at most {WORLD_MAX:,}): {names}.")
+        notes.append(
+            f"{left_out}, because no job has so many ranks (at most {WORLD_MAX:,}): {names}."
+        )
     kept = [dump for dump in dumps if dump.rank < WORLD_MAX]
     sizes = [dump.world_size for dump in kept if dump.world_size > WORLD_MAX]
     for dump in kept:
         dump.world_size = dump.world_size if dump.world_size <= WORLD_MAX else 0
     if sizes:
-        notes.append(f"A world size of {max(sizes):,} is not used, because no job has so many ranks (at most {WORLD_MAX:,}).")
+        notes.append(
+            f"A world size of {max(sizes):,} is not used, because no job has so many ranks (at most"
+            f" {WORLD_MAX:,})."
+        )
     return kept
 
 
@@ -78,7 +97,11 @@ def _newest_ns(dump: RankDump) -> int:
 
 
 def _job_order(job: Sequence[RankDump]) -> tuple[int, int, str]:
-    return (len({dump.rank for dump in job}), max(map(_newest_ns, job)), min(dump.source for dump in job))
+    return (
+        len({dump.rank for dump in job}),
+        max(map(_newest_ns, job)),
+        min(dump.source for dump in job),
+    )
 
 
 def _infer_ranks(dumps: Sequence[RankDump]) -> None:
@@ -99,7 +122,8 @@ def _infer_ranks(dumps: Sequence[RankDump]) -> None:
 def _group_by_job(dumps: Sequence[RankDump]) -> list[list[RankDump]]:
     """Group the dumps by job.
 
-    The nodes of a job may each have a folder, so folders with different ranks are one job. A folder that repeats ranks is another.
+    The nodes of a job may each have a folder, so folders with different ranks are one job. A folder
+    that repeats ranks is another.
     """
     folders: dict[tuple[str, str], list[RankDump]] = defaultdict(list)
     for dump in dumps:
@@ -109,7 +133,11 @@ def _group_by_job(dumps: Sequence[RankDump]) -> list[list[RankDump]]:
         ranks = {dump.rank for dump in added}
         size = max(dump.world_size for dump in added)
         for place, (taken, other_size, other_name, members) in enumerate(jobs):
-            if not taken & ranks and (not size or not other_size or size == other_size) and name == other_name:
+            if (
+                not taken & ranks
+                and (not size or not other_size or size == other_size)
+                and name == other_name
+            ):
                 jobs[place] = (taken | ranks, size or other_size, name, [*members, *added])
                 break
         else:
@@ -124,25 +152,38 @@ def _one_per_rank(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]
         by_rank[dump.rank].append(dump)
     kept = []
     for rank in sorted(by_rank):
-        candidates = sorted(by_rank[rank], key=lambda dump: (_newest_ns(dump), len(dump), dump.source))
+        candidates = sorted(
+            by_rank[rank], key=lambda dump: (_newest_ns(dump), len(dump), dump.source)
+        )
         joined = _join_backends(candidates)
         kept.append(candidates[-1] if joined is None else joined)
         if joined is None and len(candidates) > 1:
-            notes.append(f"There are {len(candidates)} dumps of rank {rank}; the newest is used: {candidates[-1].source}.")
+            notes.append(
+                f"There are {len(candidates)} dumps of rank {rank}; the newest is used:"
+                f" {candidates[-1].source}."
+            )
     return kept
 
 
 def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
-    """Join one rank's dumps of different backends in the order of issue; return None if their backends are not distinct.
+    """Join one rank's dumps of different backends in the order of issue; return None if their
+    backends are not distinct.
 
     Torch 2.14 and later keep one ring buffer per backend, and write a file for each.
     """
     first, *others = dumps
     backends = [{channel.group.backend for channel in dump.channels} for dump in dumps]
-    if not others or not all(backends) or sum(map(len, backends)) != len(set[str]().union(*backends)):
+    if (
+        not others
+        or not all(backends)
+        or sum(map(len, backends)) != len(set[str]().union(*backends))
+    ):
         return None
     order = np.argsort(np.concatenate([dump.created_ns for dump in dumps]), kind="stable")
-    values: dict[str, Any] = {name: np.concatenate([getattr(dump, name) for dump in dumps])[order] for name in _ROW_COLUMNS}
+    values: dict[str, Any] = {
+        name: np.concatenate([getattr(dump, name) for dump in dumps])[order]
+        for name in _ROW_COLUMNS
+    }
     for name, table in _INDEX_COLUMNS:
         parts, offset = [], 0
         for dump in dumps:
@@ -151,7 +192,10 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
             offset += len(getattr(dump, table))
         values[name] = np.concatenate(parts)[order].astype("int32")
     shift = max(int(dump.coalesced.max(initial=0)) for dump in dumps) + 1
-    batches = [np.where(dump.coalesced > 0, dump.coalesced + shift * place, 0) for place, dump in enumerate(dumps)]
+    batches = [
+        np.where(dump.coalesced > 0, dump.coalesced + shift * place, 0)
+        for place, dump in enumerate(dumps)
+    ]
     values["coalesced"] = np.concatenate(batches)[order].astype("int32")
     values |= {name: [one for dump in dumps for one in getattr(dump, name)] for name in _LISTS}
     values["record_id"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
@@ -171,7 +215,9 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
 
 
 def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> list[RankDump]:
-    """Add the errors and process exits in text logs. A rank without a dump is represented by its log alone."""
+    """Add the errors and process exits in text logs. A rank without a dump is represented by its
+    log alone.
+    """
     by_rank = {dump.rank: dump for dump in kept}
     for log in text_logs:
         if log.rank < 0:

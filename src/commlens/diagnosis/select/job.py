@@ -1,4 +1,6 @@
-"""Select the logs of one job, and one log per rank; determine the world size and the ranks without a log."""
+"""Select the logs of one job, and one log per rank; determine the world size and the ranks without
+a log.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from commlens.text import count, ranks_phrase
 
 
 def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
-    """Select the job to diagnose and the best log of each of its ranks, independent of the order of the logs.
+    """Select the job to diagnose and the best log of each of its ranks, independent of the order of
+    the logs.
 
     Returns:
         The logs by rank, and sentences about what was left out.
@@ -18,7 +21,10 @@ def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
     notes: list[str] = []
     known = [log for log in logs if log.rank >= 0]
     if len(known) < len(logs):
-        notes.append(f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before they had one: left out.")
+        notes.append(
+            f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before"
+            " they had one: left out."
+        )
     runs: dict[tuple[str, int], list[RankLog]] = defaultdict(list)
     for log in known:
         runs[(log.job, log.restart)].append(log)
@@ -32,8 +38,13 @@ def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
     chosen = max(runs, key=order)
     for run in sorted(runs):
         if run != chosen:
-            name = f"job {run[0] or 'without a name'}" + (f", restart {run[1]}" if run[1] or run[0] == chosen[0] else "")
-            notes.append(f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {name}; they are left out.")
+            name = f"job {run[0] or 'without a name'}" + (
+                f", restart {run[1]}" if run[1] or run[0] == chosen[0] else ""
+            )
+            notes.append(
+                f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {name}; they"
+                " are left out."
+            )
     by_rank: dict[int, list[RankLog]] = defaultdict(list)
     for log in runs[chosen]:
         by_rank[log.rank].append(log)
@@ -43,7 +54,10 @@ def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
         kept.append(best)
         if others:
             name = best.source or f"the one of pid {best.pid}"
-            notes.append(f"There are {len(others) + 1} logs of rank {rank}; the newest and most complete is used: {name}.")
+            notes.append(
+                f"There are {len(others) + 1} logs of rank {rank}; the newest and most complete is"
+                f" used: {name}."
+            )
     return kept, notes
 
 
@@ -57,20 +71,33 @@ def world_size(logs: Sequence[RankLog]) -> int:
 def last_moment(log: RankLog) -> int:
     """Return the latest time in the log, in Unix ns."""
     last = log.collectives[-1] if log.collectives else None
-    moments = (last.announced_ns, last.returned_ns, last.wait_began_ns, last.wait_ended_ns, last.done_ns) if last else ()
+    moments = (
+        (last.announced_ns, last.returned_ns, last.wait_began_ns, last.wait_ended_ns, last.done_ns)
+        if last
+        else ()
+    )
     return max(log.captured_ns, log.heartbeat_ns, log.stacks_ns, log.observation.seen_ns, *moments)
 
 
 def _completeness(log: RankLog) -> tuple[int, int, int, int, int, str]:
     last_issue = log.collectives[-1].announced_ns if log.collectives else 0
-    return (max(last_issue, log.heartbeat_ns), log.issued, len(log.collectives), last_moment(log), log.pid, log.source)
+    return (
+        max(last_issue, log.heartbeat_ns),
+        log.issued,
+        len(log.collectives),
+        last_moment(log),
+        log.pid,
+        log.source,
+    )
 
 
 def absent_ranks(logs: Sequence[RankLog], size: int) -> tuple[list[int], list[int]]:
-    """Return the ranks that left no log on the hosts seen, and the ranks that probably run on another node.
+    """Return the ranks that left no log on the hosts seen, and the ranks that probably run on
+    another node.
 
-    Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the highest of a host ran there and
-    left no log. Of the others, fewer than one host runs left no log either; more are probably on other nodes.
+    Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the
+    highest of a host ran there and left no log. Of the others, fewer than one host runs left no log
+    either; more are probably on other nodes.
     """
     have = {log.rank for log in logs}
     missing = [rank for rank in range(size) if rank not in have]

@@ -1,4 +1,6 @@
-"""Compare two dumps of one job, taken one after the other: find the ranks that made progress and those in the same place."""
+"""Compare two dumps of one job, taken one after the other: find the ranks that made progress and
+those in the same place.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import msgspec
 
 from commlens.model.collective import FrameKind, user_frame
 from commlens.model.movement import Moved, Movement, MovementKind, Place
-from commlens.text import capital, count, duration, format_ranks, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    format_ranks,
+    frame_phrase,
+    group_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    verb,
+)
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
@@ -19,7 +31,9 @@ _ORDER = ("still", "moved", "finished", "again", "only-before", "only-after")
 
 
 class JobTraits(msgspec.Struct, frozen=True):
-    """What one rank's dump tells of its job, and what does not change while the job runs. Empty or 0: unknown."""
+    """What one rank's dump tells of its job, and what does not change while the job runs. Empty or
+    0: unknown.
+    """
 
     name: str = ""
     world_size: int = 0
@@ -32,13 +46,16 @@ class Position(msgspec.Struct, frozen=True):
 
     rank: int
     place: Place
-    identity: tuple[str, int, str] = ("", -1, "")  # group, sequence number and op of the oldest operation in flight
+    # group, sequence number and op of the oldest operation in flight
+    identity: tuple[str, int, str] = ("", -1, "")
     newest_ns: int = 0  # the rank's last sign of life
     job: JobTraits = JobTraits()
 
 
 class _Change(NamedTuple):
-    """The change of a rank's position, and its sentence without the subject: for one rank, and for several."""
+    """The change of a rank's position, and its sentence without the subject: for one rank, and for
+    several.
+    """
 
     kind: MovementKind
     singular: str
@@ -46,7 +63,9 @@ class _Change(NamedTuple):
 
 
 def shows_position(rows: RankColumns) -> bool:
-    """Return whether a dump shows how far its rank had come: another tool's dump that was cut off lacks the newest entries."""
+    """Return whether a dump shows how far its rank had come: another tool's dump that was cut off
+    lacks the newest entries.
+    """
     return rows.origin == "commlens" or not rows.lost_entries
 
 
@@ -54,7 +73,9 @@ def position_of(rows: RankColumns) -> Position:
     """Return the position of a rank: its oldest operation in flight."""
     import numpy as np
 
-    newest = max(int(rows.created_ns.max(initial=0)), int(rows.completed_ns.max(initial=0)), rows.captured_ns)
+    newest = max(
+        int(rows.created_ns.max(initial=0)), int(rows.completed_ns.max(initial=0)), rows.captured_ns
+    )
     in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
     if not len(in_flight):
         return Position(rows.rank, Place(rows.issued), newest_ns=newest, job=_traits(rows))
@@ -63,45 +84,72 @@ def position_of(rows: RankColumns) -> Position:
     number, peer = int(rows.sequence[row]), int(rows.peer[row])
     towards = "" if peer < 0 else f" to rank {peer}" if op == "send" else f" from rank {peer}"
     frame = user_frame(rows.stacks[int(rows.stack[row])]) if rows.stack[row] >= 0 else None
-    place = Place(rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame))
+    place = Place(
+        rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame)
+    )
     return Position(rows.rank, place, (group.name, number, op), newest, _traits(rows))
 
 
 def _traits(rows: RankColumns) -> JobTraits:
     groups: dict[str, set[str]] = defaultdict(set)
-    for group in {channel.group for channel in [*rows.channels, *rows.groups] if channel.group.ranks}:
+    for group in {
+        channel.group for channel in [*rows.channels, *rows.groups] if channel.group.ranks
+    }:
         groups[group.label].add(format_ranks(group.ranks))
     programs = (
-        frame.file for stack in rows.stacks for frame in reversed(stack) if frame.function == "<module>" and frame.kind is FrameKind.USER
+        frame.file
+        for stack in rows.stacks
+        for frame in reversed(stack)
+        if frame.function == "<module>" and frame.kind is FrameKind.USER
     )
-    return JobTraits(rows.job, rows.world_size, {name: frozenset(ranks) for name, ranks in groups.items()}, next(programs, ""))
+    return JobTraits(
+        rows.job,
+        rows.world_size,
+        {name: frozenset(ranks) for name, ranks in groups.items()},
+        next(programs, ""),
+    )
 
 
 def other_job(before: Iterable[Position], after: Iterable[Position]) -> str:
     """Return in a clause why two dumps are not of one job; empty if they may be."""
     first, second = {one.rank: one.job for one in before}, {one.rank: one.job for one in after}
-    names, other_names = ({job.name for job in jobs.values() if job.name} for jobs in (first, second))
+    names, other_names = (
+        {job.name for job in jobs.values() if job.name} for jobs in (first, second)
+    )
     if names and other_names and not names & other_names:
         return f"{', '.join(sorted(names)[:4])} and {', '.join(sorted(other_names)[:4])}"
-    size, other_size = (max((job.world_size for job in jobs.values()), default=0) for jobs in (first, second))
+    size, other_size = (
+        max((job.world_size for job in jobs.values()), default=0) for jobs in (first, second)
+    )
     if size and other_size and size != other_size:
         return f"one has {count(size, 'rank')}, the other {count(other_size, 'rank')}"
     for rank in sorted(first.keys() & second.keys()):
         old, new = first[rank], second[rank]
         if old.program and new.program and old.program != new.program:
             return f"rank {rank} ran {old.program} in one, {new.program} in the other"
-        described = [{name for name in job.groups if name != "default_pg" and not name.isdecimal()} for job in (old, new)]
+        described = [
+            {name for name in job.groups if name != "default_pg" and not name.isdecimal()}
+            for job in (old, new)
+        ]
         if all(described) and not described[0] & described[1]:
-            return f"rank {rank} has the group {min(described[0])} in one, {min(described[1])} in the other"
+            return (
+                f"rank {rank} has the group {min(described[0])} in one, {min(described[1])} in the"
+                " other"
+            )
         for name in sorted(old.groups.keys() & new.groups.keys()):
             if not old.groups[name] & new.groups[name]:
                 members, others = min(old.groups[name]), min(new.groups[name])
-                return f"the group {name} of rank {rank} has the ranks {members} in one, {others} in the other"
+                return (
+                    f"the group {name} of rank {rank} has the ranks {members} in one, {others} in"
+                    " the other"
+                )
     return ""
 
 
 def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> Movement:
-    """Return the ranks' progress from one dump to the other. Ranks with the same change share a sentence."""
+    """Return the ranks' progress from one dump to the other. Ranks with the same change share a
+    sentence.
+    """
     first, second = {one.rank: one for one in before}, {one.rank: one for one in after}
     ranks_by_change: dict[_Change, list[int]] = defaultdict(list)
     for rank in sorted(first.keys() | second.keys()):
@@ -110,8 +158,18 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     for change, ranks in ranks_by_change.items():
         old, new = first.get(ranks[0]), second.get(ranks[0])
         sentence = ranks_and_verb(ranks, change.singular, change.plural)
-        moved.append(Moved(ranks, change.kind, sentence, old.place if old is not None else None, new.place if new is not None else None))
-    movement = Movement(ranks=sorted(moved, key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks)))
+        moved.append(
+            Moved(
+                ranks,
+                change.kind,
+                sentence,
+                old.place if old is not None else None,
+                new.place if new is not None else None,
+            )
+        )
+    movement = Movement(
+        ranks=sorted(moved, key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks))
+    )
     movement.apart_s = _seconds_apart(first, second)
     movement.answer = _answer(movement, sorted(first.keys() & second.keys()))
     return movement
@@ -119,9 +177,17 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
 
 def _change(old: Position | None, new: Position | None) -> _Change:
     if new is None:
-        return _Change("only-before", "has a readable dump only in the first set.", "have a readable dump only in the first set.")
+        return _Change(
+            "only-before",
+            "has a readable dump only in the first set.",
+            "have a readable dump only in the first set.",
+        )
     if old is None:
-        return _Change("only-after", "has a readable dump only in the second set.", "have a readable dump only in the second set.")
+        return _Change(
+            "only-after",
+            "has a readable dump only in the second set.",
+            "have a readable dump only in the second set.",
+        )
     before, now = old.place, new.place
     issued = now.issued - before.issued
     line = f" ({now.line})" if now.line else ""
@@ -129,8 +195,14 @@ def _change(old: Position | None, new: Position | None) -> _Change:
         return _same("again", "issued fewer operations than before: restarted, or of another job.")
     if not issued and old.identity == new.identity:
         if not now.in_flight:
-            return _Change("still", "issued nothing, and has nothing in flight.", "issued nothing, and have nothing in flight.")
-        return _Change("still", f"is still in {now.in_flight}{line}.", f"are still in {now.in_flight}{line}.")
+            return _Change(
+                "still",
+                "issued nothing, and has nothing in flight.",
+                "issued nothing, and have nothing in flight.",
+            )
+        return _Change(
+            "still", f"is still in {now.in_flight}{line}.", f"are still in {now.in_flight}{line}."
+        )
     more = f"issued {count(issued, 'more operation')}" if issued else "issued nothing more"
     if not now.in_flight:
         if not issued:
@@ -139,7 +211,11 @@ def _change(old: Position | None, new: Position | None) -> _Change:
     if old.identity == new.identity:
         behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
         return _Change("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
-    return _same("moved", f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}: {more}.")
+    return _same(
+        "moved",
+        f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}:"
+        f" {more}.",
+    )
 
 
 def _same(kind: MovementKind, predicate: str) -> _Change:
@@ -148,7 +224,10 @@ def _same(kind: MovementKind, predicate: str) -> _Change:
 
 
 def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]) -> float:
-    old, new = (max((one.newest_ns for one in positions.values()), default=0) for positions in (first, second))
+    old, new = (
+        max((one.newest_ns for one in positions.values()), default=0)
+        for positions in (first, second)
+    )
     return (new - old) / 1e9 if old and new > old else 0.0
 
 
@@ -159,9 +238,19 @@ def _answer(movement: Movement, both: list[int]) -> str:
     for one in movement.ranks:
         by_kind[one.kind] += one.ranks
     within = f" in {duration(int(movement.apart_s * 1e9))}" if movement.apart_s else ""
-    still, moved = by_kind["still"], sorted(by_kind["moved"] + by_kind["finished"] + by_kind["again"])
+    still, moved = (
+        by_kind["still"],
+        sorted(by_kind["moved"] + by_kind["finished"] + by_kind["again"]),
+    )
     if not moved:
-        return f"No rank moved{within}: {count(len(both), 'rank')} {verb(both, 'is', 'are')} in the same place."
+        return (
+            f"No rank moved{within}: {count(len(both), 'rank')} {verb(both, 'is', 'are')} in the"
+            " same place."
+        )
     if not still:
-        return f"All {count(len(both), 'rank')} moved{within}." if len(both) > 1 else f"The rank moved{within}."
+        return (
+            f"All {count(len(both), 'rank')} moved{within}."
+            if len(both) > 1
+            else f"The rank moved{within}."
+        )
     return f"{capital(ranks_phrase(moved))} moved{within}, {ranks_phrase(still)} did not."

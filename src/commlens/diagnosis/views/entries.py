@@ -1,7 +1,8 @@
 """Lay out the entries around a fault side by side, with one column for all ranks that did the same.
 
-Collectives of a process group are aligned by sequence number. Ranks share no numbers for messages, so each rank's messages are
-listed in the order in which it issued them. Each rank's file is read, reduced to :class:`RankEntries`, and dropped.
+Collectives of a process group are aligned by sequence number. Ranks share no numbers for messages,
+so each rank's messages are listed in the order in which it issued them. Each rank's file is read,
+reduced to :class:`RankEntries`, and dropped.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def select_entries(verdict: Verdict, only: Collection[int] | None = None) -> Ent
 
 
 def select_group(job: JobIndex, name: str, fault: EntrySelection) -> list[EntrySelection]:
-    """Select the collectives and the messages of every group with a name, the group of the fault first."""
+    """Select the collectives and the messages of every group with a name, the group of the fault
+    first.
+    """
     found: dict[tuple[str, tuple[int, ...]], None] = {}
     for channel in job.channels.values():
         if _is_selected(channel, EntrySelection(name)):
@@ -79,12 +82,14 @@ def select_group(job: JobIndex, name: str, fault: EntrySelection) -> list[EntryS
     for group, ranks in sorted(found, key=lambda each: (each != of_fault, each[1])):
         if fault.only is None or fault.only & set(ranks):
             sequence = fault.sequence if (group, ranks) == of_fault else 0
-            chosen = msgspec.structs.replace(fault, group=group, ranks=ranks, sequence=sequence, messages=False)
+            chosen = msgspec.structs.replace(
+                fault, group=group, ranks=ranks, sequence=sequence, messages=False
+            )
             selections += [chosen, msgspec.structs.replace(chosen, sequence=0, messages=True)]
     return selections
 
 
-# --- one rank's entries ------------------------------------------------------------------------------------------
+# --- one rank's entries
 
 
 def read_entries(
@@ -96,14 +101,16 @@ def read_entries(
 ) -> list[list[RankEntries]]:
     """Return each rank's entries, for each selection.
 
-    Black boxes are in the job's index. Other tools' dumps are read again, the selected ranks only: diagnosis does not keep all of
-    their entries and stacks. Skips unreadable files, which the verdict has reported.
+    Black boxes are in the job's index. Other tools' dumps are read again, the selected ranks only:
+    diagnosis does not keep all of their entries and stacks. Skips unreadable files, which the
+    verdict has reported.
     """
     if not job.knows.columns:
         from commlens.formats.rank_log_columns import columns_from_log
 
         collected: Iterable[tuple[int, RankEntries]] = _collect_all(
-            (columns_from_log(view.log) for view in job.views.values() if view.log.issued), selections
+            (columns_from_log(view.log) for view in job.views.values() if view.log.issued),
+            selections,
         )
     else:
         files = discover(paths, prefix=prefix)
@@ -111,7 +118,9 @@ def read_entries(
         if files.own:
             collected = _collect_all(read_ranks(files, [], ranks=ranks), selections)
         else:
-            collected = reduce_foreign(files, partial(_collect_all, selections=selections), [], ranks=ranks)
+            collected = reduce_foreign(
+                files, partial(_collect_all, selections=selections), [], ranks=ranks
+            )
     found: list[dict[int, RankEntries]] = [{} for _ in selections]
     for at, one in collected:
         known = found[at].get(one.rank)
@@ -123,18 +132,28 @@ def read_entries(
 def _ranks_of(selections: Sequence[EntrySelection]) -> frozenset[int] | None:
     """Return the ranks to read; None for all."""
     if all(one.only is not None or one.ranks for one in selections):
-        return frozenset(rank for one in selections for rank in (one.only if one.only is not None else one.ranks))
+        return frozenset(
+            rank for one in selections for rank in (one.only if one.only is not None else one.ranks)
+        )
     return None
 
 
-def _collect_all(dumps: Iterable[RankColumns], selections: Sequence[EntrySelection]) -> list[tuple[int, RankEntries]]:
+def _collect_all(
+    dumps: Iterable[RankColumns], selections: Sequence[EntrySelection]
+) -> list[tuple[int, RankEntries]]:
     """Return the entries of each dump with the indices of the selections that they belong to."""
-    found = ((at, collect_entries(rows, selection)) for rows in dumps for at, selection in enumerate(selections))
+    found = (
+        (at, collect_entries(rows, selection))
+        for rows in dumps
+        for at, selection in enumerate(selections)
+    )
     return [(at, entries) for at, entries in found if entries is not None]
 
 
 def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries | None:
-    """Return a rank's entries on the selected group; None if it has none and is no member of the group."""
+    """Return a rank's entries on the selected group; None if it has none and is no member of the
+    group.
+    """
     import numpy as np
 
     if selection.only is not None and rows.rank not in selection.only:
@@ -142,13 +161,20 @@ def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries
     channel = _select_channel(rows, selection)
     if channel is None:
         is_member = rows.rank in selection.ranks or (not selection.group and not len(rows))
-        return RankEntries(rows.rank, elsewhere=_in_flight_elsewhere(rows, -1)) if is_member else None
+        return (
+            RankEntries(rows.rank, elsewhere=_in_flight_elsewhere(rows, -1)) if is_member else None
+        )
     on_group = rows.channel == channel
     elsewhere = _in_flight_elsewhere(rows, channel, selection.messages)
-    entries = RankEntries(rows.rank, group_phrase(rows.channels[channel].group), elsewhere=elsewhere)
+    entries = RankEntries(
+        rows.rank, group_phrase(rows.channels[channel].group), elsewhere=elsewhere
+    )
     if selection.messages:
         newest = np.flatnonzero(on_group & rows.p2p & ~rows.closes)[-_BESIDE:]
-        entries.cells = {place: _cell(rows, [row]) for place, row in enumerate(newest.tolist(), start=1 - len(newest))}
+        entries.cells = {
+            place: _cell(rows, [row])
+            for place, row in enumerate(newest.tolist(), start=1 - len(newest))
+        }
         return entries
     own = np.flatnonzero(on_group & ~rows.p2p)
     if not len(own):
@@ -164,22 +190,37 @@ def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries
 
 
 def _select_channel(rows: RankColumns, selection: EntrySelection) -> int | None:
-    """Return the index of the selected group among the rank's channels: of several incarnations, the last that has entries."""
+    """Return the index of the selected group among the rank's channels: of several incarnations,
+    the last that has entries.
+    """
     import numpy as np
 
     if not len(rows):
         return None
     if not selection.group:
-        traffic = np.bincount(rows.channel[~rows.p2p], minlength=len(rows.channels)) * [len(one.group.ranks) or 1 for one in rows.channels]
+        traffic = np.bincount(rows.channel[~rows.p2p], minlength=len(rows.channels)) * [
+            len(one.group.ranks) or 1 for one in rows.channels
+        ]
         return int(traffic.argmax()) if len(traffic) else None
-    matching = [index for index, channel in enumerate(rows.channels) if _is_selected(channel, selection)]
-    return max(matching, key=lambda index: (bool((rows.channel == index).any()), index), default=None)
+    matching = [
+        index for index, channel in enumerate(rows.channels) if _is_selected(channel, selection)
+    ]
+    return max(
+        matching, key=lambda index: (bool((rows.channel == index).any()), index), default=None
+    )
 
 
 def _is_selected(channel: Channel, selection: EntrySelection) -> bool:
     group = channel.group
-    named = selection.group in (group.name, group.name.split("@")[0], group.description, group.label)
-    return named and (not selection.ranks or not group.ranks or set(group.ranks) == set(selection.ranks))
+    named = selection.group in (
+        group.name,
+        group.name.split("@")[0],
+        group.description,
+        group.label,
+    )
+    return named and (
+        not selection.ranks or not group.ranks or set(group.ranks) == set(selection.ranks)
+    )
 
 
 def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
@@ -190,7 +231,13 @@ def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
     op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
     last = several[-1]
     stack: Stack = rows.stacks[int(rows.stack[last])] if rows.stack[last] >= 0 else ()
-    return Cell(op, " ".join(dict.fromkeys(map(_tensors, args))), _ENDS[int(rows.state[last])], frame_phrase(user_frame(stack)), stack)
+    return Cell(
+        op,
+        " ".join(dict.fromkeys(map(_tensors, args))),
+        _ENDS[int(rows.state[last])],
+        frame_phrase(user_frame(stack)),
+        stack,
+    )
 
 
 def _op(args: CollectiveArgs, peer: int) -> str:
@@ -207,7 +254,9 @@ def _tensors(args: CollectiveArgs) -> str:
 
 
 def _in_flight_elsewhere(rows: RankColumns, channel: int, messages: bool = False) -> str:
-    """Return the oldest operation in flight that the table does not show; empty if there is none."""
+    """Return the oldest operation in flight that the table does not show; empty if there is
+    none.
+    """
     import numpy as np
 
     shown = (rows.channel == channel) & (rows.p2p == messages)
@@ -219,22 +268,35 @@ def _in_flight_elsewhere(rows: RankColumns, channel: int, messages: bool = False
     return f"{op} #{int(rows.sequence[row])} of {group_phrase(group)}"
 
 
-# --- the tables of all ranks --------------------------------------------------------------------------------------
+# --- the tables of all ranks
 
 
 def lay_out_groups(
-    entries: Sequence[Iterable[RankEntries]], selections: Sequence[EntrySelection], *, rows: int, columns: int
+    entries: Sequence[Iterable[RankEntries]],
+    selections: Sequence[EntrySelection],
+    *,
+    rows: int,
+    columns: int,
 ) -> list[EntryTable]:
-    """Return a table for each selection of a group's collectives or messages that has entries, those with ops in flight first."""
-    tables = [lay_out(found, chosen, rows=rows, columns=columns) for found, chosen in zip(entries, selections, strict=True)]
+    """Return a table for each selection of a group's collectives or messages that has entries,
+    those with ops in flight first.
+    """
+    tables = [
+        lay_out(found, chosen, rows=rows, columns=columns)
+        for found, chosen in zip(entries, selections, strict=True)
+    ]
     filled = [table for table in tables if table.numbers]
     return sorted(filled, key=lambda table: (not table.fault, not table.has_open))
 
 
-def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: int, columns: int) -> EntryTable:
-    """Put the ranks that did the same into one column, and choose the sequence numbers around the fault.
+def lay_out(
+    entries: Iterable[RankEntries], selection: EntrySelection, *, rows: int, columns: int
+) -> EntryTable:
+    """Put the ranks that did the same into one column, and choose the sequence numbers around the
+    fault.
 
-    At most ``rows`` numbers and ``columns`` columns: culprits first, then ranks with an op in flight, then the most common kinds.
+    At most ``rows`` numbers and ``columns`` columns: culprits first, then ranks with an op in
+    flight, then the most common kinds.
     """
     ranks = sorted(entries, key=lambda one: one.rank)
     group = Counter(one.group for one in ranks if one.group).most_common(1)
@@ -242,16 +304,25 @@ def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: 
     numbers = _numbers(ranks, fault, rows)
     kinds: dict[tuple[object, ...], list[RankEntries]] = defaultdict(list)
     for one in ranks:
-        did = ((cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first for number in numbers)
+        did = (
+            (cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first
+            for number in numbers
+        )
         key = (one.rank not in selection.culprits, *did)
         kinds[key].append(one)
-    ordered = sorted(kinds.items(), key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank))
+    ordered = sorted(
+        kinds.items(),
+        key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank),
+    )
     kept, dropped = [kind for _, kind in ordered[:columns]], [kind for _, kind in ordered[columns:]]
     elsewhere: dict[str, list[int]] = defaultdict(list)
     for one in ranks:
         if one.elsewhere:
             elsewhere[one.elsewhere].append(one.rank)
-    culprits_first = sorted(elsewhere.items(), key=lambda item: (not set(item[1]) & set(selection.culprits), -len(item[1]), item[1]))
+    culprits_first = sorted(
+        elsewhere.items(),
+        key=lambda item: (not set(item[1]) & set(selection.culprits), -len(item[1]), item[1]),
+    )
     return EntryTable(
         group=group[0][0] if group else "",
         numbers=numbers,
@@ -265,7 +336,9 @@ def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: 
 
 
 def _numbers(ranks: Sequence[RankEntries], fault: int, rows: int) -> list[int]:
-    """Choose the rows: the newest numbers, or the numbers around the fault, up to a third of them after it."""
+    """Choose the rows: the newest numbers, or the numbers around the fault, up to a third of them
+    after it.
+    """
     numbers = sorted({number for one in ranks for number in one.cells})
     if len(numbers) <= rows:
         return numbers
@@ -280,7 +353,9 @@ def _has_open(entries: RankEntries) -> bool:
     return any(cell.is_open for cell in entries.cells.values())
 
 
-def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int) -> Column:
+def _column(
+    kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int
+) -> Column:
     first = kind[0]
     if first.rank in selection.culprits and selection.kind not in NOTHING_FOUND:
         role = "culprit"

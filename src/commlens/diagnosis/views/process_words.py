@@ -20,9 +20,15 @@ def process_words(log: RankLog) -> str:
     if seen.end is End.KILLED:
         return f"killed by {seen.signal}"
     if seen.end is End.FAILED:
-        return f"exited with {seen.exit_code}" if seen.exit_code is not None else "died of an exception"
+        return (
+            f"exited with {seen.exit_code}"
+            if seen.exit_code is not None
+            else "died of an exception"
+        )
     if seen.end in (End.CLEAN, End.GONE, End.UNKNOWN):
-        return {End.CLEAN: "finished", End.GONE: "gone", End.UNKNOWN: "not visible from here"}[seen.end]
+        return {End.CLEAN: "finished", End.GONE: "gone", End.UNKNOWN: "not visible from here"}[
+            seen.end
+        ]
     if seen.stopped_fraction is not None and seen.stopped_fraction >= 0.5:
         return "stopped"
     if seen.holds_gil:
@@ -33,6 +39,12 @@ def process_words(log: RankLog) -> str:
 
 
 def notable_state(log: RankLog) -> str:
-    """Return the state of a rank's process in words if it explains why the rank does not move; otherwise an empty text."""
+    """Return the state of a rank's process in words if it explains why the rank does not move;
+    otherwise an empty text.
+    """
     words = process_words(log)
-    return "" if words in ("running", "sleeping", "computing", "idle", "not visible from here") else words
+    return (
+        ""
+        if words in ("running", "sleeping", "computing", "idle", "not visible from here")
+        else words
+    )

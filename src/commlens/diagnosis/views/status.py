@@ -58,7 +58,9 @@ class JobStatus(msgspec.Struct):
     @property
     def needs_attention(self) -> bool:
         """Whether something is wrong, or a rank waits or does not run."""
-        return self.verdict.kind not in NOTHING_FOUND or any(notable_state(log) not in ("", "finished") for log in self.logs)
+        return self.verdict.kind not in NOTHING_FOUND or any(
+            notable_state(log) not in ("", "finished") for log in self.logs
+        )
 
     @property
     def answer(self) -> str:
@@ -80,11 +82,21 @@ def status_of(name: str, logs: Sequence[RankLog], other_nodes: Sequence[str] = (
     examined = examine_logs(logs)
     waits = _waits(examined)
     rows = [_row(log, waits.get(log.rank, [])) for log in logs]
-    return JobStatus(name, heading(name, logs), examined.verdict, rows, _steps(logs), list(logs), list(other_nodes))
+    return JobStatus(
+        name,
+        heading(name, logs),
+        examined.verdict,
+        rows,
+        _steps(logs),
+        list(logs),
+        list(other_nodes),
+    )
 
 
 def heading(name: str, logs: Sequence[RankLog]) -> str:
-    """Return the line above a job's table: ``"train-20261121: 4 ranks on n03, train.py --lr 0.1"``."""
+    """Return the line above a job's table: ``"train-20261121: 4 ranks on n03, train.py --lr
+    0.1"``.
+    """
     world = max((log.world_size for log in logs), default=0)
     hosts = sorted({log.host for log in logs if log.host})
     script = next((log.script for log in logs if log.script), "")
@@ -94,37 +106,53 @@ def heading(name: str, logs: Sequence[RankLog]) -> str:
 
 
 def add_hosts(
-    job: JobStatus, rows: Sequence[StatusRow], headings: Sequence[str], lines: Sequence[tuple[str, ...]]
+    job: JobStatus,
+    rows: Sequence[StatusRow],
+    headings: Sequence[str],
+    lines: Sequence[tuple[str, ...]],
 ) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return a table's headings and lines, with each row's host after its ranks if the job runs on several hosts."""
+    """Return a table's headings and lines, with each row's host after its ranks if the job runs on
+    several hosts.
+    """
     if len({row.host for row in job.rows}) < 2:
         return list(headings), list(lines)
-    return [headings[0], "host", *headings[1:]], [(line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)]
+    return [headings[0], "host", *headings[1:]], [
+        (line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)
+    ]
 
 
 def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:
     """Join the rows of ranks that do the same."""
     found: dict[tuple[object, ...], list[StatusRow]] = defaultdict(list)
     for row in rows:
-        found[(row.process, row.activity, row.collective, tuple(row.waits_for), row.step, row.at)].append(row)
+        found[
+            (row.process, row.activity, row.collective, tuple(row.waits_for), row.step, row.at)
+        ].append(row)
     folded = []
     for same in found.values():
         hosts = {row.host for row in same}
         folded.append(
             msgspec.structs.replace(
-                same[0], ranks=sorted(rank for row in same for rank in row.ranks), pid=same[0].pid if len(same) == 1 else 0,
-                host=same[0].host if len(hosts) == 1 else count(len(hosts), "host"), for_ns=max(row.for_ns for row in same),
+                same[0],
+                ranks=sorted(rank for row in same for rank in row.ranks),
+                pid=same[0].pid if len(same) == 1 else 0,
+                host=same[0].host if len(hosts) == 1 else count(len(hosts), "host"),
+                for_ns=max(row.for_ns for row in same),
             )
-        )  # fmt: skip
+        )
     return folded
 
 
 def arrange(rows: Sequence[StatusRow], order: Order) -> list[StatusRow]:
-    """Sort rows: by rank, by time (the longest first), or by state (those that run first are last)."""
+    """Sort rows: by rank, by time (the longest first), or by state (those that run first are
+    last).
+    """
     if order == "for":
         return sorted(rows, key=lambda row: (-row.for_ns, row.ranks))
     if order == "state":
-        return sorted(rows, key=lambda row: (row.activity in ("", "in-collective"), len(row.ranks), row.ranks))
+        return sorted(
+            rows, key=lambda row: (row.activity in ("", "in-collective"), len(row.ranks), row.ranks)
+        )
     return sorted(rows, key=lambda row: row.ranks)
 
 
@@ -139,10 +167,18 @@ def cells(row: StatusRow, *, narrow: bool = False) -> tuple[str, ...]:
     if len(waits) > _RANKS_MAX:
         waits = f"{len(row.waits_for)} ranks"
     says_nothing = row.activity in ("", "in-collective", "unknown", "user-code")
-    process = row.process if says_nothing else row.activity if narrow else f"{row.process}, {row.activity}"
+    process = (
+        row.process
+        if says_nothing
+        else row.activity
+        if narrow
+        else f"{row.process}, {row.activity}"
+    )
     collective, step, at = row.collective, str(row.step or ""), row.at
     if narrow:
-        collective = _MEMBERS.sub("", collective.replace(" of the default group", "").replace(" of group ", " of "))
+        collective = _MEMBERS.sub(
+            "", collective.replace(" of the default group", "").replace(" of group ", " of ")
+        )
         step, at = "", at.partition(" ")[0]
     return (_short_ranks(row.ranks), process, step, collective, row.age, waits, at)
 
@@ -166,13 +202,26 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
     exit_ = process_exit_of(log)
     blocked = current is not None and current.in_flight
     doing = activity_of(log, exit_, quiet_ns=quiet_ns(log))
-    activity: str = "in-collective" if blocked and doing.why not in ("stopped", "holding-gil") else doing.why
+    activity: str = (
+        "in-collective" if blocked and doing.why not in ("stopped", "holding-gil") else doing.why
+    )
     if log.observation.end not in (End.RUNNING, End.UNKNOWN):
         activity = exit_.why
     if activity in ("killed", "exit", "exception", "finished", "stopped", "holding-gil"):
         activity = ""  # the process's state says it
     text, age_ns = _collective(log, current)
-    return StatusRow([log.rank], log.pid, log.host, process_words(log), activity, text, age_ns, waits_for, log.steps, _where(log, current))
+    return StatusRow(
+        [log.rank],
+        log.pid,
+        log.host,
+        process_words(log),
+        activity,
+        text,
+        age_ns,
+        waits_for,
+        log.steps,
+        _where(log, current),
+    )
 
 
 def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
@@ -188,7 +237,12 @@ def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
         if current.in_flight:
             text, age_ns = f"in {text}", log.captured_ns - current.announced_ns
         else:
-            ended = current.done_ns or current.wait_ended_ns or current.returned_ns or current.announced_ns
+            ended = (
+                current.done_ns
+                or current.wait_ended_ns
+                or current.returned_ns
+                or current.announced_ns
+            )
             text = f"{'after' if current.state is State.COMPLETED else current.state.value} {text}"
             age_ns = log.captured_ns - ended
     if log.expecting:
@@ -201,10 +255,19 @@ _EXCEPTION_MAX: Final = 80
 
 def _where(log: RankLog, current: Collective | None) -> str:
     stack = log.main_stack
-    frame = stack.source if stack is not None and log.observation.end in (End.RUNNING, End.UNKNOWN) else None
+    frame = (
+        stack.source
+        if stack is not None and log.observation.end in (End.RUNNING, End.UNKNOWN)
+        else None
+    )
     if frame is None and log.exception:
-        return log.exception if len(log.exception) <= _EXCEPTION_MAX else log.exception[: _EXCEPTION_MAX - 1] + "…"
-    # While nothing is issued, a stack is taken once a second: a younger record is newer than the stack.
+        return (
+            log.exception
+            if len(log.exception) <= _EXCEPTION_MAX
+            else log.exception[: _EXCEPTION_MAX - 1] + "…"
+        )
+    # While nothing is issued, a stack is taken once a second: a younger record is newer than the
+    # stack.
     if stack is not None and current is not None and current.announced_ns > stack.taken_ns:
         frame = current.source or frame
     if frame is None and current is not None:
@@ -225,7 +288,9 @@ def _waits(examined: ExaminedJob) -> dict[int, list[int]]:
 
 
 def _steps(logs: Sequence[RankLog]) -> str:
-    """Return the optimizer step that the ranks are in, and the time of a step, as far as they are recorded."""
+    """Return the optimizer step that the ranks are in, and the time of a step, as far as they are
+    recorded.
+    """
     steps = sorted({log.steps for log in logs if log.steps})
     if not steps:
         return ""
@@ -235,10 +300,13 @@ def _steps(logs: Sequence[RankLog]) -> str:
 
 
 def step_time_s(log: RankLog) -> float:
-    """Return the median time of the last steps in the record, from one step's first collective to the next one's; 0.0 if unknown."""
+    """Return the median time of the last steps in the record, from one step's first collective to
+    the next one's; 0.0 if unknown.
+    """
     began: dict[int, int] = {}
     for op in log.collectives:
         began.setdefault(op.step, op.announced_ns)
-    moments = [began[step] for step in sorted(began)][1:][-_STEPS_TIMED:]  # the first may have lost its beginning
+    # the first may have lost its beginning
+    moments = [began[step] for step in sorted(began)][1:][-_STEPS_TIMED:]
     times = [later - earlier for earlier, later in itertools.pairwise(moments)]
     return median(times) / 1e9 if times else 0.0

@@ -1,4 +1,5 @@
-"""Decompress files as streams: bounded in memory, safe against bombs, and readable up to a truncation.
+"""Decompress files as streams: bounded in memory, safe against bombs, and readable up to a
+truncation.
 
 The format is detected from the first bytes, never from the name.
 """
@@ -14,15 +15,23 @@ from typing import BinaryIO, Final, Protocol
 
 from commlens.errors import MissingDependency
 
-MAGIC_BYTES: Final = 264  # bytes of a file's beginning that reveal whether it is compressed or an archive
+# bytes of a file's beginning that reveal whether it is compressed or an archive
+MAGIC_BYTES: Final = 264
 UNSUSPICIOUS_BYTES: Final = 256 << 20  # content of up to this size may have any compression ratio
 RATIO_MAX: Final = 500
-"""Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is 1032."""
+"""Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is
+1032.
+"""
 UNPACKED_MAX: Final = 16 << 30
-"""Most bytes that one file is unpacked to; an archive's members are counted together, with those of archives in it."""
+"""Most bytes that one file is unpacked to; an archive's members are counted together, with those of
+archives in it.
+"""
 USUAL_RATIO: Final = 200
-"""Content beyond this ratio counts as excess, which all files together may have :data:`EXCESS_MAX` bytes of."""
-EXCESS_MAX: Final = 1 << 30  # bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse
+"""Content beyond this ratio counts as excess, which all files together may have :data:`EXCESS_MAX`
+bytes of.
+"""
+# bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse
+EXCESS_MAX: Final = 1 << 30
 _NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
 _CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio
@@ -64,7 +73,9 @@ class _Gzip:
 
 
 class _Zstandard:
-    """zstandard's decompressor. It cannot limit its output, and 4 bytes yield up to 128 KiB, so it is fed small pieces."""
+    """zstandard's decompressor. It cannot limit its output, and 4 bytes yield up to 128 KiB, so it
+    is fed small pieces.
+    """
 
     PIECE: Final = 512
 
@@ -73,7 +84,8 @@ class _Zstandard:
             import zstandard
         except ImportError as error:
             raise MissingDependency(
-                f"Reading a file compressed with Zstandard needs the package zstandard ({error}): pip install 'commlens[zstd]'"
+                f"Reading a file compressed with Zstandard needs the package zstandard ({error}):"
+                " pip install 'commlens[zstd]'"
             ) from None
         self._one = zstandard.ZstdDecompressor().decompressobj()
         self._left = b""
@@ -105,13 +117,17 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 
 
 class Excess:
-    """How many bytes beyond the usual ratio this process has unpacked since its last walk over files began."""
+    """How many bytes beyond the usual ratio this process has unpacked since its last walk over
+    files began.
+    """
 
     count = 0
 
 
 def unpacking_limit(stored: int) -> int:
-    """Return how many bytes so many stored bytes may unpack to; more must be a decompression bomb."""
+    """Return how many bytes so many stored bytes may unpack to; more must be a decompression
+    bomb.
+    """
     return min(UNPACKED_MAX, max(UNSUSPICIOUS_BYTES, RATIO_MAX * stored))
 
 
@@ -123,14 +139,20 @@ def amount(count: int) -> str:
 
 
 def decompressor_for(head: bytes) -> Callable[[], _Decompressor] | None:
-    """Return the decompressor for a file with this beginning; None if the file is not compressed."""
+    """Return the decompressor for a file with this beginning; None if the file is not
+    compressed.
+    """
     return next((make for magic, make in _KINDS.items() if head.startswith(magic)), None)
 
 
 class _Content(io.RawIOBase):
-    """The content of a compressed file as a stream. An error ends the stream and is added to ``problems``."""
+    """The content of a compressed file as a stream. An error ends the stream and is added to
+    ``problems``.
+    """
 
-    def __init__(self, packed: BinaryIO, make: Callable[[], _Decompressor], name: str, problems: list[str]) -> None:
+    def __init__(
+        self, packed: BinaryIO, make: Callable[[], _Decompressor], name: str, problems: list[str]
+    ) -> None:
         self._packed = packed
         self._make = make
         self._frame: _Decompressor | None = make()  # None at the end of the stream
@@ -168,21 +190,30 @@ class _Content(io.RawIOBase):
                 fresh = self._packed.read(_PIECE)
                 self._stored += len(fresh)
                 if not fresh:
-                    return self._end(f"{self._name} is cut off: {amount(self._given)} of its content could be read.")
+                    return self._end(
+                        f"{self._name} is cut off: {amount(self._given)} of its content could be"
+                        " read."
+                    )
             content = frame.decompress(fresh, min(max(wanted, 1), _CONTENT_MAX))
         except MissingDependency:
             raise
-        except Exception as error:  # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
-            return self._end(f"{self._name} is damaged ({_reason(error)}): {amount(self._given)} of its content could be read.")
+        except Exception as error:
+            # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
+            return self._end(
+                f"{self._name} is damaged ({_reason(error)}): {amount(self._given)} of its content"
+                " could be read."
+            )
         before = self._excess()
         self._given += len(content)
         grown = self._excess() - before
         Excess.count += grown
         if self._given > unpacking_limit(self._stored) or (grown and Excess.count > EXCESS_MAX):
             self._problems.append(
-                f"{self._name} unpacks to far more than a dump holds: only the first {amount(self._given)} of its content were read "
-                f"(limit: {RATIO_MAX} times the file's size, {amount(UNPACKED_MAX)}, and for all files together {amount(EXCESS_MAX)} "
-                f"beyond {USUAL_RATIO} times their size). To read all of it, unpack it first."
+                f"{self._name} unpacks to far more than a dump holds: only the first"
+                f" {amount(self._given)} of its content were read (limit: {RATIO_MAX} times the"
+                f" file's size, {amount(UNPACKED_MAX)}, and for all files together"
+                f" {amount(EXCESS_MAX)} beyond {USUAL_RATIO} times their size). To read all of it,"
+                " unpack it first."
             )
             self._frame = None
         return content
@@ -191,7 +222,9 @@ class _Content(io.RawIOBase):
         return max(0, self._given - USUAL_RATIO * self._stored)
 
     def _next_frame(self, frame: _Decompressor) -> bytes:
-        """Return the first bytes of the next frame; b"" if only padding or garbage follows, which gzip ignores, too."""
+        """Return the first bytes of the next frame; b"" if only padding or garbage follows, which
+        gzip ignores, too.
+        """
         rest = frame.unused_data
         if len(rest) < 6:
             more = self._packed.read(_PIECE)
@@ -210,7 +243,8 @@ class _Content(io.RawIOBase):
 
 
 def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedReader:
-    """Return a stream of the decompressed content; the stream itself if it is not compressed. Closing the result closes it.
+    """Return a stream of the decompressed content; the stream itself if it is not compressed.
+    Closing the result closes it.
 
     ``problems`` is extended while reading, if the content is cut off, damaged or too large.
 

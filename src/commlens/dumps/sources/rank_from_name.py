@@ -1,7 +1,8 @@
 """Infer rank and host from the names of files and folders.
 
-Pure functions. :func:`parse_name` reads one name. :func:`parse_names` reads all names of a job together, which reveals more: if no
-name says ``rank``, the rank is the number that differs in every name.
+Pure functions. :func:`parse_name` reads one name. :func:`parse_names` reads all names of a job
+together, which reveals more: if no name says ``rank``, the rank is the number that differs in every
+name.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ from typing import Final
 RANK_MAX: Final = 9_999_999
 
 _RANK: Final = re.compile(r"(?<![a-z])(?:global[_-]?)?g?rank[\s_.=-]*([0-9]+)", re.IGNORECASE)
-_LOCAL: Final = re.compile(r"(?<![a-z])(?:local[_-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)", re.IGNORECASE)
-_NODE: Final = re.compile(r"(?<![a-z])(?:node[_-]?rank|group[_-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)", re.IGNORECASE)
+_LOCAL: Final = re.compile(
+    r"(?<![a-z])(?:local[_-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)",
+    re.IGNORECASE,
+)
+_NODE: Final = re.compile(
+    r"(?<![a-z])(?:node[_-]?rank|group[_-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)",
+    re.IGNORECASE,
+)
 _SHORT: Final = re.compile(r"(?:^|[._-])r([0-9]+)(?=$|[._-])", re.IGNORECASE)
 _OF: Final = re.compile(r"(?<!\d)([0-9]+)[_.-]of[_.-]([0-9]+)(?!\d)", re.IGNORECASE)
 _DATE: Final = re.compile(
-    r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[T _.-]?[0-2]\d[-_.:]?[0-5]\d(?:[-_.:]?[0-5]\d(?:[.,]\d+)?)?Z?)?(?!\d)"
+    r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[T"
+    r" _.-]?[0-2]\d[-_.:]?[0-5]\d(?:[-_.:]?[0-5]\d(?:[.,]\d+)?)?Z?)?(?!\d)"
 )
 _NUMBER: Final = re.compile(r"[0-9]+")
 _ENDING: Final = re.compile(
-    r"\.(?:pickle|pkl|json|jsonl|gz|zst|zstd|bz2|xz|bin|txt|log|out|err|dump|trace|pt|box|dat|tar|tgz|zip|stdout|stderr)$", re.IGNORECASE
+    r"\.(?:pickle|pkl|json|jsonl|gz|zst|zstd|bz2|xz|bin|txt|log|out|err|dump|trace|pt|box|dat|tar|tgz|zip|stdout|stderr)$",
+    re.IGNORECASE,
 )
 _HOST: Final = re.compile(
     r"^(?:[a-z0-9-]*(?:host|node|worker|machine|pod|server|nid|slurm|dgx|hgx|gpu-?node)[a-z0-9]*(?:[._-][a-z0-9._-]*)?|ip-[0-9-]+.*|\d+\.\d+\.\d+\.\d+"
@@ -52,13 +61,19 @@ class FileName:
 
 
 def parse_name(name: str, prefix: str = "") -> FileName:
-    """Infer rank and host from one name: a path, URL, or ``archive!member``. Folders are used if the file's own name says nothing.
+    """Infer rank and host from one name: a path, URL, or ``archive!member``. Folders are used if
+    the file's own name says nothing.
 
     In a file name with torchfrtrace's prefix, the number after it is the rank.
 
-    Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``, ``trace.3``, ``node-3/gpu2/dump``.
+    Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``,
+    ``trace.3``, ``node-3/gpu2/dump``.
     """
-    *above, last = re.split(r"[/\\!]", name.rstrip("/\\!")) if "\\" in name or "!" in name else name.rstrip("/").split("/")
+    *above, last = (
+        re.split(r"[/\\!]", name.rstrip("/\\!"))
+        if "\\" in name or "!" in name
+        else name.rstrip("/").split("/")
+    )
     if last in ("", ".", ".."):
         return FileName()
     folders = _folders(tuple(above))
@@ -67,11 +82,20 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
         return FileName(rank=_small(number[0]), host=host, sure=True)
     node, local = _last(_NODE, base), _last(_LOCAL, base)
-    about = FileName(host=host, node=folders.node if node < 0 else node, local_rank=folders.local_rank if local < 0 else local)
+    about = FileName(
+        host=host,
+        node=folders.node if node < 0 else node,
+        local_rank=folders.local_rank if local < 0 else local,
+    )
     own = _stated_rank(base)
     if own >= 0:
         differ = folders.sure and folders.rank != own
-        note = f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; {own} is used." if differ else ""
+        note = (
+            f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; {own}"
+            " is used."
+            if differ
+            else ""
+        )
         return replace(about, rank=own, sure=True, note=note)
     if folders.sure:
         return replace(about, rank=folders.rank, sure=True)
@@ -81,7 +105,10 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     if len(numbers) == 1:
         return replace(about, rank=numbers[0])
     if len(numbers) > 1:
-        note = f"{name} holds several numbers and does not say which of them is the rank; {numbers[-1]} is used."
+        note = (
+            f"{name} holds several numbers and does not say which of them is the rank;"
+            f" {numbers[-1]} is used."
+        )
         return replace(about, rank=numbers[-1], note=note)
     return replace(about, rank=folders.rank)
 
@@ -91,7 +118,9 @@ def _folders(parts: tuple[str, ...]) -> FileName:
     """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
     stated = next((rank for part in near if (rank := _stated_rank(part)) >= 0), -1)
-    bare = next((int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7), -1)
+    bare = next(
+        (int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7), -1
+    )
     return FileName(
         rank=stated if stated >= 0 else bare,
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
@@ -102,9 +131,11 @@ def _folders(parts: tuple[str, ...]) -> FileName:
 
 
 def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
-    """Infer ranks from all names of a job together; an ambiguous name is resolved by how it differs from the others.
+    """Infer ranks from all names of a job together; an ambiguous name is resolved by how it differs
+    from the others.
 
-    * ``node-0/gpu0``, ..., ``node-3/gpu7``: nodes in order, as many ranks on each as there are GPU numbers.
+    * ``node-0/gpu0``, ..., ``node-3/gpu7``: nodes in order, as many ranks on each as there are GPU
+      numbers.
     * ``trace-3-28123``, ``trace-4-28124``: the position whose numbers all differ and are lowest.
     * ``1-of-4``, ..., ``4-of-4``: ranks counted from 1.
     """
@@ -117,9 +148,12 @@ def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
 
 def _counted_from_one(names: Sequence[str], each: list[FileName]) -> None:
     counted = [
-        match if (match := _OF.search(name)) and found.rank == int(match[1]) else None for name, found in zip(names, each, strict=True)
+        match if (match := _OF.search(name)) and found.rank == int(match[1]) else None
+        for name, found in zip(names, each, strict=True)
     ]
-    if any(match and int(match[1]) == int(match[2]) for match in counted) and not any(match and int(match[1]) == 0 for match in counted):
+    if any(match and int(match[1]) == int(match[2]) for match in counted) and not any(
+        match and int(match[1]) == 0 for match in counted
+    ):
         for at, match in enumerate(counted):
             if match:
                 each[at] = replace(each[at], rank=each[at].rank - 1)
@@ -134,30 +168,39 @@ def _by_position(names: Sequence[str], each: list[FileName]) -> None:
     for (_, positions), members in shapes.items():
         if len(members) < 2:
             continue
-        columns = [[_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[position] for at in members] for position in range(positions)]
+        columns = [
+            [_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[position] for at in members]
+            for position in range(positions)
+        ]
         different = [column for column in columns if len(set(column)) == len(column)]
         whole = [column for column in different if sorted(column) == list(range(len(column)))]
         best = min(whole or different, key=max, default=None)
-        if best is None or (not whole and sum(max(column) == max(best) for column in different) > 1):
+        if best is None or (
+            not whole and sum(max(column) == max(best) for column in different) > 1
+        ):
             continue
         for at, rank in zip(members, best, strict=True):
             each[at] = replace(each[at], rank=rank, note="")
 
 
 def _by_node(names: Sequence[str], each: list[FileName]) -> None:
-    """Infer unknown global ranks from node and local rank, with nodes in the order of their numbers or names."""
+    """Infer unknown global ranks from node and local rank, with nodes in the order of their numbers
+    or names.
+    """
     waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
     where = {at: (each[at].node, _key(_before_local(names[at]))) for at in waiting}
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}
     per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
     note = (
-        f"The file names hold node and GPU numbers instead of ranks: {per_node} ranks on each of {len(order)} nodes, "
-        f"in the order of their names, are assumed."
+        f"The file names hold node and GPU numbers instead of ranks: {per_node} ranks on each of"
+        f" {len(order)} nodes, in the order of their names, are assumed."
         if len(order) > 1
         else ""
     )
     for at in waiting:
-        each[at] = replace(each[at], rank=order[where[at]] * per_node + each[at].local_rank, note=note)
+        each[at] = replace(
+            each[at], rank=order[where[at]] * per_node + each[at].local_rank, note=note
+        )
 
 
 def _before_local(name: str) -> str:
@@ -196,12 +239,21 @@ def _small(number: str) -> int:
 
 
 def rank_of_dump(recorded: int, candidates: Sequence[int], name: FileName) -> tuple[int, str]:
-    """Return a dump's rank from its content and its name, and a note if the two contradict each other."""
+    """Return a dump's rank from its content and its name, and a note if the two contradict each
+    other.
+    """
     if recorded >= 0:
         contradicts = name.sure and 0 <= name.rank != recorded
-        return recorded, f"its name says rank {name.rank}, but its content is of rank {recorded}" if contradicts else ""
+        return recorded, (
+            f"its name says rank {name.rank}, but its content is of rank {recorded}"
+            if contradicts
+            else ""
+        )
     if name.rank >= 0 and len(candidates) > 1 and name.rank not in candidates:
-        return name.rank, f"its name says rank {name.rank}, which is not in all process groups of the dump"
+        return (
+            name.rank,
+            f"its name says rank {name.rank}, which is not in all process groups of the dump",
+        )
     return name.rank, ""
 
 
@@ -220,14 +272,22 @@ def _numbers(base: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(_without_dates(base)) if len(number) <= 7]
 
 
-_AROUND_RANK: Final = re.compile(r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*[0-9]+[_.-]?", re.IGNORECASE)
-_DUMP_WORDS: Final = re.compile(r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", re.IGNORECASE)
+_AROUND_RANK: Final = re.compile(
+    r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*[0-9]+[_.-]?", re.IGNORECASE
+)
+_DUMP_WORDS: Final = re.compile(
+    r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", re.IGNORECASE
+)
 
 
 def _own_host(base: str) -> str:
     """Return the host in ``host42_rank_7`` or ``rank_7.host42``, or ""."""
     for piece in _AROUND_RANK.split(base) if _RANK.search(base) else ():
         candidate = _DUMP_WORDS.sub("", piece).strip("_.-")
-        if candidate and not _NO_HOST.match(candidate) and (_HOST.match(candidate) or "." in candidate):
+        if (
+            candidate
+            and not _NO_HOST.match(candidate)
+            and (_HOST.match(candidate) or "." in candidate)
+        ):
             return candidate
     return ""

@@ -1,4 +1,6 @@
-"""Object stores and all other URLs, read through fsspec and its extras (``s3fs``, ``gcsfs``, ...)."""
+"""Object stores and all other URLs, read through fsspec and its extras (``s3fs``, ``gcsfs``,
+...).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _IN_PROCESS: Final = ("memory",)  # stores that another process cannot reach
 
 
 def is_url(text: str) -> bool:
-    """Return whether fsspec should open ``text`` (``s3://...``, ``simplecache::s3://...``). An existing file of that name wins."""
+    """Return whether fsspec should open ``text`` (``s3://...``, ``simplecache::s3://...``). An
+    existing file of that name wins.
+    """
     return bool(_URL.match(text)) and not os.path.lexists(text)
 
 
@@ -34,18 +38,29 @@ def remote_sources(url: str, problems: list[str], prefix: str, files_max: int) -
         if system.isfile(path):
             found = {path: system.info(path)}
         else:
-            found = {name: about for name, about in system.find(path, detail=True).items() if name.rsplit("/", 1)[-1].startswith(prefix)}
+            found = {
+                name: about
+                for name, about in system.find(path, detail=True).items()
+                if name.rsplit("/", 1)[-1].startswith(prefix)
+            }
     except Exception as error:  # each store's client raises its own
         raise CommandError(f"{printable(url)} cannot be read ({_reason(error)}).") from error
     if not found:
-        raise CommandError(f"There is no file at {printable(url)}" + (f" whose name begins with {prefix!r}." if prefix else "."))
+        raise CommandError(
+            f"There is no file at {printable(url)}"
+            + (f" whose name begins with {prefix!r}." if prefix else ".")
+        )
     if len(found) > files_max:
-        problems.append(f"{printable(url)} holds more than {files_max} files: the others were left out.")
+        problems.append(
+            f"{printable(url)} holds more than {files_max} files: the others were left out."
+        )
     for name, about in sorted(found.items())[:files_max]:
         if name.rsplit("/", 1)[-1].startswith("."):
             continue
         full = system.unstrip_protocol(name)
-        source = Source(printable(full), Remote(full), int(about.get("size") or -1), _modified_ns(about))
+        source = Source(
+            printable(full), Remote(full), int(about.get("size") or -1), _modified_ns(about)
+        )
         if url.startswith(_IN_PROCESS):
             source.place = Held(_content(source, problems))
         if source.size != 0:
@@ -81,7 +96,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise MissingDependency(f"Reading {printable(url)} needs the package fsspec ({error}): pip install 'commlens[fsspec]'") from None
+        raise MissingDependency(
+            f"Reading {printable(url)} needs the package fsspec ({error}): pip install"
+            " 'commlens[fsspec]'"
+        ) from None
     try:
         system, path = url_to_fs(url)
     except ImportError as error:

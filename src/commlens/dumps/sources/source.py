@@ -13,8 +13,10 @@ from commlens.blackbox.reader import open_regular, reason
 from commlens.dumps.sources.compression import amount, decompressor_for, unpacked
 from commlens.errors import FormatError
 
-READ_MAX: Final = 1 << 30  # most bytes that Source.read returns; a ring buffer of 2000 entries takes 0.3 to 1 million
-HELD_MAX: Final = 256 << 20  # most bytes of one member of a compressed archive, which is held in memory
+# most bytes that Source.read returns; a ring buffer of 2000 entries takes 0.3 to 1 million
+READ_MAX: Final = 1 << 30
+# most bytes of one member of a compressed archive, which is held in memory
+HELD_MAX: Final = 256 << 20
 
 _Read = TypeVar("_Read")
 _FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
@@ -50,7 +52,9 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes held by the source itself: a member of a compressed archive, or a file that only this process can reach."""
+    """Bytes held by the source itself: a member of a compressed archive, or a file that only this
+    process can reach.
+    """
 
     content: bytes = field(repr=False)
 
@@ -61,22 +65,32 @@ class Held:
 
 @dataclass(slots=True)
 class Source:
-    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must.
+    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's
+    bytes only if it must.
 
-    Reading raises FormatError if the file cannot be opened or read, and MissingDependency if it needs a package that is not installed.
+    Reading raises FormatError if the file cannot be opened or read, and MissingDependency if it
+    needs a package that is not installed.
     """
 
     name: str  # printable path or URL, with ``!member`` in an archive
     place: Place
     size: int = -1  # stored bytes; -1 if unknown
     modified_ns: int = 0  # Unix ns; 0 if unknown
-    problems: list[str] = field(default_factory=list)  # sentences about unreadable parts; filled while reading
-    beginning: bytes = field(default=b"", repr=False, compare=False)  # of an uncompressed file, cached by peek_stored
+    # sentences about unreadable parts; filled while reading
+    problems: list[str] = field(default_factory=list)
+    # of an uncompressed file, cached by peek_stored
+    beginning: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def path(self) -> Path | None:
-        """The path of a whole local file, compressed or not; None for an archive member or a remote file."""
-        return Path(self.place.path) if isinstance(self.place, FilePart) and self.place.length < 0 else None
+        """The path of a whole local file, compressed or not; None for an archive member or a remote
+        file.
+        """
+        return (
+            Path(self.place.path)
+            if isinstance(self.place, FilePart) and self.place.length < 0
+            else None
+        )
 
     @property
     def plain_path(self) -> Path | None:
@@ -85,7 +99,9 @@ class Source:
         return path if path is not None and decompressor_for(self.peek_stored()) is None else None
 
     def peek_stored(self) -> bytes:
-        """Return the first stored bytes of a local file and cache them if they are not compressed; b"" for other places."""
+        """Return the first stored bytes of a local file and cache them if they are not compressed;
+        b"" for other places.
+        """
         if not isinstance(self.place, FilePart):
             return b""
         with self.place.open(self.name, []) as stream:
@@ -97,15 +113,22 @@ class Source:
     def open(self) -> io.BufferedReader:
         """Open the decompressed content as a stream.
 
-        The stream ends early, with a sentence in ``problems``, at truncation or damage, or if it looks like a decompression bomb.
+        The stream ends early, with a sentence in ``problems``, at truncation or damage, or if it
+        looks like a decompression bomb.
         """
-        return self._tried(lambda: unpacked(self.place.open(self.name, self.problems), self.name, self.problems))
+        return self._tried(
+            lambda: unpacked(self.place.open(self.name, self.problems), self.name, self.problems)
+        )
 
     def read(self, limit: int = READ_MAX) -> bytes:
-        """Return the decompressed content; beyond ``limit`` bytes it is cut, and ``problems`` says so."""
+        """Return the decompressed content; beyond ``limit`` bytes it is cut, and ``problems`` says
+        so.
+        """
         content = self._content(limit + 1)
         if len(content) > limit:
-            self.problems.append(f"{self.name} is too large: only its first {amount(limit)} were read.")
+            self.problems.append(
+                f"{self.name} is too large: only its first {amount(limit)} were read."
+            )
         return content[:limit]
 
     def head(self, length: int = 4096) -> bytes:
@@ -119,12 +142,17 @@ class Source:
             del self.problems[before:]
 
     def _content(self, length: int) -> bytes:
-        if isinstance(self.place, FilePart):  # without the buffers that unpacking needs, most of the cost of classifying files
+        # without the buffers that unpacking needs, most of the cost of classifying files
+        if isinstance(self.place, FilePart):
             problems: list[str] = []
             with self.place.open(self.name, problems) as raw:
                 first = self._tried(lambda: raw.read(min(length, _FIRST)))
                 if decompressor_for(first) is None:
-                    more = self._tried(lambda: read_up_to(raw, length - len(first))) if len(first) == _FIRST else b""
+                    more = (
+                        self._tried(lambda: read_up_to(raw, length - len(first)))
+                        if len(first) == _FIRST
+                        else b""
+                    )
                     self.problems += problems
                     return first + more if more else first
         with self.open() as stream:
@@ -147,7 +175,9 @@ def read_up_to(stream: BinaryIO, limit: int) -> bytes:
 
 
 class _Part(io.RawIOBase):
-    def __init__(self, file: io.FileIO, offset: int, length: int, name: str, problems: list[str]) -> None:
+    def __init__(
+        self, file: io.FileIO, offset: int, length: int, name: str, problems: list[str]
+    ) -> None:
         self._file = file
         self._length = self._left = length
         self._name = name
@@ -162,7 +192,10 @@ class _Part(io.RawIOBase):
         buffer[: len(piece)] = piece
         self._left -= len(piece)
         if not piece and self._left and len(buffer):
-            self._problems.append(f"{self._name} is cut off: {self._length - self._left} of {self._length} bytes are left.")
+            self._problems.append(
+                f"{self._name} is cut off: {self._length - self._left} of {self._length} bytes are"
+                " left."
+            )
             self._left = 0
         return len(piece)
 

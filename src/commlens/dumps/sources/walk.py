@@ -1,4 +1,6 @@
-"""Walk the paths that a user gives: files, folders, archives, URLs, and a list on standard input."""
+"""Walk the paths that a user gives: files, folders, archives, URLs, and a list on standard
+input.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _NOT_FILES: Final = frozenset({"/proc", "/sys"})  # kernel interfaces, not dumps
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Paths that a user gave, with the list on standard input already read, so that they can be walked more than once."""
+    """Paths that a user gave, with the list on standard input already read, so that they can be
+    walked more than once.
+    """
 
     given: tuple[str, ...]
     listed: tuple[str, ...] = ()
@@ -49,14 +53,18 @@ def open_sources(
     prefix: str = "",
     empty: list[str] | None = None,
 ) -> Iterator[Source]:
-    """Yield each file at the paths once, in an order that does not depend on the order of the paths.
+    """Yield each file at the paths once, in an order that does not depend on the order of the
+    paths.
 
-    Release each source before taking the next: a member of a compressed archive holds its bytes. Empty files and dot files are
-    skipped; ``empty`` is extended by the names of the former. A file is opened only to check whether it is an archive.
+    Release each source before taking the next: a member of a compressed archive holds its bytes.
+    Empty files and dot files are skipped; ``empty`` is extended by the names of the former. A file
+    is opened only to check whether it is an archive.
     """
     named = paths if isinstance(paths, Paths) else name_paths(paths)
     Excess.count = 0
-    yield from _Walk(problems, prefix, [] if empty is None else empty).sources(named.given, named.listed)
+    yield from _Walk(problems, prefix, [] if empty is None else empty).sources(
+        named.given, named.listed
+    )
 
 
 class _Walk:
@@ -64,7 +72,8 @@ class _Walk:
         self.problems = problems
         self.prefix = prefix
         self.empty = empty
-        self.seen: set[tuple[int, int]] = set()  # (device, inode): a file may be given twice, by a link or with its folder
+        # (device, inode): a file may be given twice, by a link or with its folder
+        self.seen: set[tuple[int, int]] = set()
         self.count = 0
 
     def sources(self, given: Sequence[str], listed: Sequence[str]) -> Iterator[Source]:
@@ -83,11 +92,15 @@ class _Walk:
             elif stat.S_ISREG(status.st_mode):
                 yield from self._file(text, status)
             else:
-                self.problems.append(f"{printable(text)} is {_file_type(status.st_mode)} and is left out.")
+                self.problems.append(
+                    f"{printable(text)} is {_file_type(status.st_mode)} and is left out."
+                )
         for text in sorted({*given, *listed}):
             if is_url(text):
                 for source in remote_sources(text, self.problems, self.prefix, FILES_MAX):
-                    may_be_archive = named_like_archive(source.name) or isinstance(source.place, Held)
+                    may_be_archive = named_like_archive(source.name) or isinstance(
+                        source.place, Held
+                    )
                     yield from self._unpack(source) if may_be_archive else [source]
 
     def _folder(self, folder: str, depth: int) -> Iterator[Source]:
@@ -104,20 +117,29 @@ class _Walk:
             try:
                 if entry.is_dir(follow_symlinks=False):
                     if depth == _DEPTH_MAX:
-                        skipped.append(f"{printable(entry.path)} is {_DEPTH_MAX} folders deep and was not searched.")
-                    elif os.path.realpath(entry.path) not in _NOT_FILES and not entry.name.startswith("."):
+                        skipped.append(
+                            f"{printable(entry.path)} is {_DEPTH_MAX} folders deep and was not"
+                            " searched."
+                        )
+                    elif os.path.realpath(
+                        entry.path
+                    ) not in _NOT_FILES and not entry.name.startswith("."):
                         yield from self._folder(entry.path, depth + 1)
                 elif entry.name.startswith(".") or not entry.name.startswith(self.prefix):
                     continue
                 elif not entry.is_file():
-                    skipped.append(f"{printable(entry.path)} is {_entry_type(entry)} and is left out.")
+                    skipped.append(
+                        f"{printable(entry.path)} is {_entry_type(entry)} and is left out."
+                    )
                 else:
                     yield from self._file(entry.path, entry.stat())
             except OSError as error:
                 skipped.append(f"{printable(entry.path)} could not be opened: {reason(error)}.")
         self.problems += skipped[:_NAMED_MAX]
         if len(skipped) > _NAMED_MAX:
-            self.problems.append(f"{len(skipped) - _NAMED_MAX} more files in {printable(folder)} could not be read.")
+            self.problems.append(
+                f"{len(skipped) - _NAMED_MAX} more files in {printable(folder)} could not be read."
+            )
 
     def _file(self, path: str, status: os.stat_result) -> Iterator[Source]:
         identity = (status.st_dev, status.st_ino)
@@ -127,15 +149,21 @@ class _Walk:
         self.count += 1
         if self.count > FILES_MAX:
             if self.count == FILES_MAX + 1:
-                self.problems.append(f"There are more than {FILES_MAX} files here: the others were left out.")
+                self.problems.append(
+                    f"There are more than {FILES_MAX} files here: the others were left out."
+                )
             return
         if not status.st_size:
             self.problems.append(f"{printable(path)} is empty.")
             self.empty.append(printable(path))
             return
-        yield from self._unpack(Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns))
+        yield from self._unpack(
+            Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns)
+        )
 
-    def _unpack(self, source: Source, depth: int = 0, allowance: Allowance | None = None) -> Iterator[Source]:
+    def _unpack(
+        self, source: Source, depth: int = 0, allowance: Allowance | None = None
+    ) -> Iterator[Source]:
         """Yield the source or, for an archive, its members, with nested archives unpacked too."""
         allowance = allowance or Allowance(source.size)
         try:
@@ -162,7 +190,8 @@ def _stat(path: str) -> os.stat_result | None:
         return None
     except (OSError, ValueError) as error:
         raise CommandError(
-            f"{printable(path)} cannot be read ({reason(error)}). Give dump folders, files, archives or URLs of them."
+            f"{printable(path)} cannot be read ({reason(error)}). Give dump folders, files,"
+            " archives or URLs of them."
         ) from error
 
 
@@ -173,7 +202,12 @@ def _entry_type(entry: os.DirEntry[str]) -> str:
 
 
 def _file_type(mode: int) -> str:
-    types = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+    types = (
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
     return next((text for test, text in types if test(mode)), "not a regular file")
 
 
@@ -181,17 +215,22 @@ def _list_on_standard_input() -> list[str]:
     stream = getattr(sys.stdin, "buffer", None)
     if stream is None or sys.stdin.isatty():
         raise CommandError(
-            "- reads a list of paths from standard input, but nothing is piped into it. For example: find DIR -type f | commlens diagnose -"
+            "- reads a list of paths from standard input, but nothing is piped into it. For"
+            " example: find DIR -type f | commlens diagnose -"
         )
     content: bytes = stream.read(_LIST_MAX + 1)
     if len(content) > _LIST_MAX:
-        raise CommandError(f"The list of paths on standard input is longer than {_LIST_MAX >> 20} MiB.")
+        raise CommandError(
+            f"The list of paths on standard input is longer than {_LIST_MAX >> 20} MiB."
+        )
     lines = content.split(b"\0") if b"\0" in content else content.splitlines()
     listed = [os.fsdecode(line) for line in lines if line.strip()]
-    if any(len(line) > 65536 for line in lines) or (listed and content[:1] in (b"\x80", b"\x1f", b"{")):
+    if any(len(line) > 65536 for line in lines) or (
+        listed and content[:1] in (b"\x80", b"\x1f", b"{")
+    ):
         raise CommandError(
-            "Standard input does not hold a list of paths, one per line. Pass the dump's path as an argument, or pipe the path: "
-            "echo FILE | commlens diagnose -"
+            "Standard input does not hold a list of paths, one per line. Pass the dump's path as an"
+            " argument, or pipe the path: echo FILE | commlens diagnose -"
         )
     if not listed:
         raise CommandError("The list of paths on standard input is empty.")

@@ -1,4 +1,6 @@
-"""Build the table of a dump's entries from its plain data, a dict from pickle or JSON. This reader supports every file."""
+"""Build the table of a dump's entries from its plain data, a dict from pickle or JSON. This reader
+supports every file.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, Final
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature, Sizes, Table
 
-_ITEMS_MAX: Final = 20_000_000  # sizes and frames in total: shared lists let a small file claim billions
+# sizes and frames in total: shared lists let a small file claim billions
+_ITEMS_MAX: Final = 20_000_000
 
 
 def build_table(value: Any, *, truncated: bool = False) -> Table:
@@ -19,12 +22,21 @@ def build_table(value: Any, *, truncated: bool = False) -> Table:
     Raises:
         FormatError: the data is not a Flight Recorder dump. The message is a sentence about "It".
     """
-    if not isinstance(value, dict) or not any(key in value for key in ("entries", "pg_config", "pg_status")):
-        raise FormatError("It is not a Flight Recorder dump: it has neither entries nor process groups.")
+    if not isinstance(value, dict) or not any(
+        key in value for key in ("entries", "pg_config", "pg_status")
+    ):
+        raise FormatError(
+            "It is not a Flight Recorder dump: it has neither entries nor process groups."
+        )
     entries = value.get("entries", [])
     if not isinstance(entries, (list, tuple)):
         raise FormatError("It is not a Flight Recorder dump: its entries are not a list.")
-    builder = _Builder(Table(about={key: content for key, content in value.items() if key != "entries"}, truncated=truncated))
+    builder = _Builder(
+        Table(
+            about={key: content for key, content in value.items() if key != "entries"},
+            truncated=truncated,
+        )
+    )
     for entry in entries:
         builder.add(entry)
     return builder.finish()
@@ -35,7 +47,9 @@ class _Malformed(Exception):
 
 
 class _UnknownState(_Malformed):
-    """An entry's state has a name that no known version of torch writes, so that it is not known whether it has ended."""
+    """An entry's state has a name that no known version of torch writes, so that it is not known
+    whether it has ended.
+    """
 
 
 class _Builder:
@@ -62,12 +76,32 @@ class _Builder:
 
     def finish(self) -> Table:
         table = self.table
-        table.groups, table.names, table.signatures = list(self.groups), list(self.names), list(self.signatures)
+        table.groups, table.names, table.signatures = (
+            list(self.groups),
+            list(self.names),
+            list(self.signatures),
+        )
         table.frames, table.stacks = list(self.frames), list(self.stacks)
         if self.rows:
-            (table.group, table.name, table.signature, table.stack, table.state, table.retired, table.is_p2p, table.pg_id,
-             table.record_id, table.collective_seq_id, table.p2p_seq_id, table.op_id, table.created_ns, table.started_ns,
-             table.completed_ns, table.timeout_ms, table.duration_ms) = zip(*self.rows, strict=True)  # fmt: skip
+            (
+                table.group,
+                table.name,
+                table.signature,
+                table.stack,
+                table.state,
+                table.retired,
+                table.is_p2p,
+                table.pg_id,
+                table.record_id,
+                table.collective_seq_id,
+                table.p2p_seq_id,
+                table.op_id,
+                table.created_ns,
+                table.started_ns,
+                table.completed_ns,
+                table.timeout_ms,
+                table.duration_ms,
+            ) = zip(*self.rows, strict=True)
         return table
 
     def _row(self, entry: Any) -> tuple[Any, ...]:
@@ -86,7 +120,8 @@ class _Builder:
             created = micros * 1000  # torch 2.2
         sequence = get("collective_seq_id", get("seq_id"))
         frames = get("frames")
-        # All that may be malformed comes first: the tables hold nothing of entries that are skipped.
+        # All that may be malformed comes first: the tables hold nothing of entries that are
+        # skipped.
         group, signature = self._group(get("process_group"), get("pg_id")), self._signature(get)
         stack = self._stack(frames) if frames else -1
         return (
@@ -112,7 +147,12 @@ class _Builder:
     def _group(self, value: Any, pg_id: Any) -> tuple[str, str]:
         if type(value) is str:
             return (value, "")
-        if type(value) in (tuple, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is str:
+        if (
+            type(value) in (tuple, list)
+            and len(value) == 2
+            and type(value[0]) is str
+            and type(value[1]) is str
+        ):
             return (value[0], value[1])
         if value is None and type(pg_id) is int:
             return (str(pg_id), "")  # torch 2.2 records only the group's number
@@ -161,7 +201,9 @@ class _Builder:
         key = tuple(map(id, frames))
         known = self.stack_of.get(key)
         if known is None:
-            known = self.stack_of[key] = _index(self.stacks, array("i", map(self._frame, frames)).tobytes())
+            known = self.stack_of[key] = _index(
+                self.stacks, array("i", map(self._frame, frames)).tobytes()
+            )
         return known
 
     def _frame(self, frame: Any) -> int:
@@ -172,13 +214,17 @@ class _Builder:
             file, line, function = frame.get("filename"), frame.get("line"), frame.get("name")
             if type(file) is not str or type(function) is not str:
                 raise _Malformed
-            known = self.frame_of[id(frame)] = _index(self.frames, (file, max(_integer(line), 0), function))
+            known = self.frame_of[id(frame)] = _index(
+                self.frames, (file, max(_integer(line), 0), function)
+            )
         return known
 
     def _count(self, items: int) -> None:
         self.items += items
         if self.items > _ITEMS_MAX:
-            raise FormatError(f"It claims more than {_ITEMS_MAX} sizes and stack frames, which no dump has.")
+            raise FormatError(
+                f"It claims more than {_ITEMS_MAX} sizes and stack frames, which no dump has."
+            )
 
 
 def _index(known: dict[Any, int], value: Any) -> int:
@@ -191,4 +237,8 @@ def _integer(value: Any) -> int:
 
 
 def _duration(value: Any) -> float:
-    return float(value) if type(value) in (float, int) and math.isfinite(value) and 0 <= value < 1e12 else -1.0
+    return (
+        float(value)
+        if type(value) in (float, int) and math.isfinite(value) and 0 <= value < 1e12
+        else -1.0
+    )

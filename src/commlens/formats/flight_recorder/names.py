@@ -1,4 +1,6 @@
-"""Parse names in Flight Recorder entries: ``nccl:_all_gather_base``, ``nccl:send 0->1``, C++ dtypes."""
+"""Parse names in Flight Recorder entries: ``nccl:_all_gather_base``, ``nccl:send 0->1``, C++
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,23 @@ _RANK_MAX: Final = 1 << 31
 _P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9}|\?|-1)")
 
 DTYPES: Final = {
-    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "Float": "float32",
-    "Double": "float64", "ComplexHalf": "complex32", "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool",
-    "BFloat16": "bfloat16", "UInt16": "uint16", "UInt32": "uint32", "UInt64": "uint64",
-}  # fmt: skip
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexHalf": "complex32",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Bool": "bool",
+    "BFloat16": "bfloat16",
+    "UInt16": "uint16",
+    "UInt32": "uint32",
+    "UInt64": "uint64",
+}
 """c10::toString(ScalarType) to the name in Python."""
 
 
@@ -48,14 +63,23 @@ class ProfilingName(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def read_name(name: str) -> ProfilingName:
-    """Parse ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1``, ``nccl:recv 1<-0`` or ``nccl2:recv 1<-?``."""
+    """Parse ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1``, ``nccl:recv 1<-0`` or
+    ``nccl2:recv 1<-?``.
+    """
     prefix, _, raw = name.rpartition(":")
     backend = prefix.removesuffix("-lazy").rstrip("0123456789")
     device = _DEVICES.get(backend, "")
     found = _P2P.match(raw)
     if found:
         op = "send" if found[1] == "send" else "recv"
-        return ProfilingName(op, found[1], backend, device, int(found[2]), int(found[3]) if found[3].isdecimal() else None)
+        return ProfilingName(
+            op,
+            found[1],
+            backend,
+            device,
+            int(found[2]),
+            int(found[3]) if found[3].isdecimal() else None,
+        )
     raw = raw.split(" ")[0]
     return ProfilingName(recorder_wire_op(raw), raw, backend, device)
 
@@ -72,12 +96,18 @@ def has_too_many(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in ``"[0, 1, 5]"``; none for any other text, or if there are more than a job has. Nothing is evaluated."""
+    """Return the ranks in ``"[0, 1, 5]"``; none for any other text, or if there are more than a job
+    has. Nothing is evaluated.
+    """
     inside = text.strip()
     if not (inside.startswith("[") and inside.endswith("]")) or has_too_many(text):
         return ()
     try:
-        ranks = tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12) if inside[1:-1].strip() else ()
+        ranks = (
+            tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12)
+            if inside[1:-1].strip()
+            else ()
+        )
     except ValueError:
         return ()
     return ranks if all(0 <= rank < _RANK_MAX for rank in ranks) else ()

@@ -1,4 +1,6 @@
-"""The C reader of entries, if it was built. It returns the same table as the Python reader, or None."""
+"""The C reader of entries, if it was built. It returns the same table as the Python reader, or
+None.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Read a pickle that holds only data: an interpreter for the closed set of opcodes that plain data needs.
+"""Read a pickle that holds only data: an interpreter for the closed set of opcodes that plain data
+needs.
 
-Torch's pickler writes protocol 2; Python's writes any protocol if a script loads a dump and saves it again. Opcodes that import,
-call or build objects do not exist here, so a pickle cannot run code. Memory is bounded by the file's size, and a truncated file
-yields everything before the cut. Python's ``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a
+Torch's pickler writes protocol 2; Python's writes any protocol if a script loads a dump and saves
+it again. Opcodes that import, call or build objects do not exist here, so a pickle cannot run code.
+Memory is bounded by the file's size, and a truncated file yields everything before the cut.
+Python's ``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a
 truncated file yields nothing.
 """
 
@@ -15,10 +17,12 @@ from typing import Any, Final
 
 from commlens.errors import FormatError
 
-_CONTAINERS_MAX: Final = 4_000_000  # one takes 1 byte in the file and 60 in memory; a ring buffer of 20,000 operations has 160,000
+# one takes 1 byte in the file and 60 in memory; a ring buffer of 20,000 operations has 160,000
+_CONTAINERS_MAX: Final = 4_000_000
 _LONG_MAX: Final = 64  # bytes of an integer
 _LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line
-_KEYS: Final = (str, int, bytes, bool, float, type(None))  # no tuples: hashing nested tuples can take forever
+# no tuples: hashing nested tuples can take forever
+_KEYS: Final = (str, int, bytes, bool, float, type(None))
 
 _UINT16: Final = struct.Struct("<H").unpack_from
 _INT32: Final = struct.Struct("<i").unpack_from
@@ -40,7 +44,9 @@ class _Truncated(Exception):
 
 
 class _Refused(Exception):
-    """The pickle holds something that plain data never needs; the text completes a sentence about "It"."""
+    """The pickle holds something that plain data never needs; the text completes a sentence about
+    "It".
+    """
 
 
 class _Stopped(Exception):
@@ -52,12 +58,14 @@ class _Stopped(Exception):
 
 
 def read_pickle(data: bytes) -> Pickled:
-    """Return the data in a pickle: dicts, lists, tuples, strings, bytes, numbers, booleans and None.
+    """Return the data in a pickle: dicts, lists, tuples, strings, bytes, numbers, booleans and
+    None.
 
     Containers may be shared or contain themselves, so callers must not follow them without a limit.
 
     Raises:
-        FormatError: the data is not a pickle, is damaged, or would import or call something. The message is a sentence about "It".
+        FormatError: the data is not a pickle, is damaged, or would import or call something. The
+            message is a sentence about "It".
     """
     stacks: list[list[Any]] = [[]]
     try:
@@ -71,7 +79,9 @@ def read_pickle(data: bytes) -> Pickled:
         if isinstance(cause, (IndexError, struct.error)):
             if at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data):
                 return Pickled(_salvage(stacks), truncated=True)
-            raise FormatError(f"It is damaged: its instructions do not fit together at byte {at}.") from cause
+            raise FormatError(
+                f"It is damaged: its instructions do not fit together at byte {at}."
+            ) from cause
         raise FormatError(f"It is damaged at byte {at}: {_reason(cause)}.") from cause
 
 
@@ -80,7 +90,8 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
 
     Args:
         data: the pickle.
-        stacks: one empty stack. A mark opens another one on top of it; on an error all are left as they are.
+        stacks: one empty stack. A mark opens another one on top of it; on an error all are left as
+            they are.
 
     Raises:
         _Stopped: the data is truncated, damaged or refused.
@@ -148,7 +159,16 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 containers += op not in _SMALL
             if containers > _CONTAINERS_MAX:
                 raise _Refused(f"holds more than {_CONTAINERS_MAX} lists and dicts")
-    except (_Truncated, _Refused, IndexError, struct.error, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (
+        _Truncated,
+        _Refused,
+        IndexError,
+        struct.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+    ) as error:
         raise _Stopped(at) from error
 
 
@@ -174,13 +194,31 @@ def _forbidden(op: int) -> str:
     import pickletools
 
     name = next((one.name for one in pickletools.opcodes if ord(one.code) == op), None)
-    if name in ("GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"):
+    if name in (
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "INST",
+        "OBJ",
+        "REDUCE",
+        "NEWOBJ",
+        "NEWOBJ_EX",
+        "BUILD",
+        "EXT1",
+        "EXT2",
+        "EXT4",
+    ):
         return f"asks to import or call something (the pickle instruction {name})"
-    return f"holds the pickle instruction {name}" if name else f"holds a byte that is no pickle instruction ({op:#04x})"
+    return (
+        f"holds the pickle instruction {name}"
+        if name
+        else f"holds a byte that is no pickle instruction ({op:#04x})"
+    )
 
 
 def _salvage(stacks: list[list[Any]]) -> Any:
-    """Return the data before a cut: every open container gets its complete items; an unfinished item of a list is dropped."""
+    """Return the data before a cut: every open container gets its complete items; an unfinished
+    item of a list is dropped.
+    """
     unfinished: Any = None
     stack = stacks.pop()
     while stacks:
@@ -216,7 +254,8 @@ _AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
 }
 """Opcodes besides APPENDS that take the items above the last mark."""
 
-# --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the position after it
+# --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the
+# position after it
 
 _Opcode = Callable[[bytes, int, list[Any], dict[int, Any]], int]
 
@@ -338,7 +377,8 @@ def _get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
 
 _OPCODES: Final[dict[int, _Opcode]] = {
     0x80: lambda data, at, stack, memo: at + 1 + len(data[at + 1 : at + 2]),  # PROTO
-    0x95: lambda data, at, stack, memo: at + 9,  # FRAME: the length of the next part, not needed with the whole data in memory
+    # FRAME: the length of the next part, not needed with the whole data in memory
+    0x95: lambda data, at, stack, memo: at + 9,
     0x58: _sized(_UINT32, 4, _text),  # BINUNICODE
     0x71: _binary_put,
     0x72: _long_binary_put,
@@ -365,9 +405,28 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x70: _put,
     0x67: _get,
 }
-_SMALL: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # make nothing larger than themselves
+# make nothing larger than themselves
+_SMALL: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})
 _OPERAND: Final = {
-    0x68: 1, 0x6A: 4, 0x4B: 1, 0x8A: 1, 0x4D: 2, 0x4A: 4, 0x58: 4, 0x71: 1, 0x72: 4, 0x80: 1, 0x47: 8, 0x8C: 1,
-    0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8B: 4, 0x95: 8,
-}  # fmt: skip
-"""Bytes of operands, or of an operand's length, after an opcode; fewer are left if the file is truncated."""
+    0x68: 1,
+    0x6A: 4,
+    0x4B: 1,
+    0x8A: 1,
+    0x4D: 2,
+    0x4A: 4,
+    0x58: 4,
+    0x71: 1,
+    0x72: 4,
+    0x80: 1,
+    0x47: 8,
+    0x8C: 1,
+    0x8D: 8,
+    0x43: 1,
+    0x42: 4,
+    0x8E: 8,
+    0x8B: 4,
+    0x95: 8,
+}
+"""Bytes of operands, or of an operand's length, after an opcode; fewer are left if the file is
+truncated.
+"""

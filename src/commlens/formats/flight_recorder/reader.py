@@ -25,7 +25,9 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
 
 
 def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
-    """Read a dump as JSON, the result of ``_dump_fr_trace_json``; it has no stacks. Like :func:`read_flight_recorder_pickle`."""
+    """Read a dump as JSON, the result of ``_dump_fr_trace_json``; it has no stacks. Like
+    :func:`read_flight_recorder_pickle`.
+    """
     try:
         value, truncated = read_json(data)
         return columns_from_table(build_table(value, truncated=truncated), source)

@@ -1,7 +1,7 @@
 """The entries of one Flight Recorder dump as columns of raw values.
 
-Two readers build this table, one in Python (:mod:`~commlens.formats.flight_recorder.entries`) and one in C;
-:mod:`~commlens.formats.flight_recorder.to_columns` interprets it.
+Two readers build this table, one in Python (:mod:`~commlens.formats.flight_recorder.entries`) and
+one in C; :mod:`~commlens.formats.flight_recorder.to_columns` interprets it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ Signature = tuple[Sizes, tuple[str, ...], Sizes, tuple[str, ...]]
 
 @dataclass(slots=True)
 class Table:
-    """One value per entry in each column, as sequences that numpy accepts; lists hold each distinct value once."""
+    """One value per entry in each column, as sequences that numpy accepts; lists hold each distinct
+    value once.
+    """
 
     about: dict[str, Any]  # the file's other keys
     groups: list[tuple[str, str]] = field(default_factory=list)  # name and description
     names: list[str] = field(default_factory=list)  # profiling names
     signatures: list[Signature] = field(default_factory=list)
     frames: list[tuple[str, int, str]] = field(default_factory=list)  # file, line, function
-    stacks: list[bytes] = field(default_factory=list)  # indices into frames, innermost first, as native 32-bit integers
+    # indices into frames, innermost first, as native 32-bit integers
+    stacks: list[bytes] = field(default_factory=list)
 
     group: Any = ()  # int32, index into groups
     name: Any = ()  # int32

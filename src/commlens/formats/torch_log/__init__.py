@@ -1,7 +1,9 @@
-"""Read a job's text logs, often the only evidence: messages of torch's watchdog, Python and torchrun for each rank.
+"""Read a job's text logs, often the only evidence: messages of torch's watchdog, Python and
+torchrun for each rank.
 
-Only collectives that timed out become operations. The progress of process groups is in :attr:`RankColumns.status`, the end of a process
-in :attr:`RankColumns.exception` and :attr:`RankColumns.observation`. A collective in a process group that the log does not name is only
+Only collectives that timed out become operations. The progress of process groups is in
+:attr:`RankColumns.status`, the end of a process in :attr:`RankColumns.exception` and
+:attr:`RankColumns.observation`. A collective in a process group that the log does not name is only
 in :attr:`RankColumns.timeouts`: it cannot be aligned across ranks, so it blames no rank.
 """
 
@@ -18,9 +20,11 @@ _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
 
 
 def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
-    """Return the columns of each rank with messages in a log; none if the log mentions no collective or failure.
+    """Return the columns of each rank with messages in a log; none if the log mentions no
+    collective or failure.
 
-    The stream is read once. The rank is not inferred from the file's name: lines without a rank belong to rank -1.
+    The stream is read once. The rank is not inferred from the file's name: lines without a rank
+    belong to rank -1.
     """
     parser = LogParser(source)
     text = io.BufferedReader(stream) if isinstance(stream, io.RawIOBase) else stream

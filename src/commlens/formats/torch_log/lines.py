@@ -1,6 +1,8 @@
-"""Parse single lines of a job's log: the rank, the collective that timed out, the progress of a process group.
+"""Parse single lines of a job's log: the rank, the collective that timed out, the progress of a
+process group.
 
-Supports ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, torchrun and srun. Pure functions of one line.
+Supports ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, torchrun and srun. Pure functions of one
+line.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from typing import Final, NamedTuple
 from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
-    rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
+    rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error| "
+    rb" (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|terminate called|enforce fail|shared memory broadcast block found|launched up to operation"
-    rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
+    rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the"
+    rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -25,40 +29,55 @@ MENTION: Final = re.compile(rb"[^\[\n]{0,100}\[(?:rank|RANK) ?(\d{1,7})\]")
 """Matches the beginning of a line that has a rank."""
 
 _COLLECTOR: Final = re.compile(
-    r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err) [FP] )?|"
+    r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err)"
+    r" [FP] )?|"
     r"\[pod/[^\]]{1,200}\] |[\w.-]{1,80} *\| |> )+"
 )
 """What containerd, kubectl, docker compose, journals and quoting in an issue put before a line."""
 _JSON_LINE: Final = ("log", "message", "msg", "textPayload")  # keys of the line in collectors' JSON
-_BEGIN: Final = re.compile(r"\[(?:rank|RANK) ?\d|\[?[EWIF]\d{3,4} \d\d:|\[[EWIF] \w+\.cpp:|Traceback \(")
+_BEGIN: Final = re.compile(
+    r"\[(?:rank|RANK) ?\d|\[?[EWIF]\d{3,4} \d\d:|\[[EWIF] \w+\.cpp:|Traceback \("
+)
 _FROM_WATCHDOG: Final = "ProcessGroupNCCL.cpp:"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK: Final = re.compile(r"\[(?:rank|RANK) ?(\d{1,7})\]:? ?")
-_LOCAL: Final = re.compile(r"\[([A-Za-z_]+)(\d{1,4})(?:\|\d+)?\]:")  # torchrun: the role's name and the local rank
+# torchrun: the role's name and the local rank
+_LOCAL: Final = re.compile(r"\[([A-Za-z_]+)(\d{1,4})(?:\|\d+)?\]:")
 _LABEL: Final = re.compile(r"\s{0,6}(\d{1,7}): ")  # srun --label, mpirun --tag-output's relatives
 
 _GROUP: Final = re.compile(
-    r"\[PG (?:(?:ID (?P<id>\d+) PG )?GUID (?P<guid>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\))?|(?P<number>\d+) ?(?:\((?P<about>[^)]*)\))?)"
+    r"\[PG (?:(?:ID (?P<id>\d+) PG )?GUID (?P<guid>[^\s(\]]+)"
+    r" ?(?:\((?P<desc>[^)]*)\))?|(?P<number>\d+) ?(?:\((?P<about>[^)]*)\))?)"
     r" Rank (?P<rank>\d{1,7})\]"
 )
 _BARE_RANK: Final = re.compile(r"\[Rank (\d{1,7})\]")
 _TIMEOUT: Final = re.compile(
-    r"WorkNCCL\((?P<fields>[^()\n]{0,2000}Timeout\(ms\)=[^()\n]{1,2000})\)(?: ran for (?P<ran>\d{1,15}) milliseconds)?"
+    r"WorkNCCL\((?P<fields>[^()\n]{0,2000}Timeout\(ms\)=[^()\n]{1,2000})\)(?: ran for"
+    r" (?P<ran>\d{1,15}) milliseconds)?"
 )
 _FIELD: Final = re.compile(r"(\w{1,40})(?:\(ms\))?=(\[[^\]]{0,1000}\]|[^,]{0,1000})")
 _HEAD: Final = re.compile(r"(?:\[[^\]]{0,200}\] ?){1,8}")
 _INT_MAX: Final = (1 << 63) - 1
 _PROGRESS: Final = re.compile(
-    r"(?:(?:at work(?: sequence id)?|NCCL work): (?P<number>\d{1,18})[.,]?.{0,40}?)?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18})"
-    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d{1,18}))?, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})",
+    r"(?:(?:at work(?: sequence id)?|NCCL work): (?P<number>\d{1,18})[.,]?.{0,40}?)?last enqueued"
+    r" (?:NCCL )?work: (?P<enqueued>-?\d{1,18})"
+    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d{1,18}))?, last completed (?:NCCL )?work:"
+    r" (?P<completed>-?\d{1,18})",
     re.IGNORECASE,
 )
 _OF_A_JOB: Final = re.compile(r"torch[./]distributed|NCCL (?:INFO|WARN)|ProcessGroup|c10d|gloo")
-_LAUNCHER_SIGNAL: Final = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal|Process \d+ got signal: (?:Signals\.)?(\w{1,10})")
-_BROADCAST_WAIT: Final = re.compile(r"No available shared memory broadcast block found in (\d{1,7}) second")
+_LAUNCHER_SIGNAL: Final = re.compile(
+    r"Received (?:Signals\.)?(\w{1,10}) death signal|Process \d+ got signal:"
+    r" (?:Signals\.)?(\w{1,10})"
+)
+_BROADCAST_WAIT: Final = re.compile(
+    r"No available shared memory broadcast block found in (\d{1,7}) second"
+)
 _RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
-_SIZE: Final = re.compile(r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b")
+_SIZE: Final = re.compile(
+    r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
+)
 _CHILD_RANK: Final = re.compile(r"\s+rank\s+: (\d{1,7}) \(local_rank: \d+\)")
 _CHILD_EXIT: Final = re.compile(r"\s+exitcode\s+: (-?\d{1,5}) \(pid: (\d+)\)")
 _CHILD_HOST: Final = re.compile(r"\s+host\s+: (\S{1,255})\s*$")
@@ -85,7 +104,9 @@ class Group(NamedTuple):
     @property
     def is_default(self) -> bool:
         """Whether it is the default group, the first on every rank."""
-        return self.description == "default_pg" or (not self.name and not self.description and self.number == "0")
+        return self.description == "default_pg" or (
+            not self.name and not self.description and self.number == "0"
+        )
 
 
 class Timeout(NamedTuple):
@@ -110,7 +131,9 @@ class Progress(NamedTuple):
 
 
 def parse_origin(line: str) -> Origin:
-    """Strip colours, and the prefixes of torch, torchrun and srun, from a line and return the rank in them."""
+    """Strip colours, and the prefixes of torch, torchrun and srun, from a line and return the rank
+    in them.
+    """
     text = printable(_ANSI.sub("", _without_json(line)).expandtabs())
     collector = _COLLECTOR.match(text)
     text = text[collector.end() :] if collector is not None else text
@@ -135,12 +158,18 @@ def _without_json(line: str) -> str:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return line
-    texts = [value[key] for key in _JSON_LINE if isinstance(value.get(key), str)] if isinstance(value, dict) else []
+    texts = (
+        [value[key] for key in _JSON_LINE if isinstance(value.get(key), str)]
+        if isinstance(value, dict)
+        else []
+    )
     return texts[0].rstrip("\r\n") if texts else line
 
 
 def may_go_on(text: str) -> bool:
-    """Return whether a line of the watchdog tells nothing by itself: a terminal or a collector may have wrapped it."""
+    """Return whether a line of the watchdog tells nothing by itself: a terminal or a collector may
+    have wrapped it.
+    """
     return _FROM_WATCHDOG in text and not is_whole(text)
 
 
@@ -156,13 +185,20 @@ def begins_message(text: str) -> bool:
 
 
 def parse_group(text: str) -> Group | None:
-    """Return the process group in ``[PG ID 0 PG GUID 0(default_pg) Rank 2]``, ``[PG 1 Rank 0]`` or ``[PG 0 (default_pg) Rank 3]``."""
+    """Return the process group in ``[PG ID 0 PG GUID 0(default_pg) Rank 2]``, ``[PG 1 Rank 0]`` or
+    ``[PG 0 (default_pg) Rank 3]``.
+    """
     found = _GROUP.search(text)
     if not found:
         return None
     description = (found["desc"] or found["about"] or "").strip()
     description = "" if description == "undefined" else description
-    return Group(clean(found["guid"] or ""), clean(found["id"] or found["number"] or ""), clean(description), int(found["rank"]))
+    return Group(
+        clean(found["guid"] or ""),
+        clean(found["id"] or found["number"] or ""),
+        clean(description),
+        int(found["rank"]),
+    )
 
 
 def parse_timeout(text: str) -> Timeout | None:
@@ -185,24 +221,37 @@ def parse_timeout(text: str) -> Timeout | None:
 
 
 def _number(text: str) -> int | None:
-    """Return a number that fits in 64 bits; None for any other text: some torch versions print sizes of -1 as 18446744073709551615."""
+    """Return a number that fits in 64 bits; None for any other text: some torch versions print
+    sizes of -1 as 18446744073709551615.
+    """
     text = text.strip()
     value = int(text) if text.isdecimal() and text.isascii() and len(text) < 20 else -1
     return value if 0 <= value <= _INT_MAX else None
 
 
 def parse_progress(text: str) -> Progress | None:
-    """Parse ``last enqueued work: 811, last completed work: 807``, in the wording of any torch version."""
+    """Parse ``last enqueued work: 811, last completed work: 807``, in the wording of any torch
+    version.
+    """
     found = _PROGRESS.search(text)
     if not found:
         return None
     number = found["number"]
-    return Progress(int(number) if number else None, int(found["enqueued"]), int(found["started"] or -1), int(found["completed"]))
+    return Progress(
+        int(number) if number else None,
+        int(found["enqueued"]),
+        int(found["started"] or -1),
+        int(found["completed"]),
+    )
 
 
 def is_unread(text: str) -> bool:
-    """Return whether a line of the watchdog tells a timeout or the progress of a group in a form that is not known here."""
-    if ("WorkNCCL(" in text or "collective operation timeout" in text) and parse_timeout(text) is None:
+    """Return whether a line of the watchdog tells a timeout or the progress of a group in a form
+    that is not known here.
+    """
+    if ("WorkNCCL(" in text or "collective operation timeout" in text) and parse_timeout(
+        text
+    ) is None:
         return True
     return "last enqueued" in text.lower() and "work" in text and parse_progress(text) is None
 
@@ -218,7 +267,9 @@ def is_of_a_job(text: str) -> bool:
 
 
 def parse_launcher_signal(text: str) -> str:
-    """Return the signal in ``Received 1 death signal, shutting down workers``: ``"SIGHUP"``; empty in any other line."""
+    """Return the signal in ``Received 1 death signal, shutting down workers``: ``"SIGHUP"``; empty
+    in any other line.
+    """
     found = _LAUNCHER_SIGNAL.search(text)
     name = (found[1] or found[2]) if found else ""
     return signal_name(int(name)) if name.isdecimal() else name
@@ -233,7 +284,9 @@ def signal_name(number: int) -> str:
 
 
 def parse_remark(text: str) -> tuple[str, int] | None:
-    """Return what a line of vLLM's broadcast queue (0.6 to 0.11) or of NCCL's RAS report (2.24 to 2.28) shows: a kind of REMARKS."""
+    """Return what a line of vLLM's broadcast queue (0.6 to 0.11) or of NCCL's RAS report (2.24 to
+    2.28) shows: a kind of REMARKS.
+    """
     for kind, pattern in (("broadcast-wait", _BROADCAST_WAIT), ("ras-behind", _RAS)):
         if found := pattern.search(text):
             return kind, int(found[1])
@@ -241,7 +294,9 @@ def parse_remark(text: str) -> tuple[str, int] | None:
 
 
 def parse_stuck_watchdog(text: str) -> int:
-    """Return for how many seconds torch's watchdog thread made no progress, as its monitor tells; 0 in any other line."""
+    """Return for how many seconds torch's watchdog thread made no progress, as its monitor tells; 0
+    in any other line.
+    """
     found = _STUCK_WATCHDOG.search(text)
     return int(found[1]) if found else 0
 
@@ -253,8 +308,15 @@ def parse_world_size(text: str) -> int:
 
 
 def parse_worker_field(text: str) -> tuple[str, str]:
-    """Return ``"rank"``, ``"exit"``, ``"host"`` or ``"time"`` and its value from a line of torchrun's list of failed workers."""
-    for key, pattern in (("rank", _CHILD_RANK), ("exit", _CHILD_EXIT), ("host", _CHILD_HOST), ("time", _CHILD_TIME)):
+    """Return ``"rank"``, ``"exit"``, ``"host"`` or ``"time"`` and its value from a line of
+    torchrun's list of failed workers.
+    """
+    for key, pattern in (
+        ("rank", _CHILD_RANK),
+        ("exit", _CHILD_EXIT),
+        ("host", _CHILD_HOST),
+        ("time", _CHILD_TIME),
+    ):
         found = pattern.match(text)
         if found:
             return key, found[1]
@@ -262,7 +324,8 @@ def parse_worker_field(text: str) -> tuple[str, str]:
 
 
 def parse_time(text: str) -> int:
-    """Return the time in a C++ line (``E1206 18:44:12.715298746``) as Unix ns, read as UTC of the latest such day; 0 if none.
+    """Return the time in a C++ line (``E1206 18:44:12.715298746``) as Unix ns, read as UTC of the
+    latest such day; 0 if none.
 
     The line has neither year nor time zone, so times are comparable only within one log.
     """
@@ -274,7 +337,9 @@ def parse_time(text: str) -> int:
     if not (1 <= month <= 12 and 1 <= day <= 31 and hour < 24 and minute < 60):
         return 0
     year = now.tm_year - ((month, day) > (now.tm_mon, now.tm_mday + 1))
-    return calendar.timegm((year, month, day, hour, minute, second)) * 1_000_000_000 + int(found[6].ljust(9, "0"))
+    return calendar.timegm((year, month, day, hour, minute, second)) * 1_000_000_000 + int(
+        found[6].ljust(9, "0")
+    )
 
 
 def parse_torchrun_time(text: str) -> int:

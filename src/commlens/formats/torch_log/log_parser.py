@@ -7,11 +7,26 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any, Final
 
-from commlens.formats.columns import COMPLETED, DTYPES, SCHEDULED, STARTED, TEXT_LOG, RankColumns, stack_of
+from commlens.formats.columns import (
+    COMPLETED,
+    DTYPES,
+    SCHEDULED,
+    STARTED,
+    TEXT_LOG,
+    RankColumns,
+    stack_of,
+)
 from commlens.formats.torch_log import lines as L
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
-from commlens.model.ops import COALESCED, POINT_TO_POINT, REDUCING, ROOTED, UNKNOWN_DTYPE, watchdog_wire_op
+from commlens.model.ops import (
+    COALESCED,
+    POINT_TO_POINT,
+    REDUCING,
+    ROOTED,
+    UNKNOWN_DTYPE,
+    watchdog_wire_op,
+)
 from commlens.model.ranklog import End, Observation
 from commlens.text import count
 
@@ -21,14 +36,21 @@ _FRAMES_MAX: Final = 400
 _UNREAD_MAX: Final = 200  # characters of a line that are quoted
 _PARTS_MAX: Final = 6  # of a wrapped line
 
-_FRAME: Final = re.compile(r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})')
-_FAILED_FRAME: Final = re.compile(r"#(?P<place>\d{1,4}) (?P<function>.{1,400}) from (?P<file>.{1,4096}):(?P<line>\d{1,9})\s*$")
-_RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout)\b")
+_FRAME: Final = re.compile(
+    r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})'
+)
+_FAILED_FRAME: Final = re.compile(
+    r"#(?P<place>\d{1,4}) (?P<function>.{1,400}) from (?P<file>.{1,4096}):(?P<line>\d{1,9})\s*$"
+)
+_RAISED: Final = re.compile(
+    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout)\b"
+)
 _OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
-_UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")  # of gloo, in C++
+# of gloo, in C++
+_UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")
 _UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Ops whose log lines contain neither the peer nor the counter of the sequence number."""
@@ -38,27 +60,36 @@ _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 class _Group:
     group: L.Group
     progress: L.Progress | None = None
-    failed: dict[int, L.Timeout | None] = field(default_factory=dict)  # sequence number: its timeout, if logged
+    # sequence number: its timeout, if logged
+    failed: dict[int, L.Timeout | None] = field(default_factory=dict)
 
     @property
     def sends_messages(self) -> bool:
         """Whether messages, which have a counter of their own, are seen to be among its work."""
-        timed_out = any(timeout is not None and watchdog_wire_op(timeout.op) in _CANNOT_PLACE for timeout in self.failed.values())
-        return timed_out or (self.progress is not None and self.progress.enqueued < self.progress.completed)
+        timed_out = any(
+            timeout is not None and watchdog_wire_op(timeout.op) in _CANNOT_PLACE
+            for timeout in self.failed.values()
+        )
+        return timed_out or (
+            self.progress is not None and self.progress.enqueued < self.progress.completed
+        )
 
 
 @dataclass(slots=True)
 class _Rank:
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
-    unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
+    # timed out in a group that is not yet known
+    unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
     timed_out: bool = False
     unread: int = 0  # lines of the watchdog whose form is not known
     first_unread: str = ""
     stuck_watchdog_s: int = 0
-    stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
+    # of the failed collective, innermost first
+    stack: list[tuple[str, int, str]] = field(default_factory=list)
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
-    inner: str = ""  # the rank whose traceback, inside of the exception of another one, is being read
+    # the rank whose traceback, inside of the exception of another one, is being read
+    inner: str = ""
     exception: str = ""
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
     observation: Observation = field(default_factory=Observation)
@@ -73,7 +104,8 @@ class LogParser:
         self._source = source
         self._ranks: dict[int, _Rank] = {}
         self._world_size = 0
-        self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
+        # global rank by torchrun's local rank or srun's task, from lines with both
+        self._global: dict[int, int] = {}
         self._only_local = False
         self._remarks: list[tuple[str, int]] = []
         self._nccl = NcclLines()
@@ -106,7 +138,9 @@ class LogParser:
             self._add_whole_line(line)
 
     def _joins(self, line: str) -> bool:
-        """Join a line to the parts of a wrapped one, and parse that once it is whole. Return False if the line cannot be one of them."""
+        """Join a line to the parts of a wrapped one, and parse that once it is whole. Return False
+        if the line cannot be one of them.
+        """
         if L.begins_message(line) or len(self._cut) >= _PARTS_MAX:
             return False
         self._cut.append(L.parse_origin(line).text)
@@ -155,7 +189,7 @@ class LogParser:
             return self._global.get(origin.local, origin.local)
         return -1
 
-    # --- torch's watchdog ---------------------------------------------------------------------------------------------
+    # --- torch's watchdog
 
     def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
         timeout, progress = L.parse_timeout(text), L.parse_progress(text)
@@ -164,12 +198,16 @@ class LogParser:
             about.unassigned[timeout.group_rank, timeout.number] = timeout
             about.times.setdefault(timeout.number, L.parse_time(text))
         if group is not None and (timeout is not None or progress is not None):
-            known = about.groups.setdefault((group.name, group.number if not group.name else ""), _Group(group))
+            known = about.groups.setdefault(
+                (group.name, group.number if not group.name else ""), _Group(group)
+            )
             if progress is not None:
                 known.progress = progress
                 if progress.number is not None:
                     timeout_before = about.unassigned.pop((group.rank, progress.number), None)
-                    known.failed[progress.number] = timeout_before or known.failed.get(progress.number)
+                    known.failed[progress.number] = timeout_before or known.failed.get(
+                        progress.number
+                    )
             if timeout is not None:
                 known.failed[timeout.number] = timeout
                 about.unassigned.pop((timeout.group_rank, timeout.number), None)
@@ -179,7 +217,8 @@ class LogParser:
         about.stuck_watchdog_s = max(about.stuck_watchdog_s, L.parse_stuck_watchdog(text))
         if "Stack trace of the failed collective" in text and "not found" not in text:
             self._stack_of, about.stack = rank, []
-        elif self._stack_of is not None and rank in (self._stack_of, -1):  # its lines have no prefix
+        elif self._stack_of is not None and rank in (self._stack_of, -1):
+            # its lines have no prefix
             self._add_stack_line(text)
         if uncaught := _UNCAUGHT.match(text):
             about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
@@ -197,7 +236,7 @@ class LogParser:
         elif not found:
             self._stack_of = None
 
-    # --- Python, torchrun ---------------------------------------------------------------------------------------------
+    # --- Python, torchrun
 
     def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
         if "Traceback (most recent call last):" in text:
@@ -221,7 +260,9 @@ class LogParser:
             self._tracebacks.discard(rank)
 
     def _add_worker_field(self, text: str) -> None:
-        """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this order."""
+        """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this
+        order.
+        """
         key, value = L.parse_worker_field(text)
         if key and key != "exit":
             self._worker[key] = value
@@ -237,16 +278,26 @@ class LogParser:
             )
             self._worker = {}
 
-    # --- the result ---------------------------------------------------------------------------------------------
+    # --- the result
 
     def columns(self) -> list[RankColumns]:
-        """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
+        """Return the columns of each rank that a line names, also of one of which it tells nothing;
+        of no rank (-1) if there is none.
+        """
         self._flush()
         self._split_by_group_rank()
         self._forget_mixed_counters()
         self._add_nccl_ranks()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
-        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.lost_entries]
+        told = [
+            one
+            for one in found
+            if one.rank >= 0
+            or one.timeouts
+            or one.exception
+            or one.stuck_watchdog_s
+            or one.lost_entries
+        ]
         told = told or [one for one in found if one.launcher_signal or one.remarks]
         return told or found[: self._is_of_a_job]
 
@@ -258,7 +309,9 @@ class LogParser:
         self._communicators = self._nccl.communicators()
 
     def _forget_mixed_counters(self) -> None:
-        """Forget the progress of groups that send messages: the counter is that of messages or of collectives, whichever was last."""
+        """Forget the progress of groups that send messages: the counter is that of messages or of
+        collectives, whichever was last.
+        """
         groups = [group for about in self._ranks.values() for group in about.groups.values()]
         mixed = {one.group.name for one in groups if one.sends_messages}
         for one in groups:
@@ -266,7 +319,8 @@ class LogParser:
                 one.progress = None
 
     def _split_by_group_rank(self) -> None:
-        """Tell ranks apart by their rank in a group that is not named, if nothing else does: before torch 2.2, no line has another.
+        """Tell ranks apart by their rank in a group that is not named, if nothing else does: before
+        torch 2.2, no line has another.
 
         Without several such ranks, the log may be of one rank, which is in its file's name.
         """
@@ -280,10 +334,18 @@ class LogParser:
             if rank is not None:
                 about = self._ranks.setdefault(rank, _Rank(timed_out=True))
                 about.unassigned[rank, number] = timeout
-        unknown.unassigned = {key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None}
+        unknown.unassigned = {
+            key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None
+        }
 
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
-        columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin=TEXT_LOG)
+        columns = RankColumns(
+            rank=max(rank, -1),
+            world_size=self._world_size,
+            host=about.host,
+            source=self._source,
+            origin=TEXT_LOG,
+        )
         columns.captured_ns = about.last_ns
         columns.launcher_signal, columns.remarks = self._launcher_signal, self._remarks
         columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
@@ -294,7 +356,9 @@ class LogParser:
             columns.problems.append("the log has only local ranks, which were used as ranks")
         if about.unread:
             quoted = shorten(about.first_unread, _UNREAD_MAX, placeholder=" ...")
-            columns.problems.append(f"{count(about.unread, 'line')} of torch's watchdog could not be read: {quoted}")
+            columns.problems.append(
+                f"{count(about.unread, 'line')} of torch's watchdog could not be read: {quoted}"
+            )
             columns.lost_entries = True
         lists: dict[str, list[Any]] = {name: [] for name in DTYPES}
         places: dict[Channel, int] = {}
@@ -304,8 +368,12 @@ class LogParser:
             _add_calls(columns, lists, communicator, places)
         columns.channels = list(places)
         for (group_rank, _), timeout in about.unassigned.items():
-            rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
-            columns.timeouts.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
+            rank_text = (
+                f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
+            )
+            columns.timeouts.append(
+                f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}"
+            )
             columns.unplaced.append((watchdog_wire_op(timeout.op), timeout.number))
         del columns.timeouts[_NOTES_MAX:]
         if about.stack and len(lists["sequence"]) == 1:
@@ -315,47 +383,82 @@ class LogParser:
         return columns
 
     def _add_group(
-        self, columns: RankColumns, lists: dict[str, list[Any]], known: _Group, about: _Rank, places: dict[Channel, int]
+        self,
+        columns: RankColumns,
+        lists: dict[str, list[Any]],
+        known: _Group,
+        about: _Rank,
+        places: dict[Channel, int],
     ) -> None:
-        """Add a group's collectives to the columns, and its channel to the indices of those in use."""
+        """Add a group's collectives to the columns, and its channel to the indices of those in
+        use.
+        """
         group, progress = known.group, known.progress
         name = group.name or ("0" if group.is_default else "")
-        timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
+        timeouts = {
+            number: timeout
+            for number, timeout in sorted(known.failed.items())
+            if timeout is not None
+        }
         for timeout in timeouts.values():
             if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
                 columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
         if not name:  # a process-local number, which differs between ranks
             return
-        channel = Channel(ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda")
+        channel = Channel(
+            ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda"
+        )
         columns.groups.append(channel)
         if progress is not None:
             columns.status[name] = (progress.enqueued, progress.started, progress.completed)
             columns.status_groups[name] = name
         for number, timeout in timeouts.items():
-            if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
+            if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (
+                progress is not None and number <= progress.completed
+            ):
                 continue
             columns.args.append(_args(timeout))
             time_ns = about.times.get(number, 0)
             _append(
-                lists, channel=places.setdefault(channel, len(places)), args_index=len(columns.args) - 1, sequence=number,
+                lists,
+                channel=places.setdefault(channel, len(places)),
+                args_index=len(columns.args) - 1,
+                sequence=number,
                 timeout_ms=timeout.timeout_ms,
-                created_ns=max(0, time_ns - timeout.ran_ms * 1_000_000) if time_ns and timeout.ran_ms >= 0 else 0,
+                created_ns=(
+                    max(0, time_ns - timeout.ran_ms * 1_000_000)
+                    if time_ns and timeout.ran_ms >= 0
+                    else 0
+                ),
                 state=STARTED if progress is not None and progress.started >= number else SCHEDULED,
-            )  # fmt: skip
+            )
 
 
-def _add_calls(columns: RankColumns, lists: dict[str, list[Any]], communicator: Communicator, places: dict[Channel, int]) -> None:
-    """Add what a rank issued on a communicator: those collectives that all its ranks issued alike have completed."""
-    channel = Channel(ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda")
+def _add_calls(
+    columns: RankColumns,
+    lists: dict[str, list[Any]],
+    communicator: Communicator,
+    places: dict[Channel, int],
+) -> None:
+    """Add what a rank issued on a communicator: those collectives that all its ranks issued alike
+    have completed.
+    """
+    channel = Channel(
+        ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda"
+    )
     kinds: dict[Call, int] = {}
     for number, call in communicator.calls.get(columns.rank, {}).items():
         if call not in kinds:
             kinds[call] = len(columns.args)
             columns.args.append(_args_of_call(call))
         _append(
-            lists, channel=places.setdefault(channel, len(places)), args_index=kinds[call], sequence=number,
-            record_id=len(lists["sequence"]), state=COMPLETED if number <= communicator.met else SCHEDULED,
-        )  # fmt: skip
+            lists,
+            channel=places.setdefault(channel, len(places)),
+            args_index=kinds[call],
+            sequence=number,
+            record_id=len(lists["sequence"]),
+            state=COMPLETED if number <= communicator.met else SCHEDULED,
+        )
 
 
 def _append(lists: dict[str, list[Any]], **values: int) -> None:
@@ -365,15 +468,24 @@ def _append(lists: dict[str, list[Any]], **values: int) -> None:
 
 
 def _args_of_call(call: Call) -> CollectiveArgs:
-    """Return the arguments of a collective in NCCL's words: the count is that of the tensor that every rank has."""
+    """Return the arguments of a collective in NCCL's words: the count is that of the tensor that
+    every rank has.
+    """
     specs = (TensorSpec((call.elements,), call.dtype or UNKNOWN_DTYPE, "cuda"),)
     reduce_op = call.reduce_op if call.op in REDUCING and call.reduce_op else None
-    return CollectiveArgs(call.op, call.op, specs, specs, reduce_op, call.root if call.op in ROOTED else None)
+    return CollectiveArgs(
+        call.op, call.op, specs, specs, reduce_op, call.root if call.op in ROOTED else None
+    )
 
 
 def _args(timeout: L.Timeout) -> CollectiveArgs:
     """Return the op and its number of elements; the watchdog prints neither shape nor dtype."""
-    return CollectiveArgs(watchdog_wire_op(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
+    return CollectiveArgs(
+        watchdog_wire_op(timeout.op),
+        timeout.op,
+        _elements(timeout.inputs),
+        _elements(timeout.outputs),
+    )
 
 
 def _elements(count: int | None) -> tuple[TensorSpec, ...]:
@@ -389,4 +501,7 @@ def _group_phrase(group: L.Group) -> str:
     if group.name:
         return f" in group {group.description or group.name}"
     named = f" ({group.description})" if group.description else ""
-    return f" in the process-local group number {group.number}{named}, which other ranks may number differently"
+    return (
+        f" in the process-local group number {group.number}{named}, which other ranks may number"
+        " differently"
+    )

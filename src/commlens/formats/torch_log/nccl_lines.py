@@ -1,7 +1,8 @@
-"""Collect the collectives that NCCL prints with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align them across ranks.
+"""Collect the collectives that NCCL prints with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL (2.18 to
+2.28), and align them across ranks.
 
-A line tells that a rank issued a collective, not that it completed. So those that all ranks of a communicator issued alike count as
-completed, and those from the first difference on as in flight.
+A line tells that a rank issued a collective, not that it completed. So those that all ranks of a
+communicator issued alike count as completed, and those from the first difference on as in flight.
 """
 
 from __future__ import annotations
@@ -13,15 +14,30 @@ from typing import Final, NamedTuple
 
 from commlens.model.ops import POINT_TO_POINT, watchdog_wire_op
 
-_HEAD: Final = re.compile(r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\] NCCL INFO (?P<text>.*)")
+_HEAD: Final = re.compile(
+    r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\] NCCL INFO (?P<text>.*)"
+)
 _COMM: Final = re.compile(
-    r"\bcomm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) n[rR]anks (?P<size>\d{1,7})(?:.*?\bcommId (?P<id>0x[0-9a-f]{1,16}))?"
+    r"\bcomm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) n[rR]anks"
+    r" (?P<size>\d{1,7})(?:.*?\bcommId (?P<id>0x[0-9a-f]{1,16}))?"
 )
 _CALL: Final = re.compile(
-    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,15}) .*?\bcount (?P<count>\d{1,18}) datatype (?P<dtype>\d{1,2}) "
+    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,15}) .*?\bcount (?P<count>\d{1,18})"
+    r" datatype (?P<dtype>\d{1,2}) "
     r"op (?P<reduce>\d{1,10}) root (?P<root>\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16})"
 )
-_DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+_DTYPES: Final = (
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+)
 _REDUCE_OPS: Final = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 _CALLS_MAX: Final = 1_000_000
 
@@ -80,7 +96,11 @@ class NcclLines:
         member = members.setdefault(comm["comm"], _Member())
         if not member.size:
             member.order = sum(other.size == int(comm["size"]) for other in members.values())
-        member.rank, member.size, member.id = int(comm["rank"]), int(comm["size"]), comm["id"] or member.id
+        member.rank, member.size, member.id = (
+            int(comm["rank"]),
+            int(comm["size"]),
+            comm["id"] or member.id,
+        )
 
     def _add_call(self, member: _Member, call: re.Match[str]) -> None:
         op = watchdog_wire_op(call["op"])
@@ -103,7 +123,9 @@ class NcclLines:
         )
 
     def ranks(self) -> dict[_Process, int]:
-        """Return the global rank of each process: its rank in a communicator of the largest size."""
+        """Return the global rank of each process: its rank in a communicator of the largest
+        size.
+        """
         size = self.world_size()
         return {
             process: member.rank
@@ -114,16 +136,29 @@ class NcclLines:
 
     def world_size(self) -> int:
         """Return the size of the largest communicator; 0 if there is none."""
-        return max((member.size for members in self._members.values() for member in members.values()), default=0)
+        return max(
+            (member.size for members in self._members.values() for member in members.values()),
+            default=0,
+        )
 
     def communicators(self) -> list[Communicator]:
-        """Return the communicators on which at least two ranks issued collectives that can be aligned."""
-        ranks, found = self.ranks(), defaultdict[tuple[int, str, int], list[tuple[int, _Member]]](list)
+        """Return the communicators on which at least two ranks issued collectives that can be
+        aligned.
+        """
+        ranks, found = (
+            self.ranks(),
+            defaultdict[tuple[int, str, int], list[tuple[int, _Member]]](list),
+        )
         for process, members in sorted(self._members.items()):
             for member in members.values():
                 if process in ranks and member.size > 1:
-                    found[member.size, member.id, 0 if member.id else member.order].append((ranks[process], member))
-        several = [self._communicator(number, members) for number, (_, members) in enumerate(sorted(found.items(), key=_by_size))]
+                    found[member.size, member.id, 0 if member.id else member.order].append(
+                        (ranks[process], member)
+                    )
+        several = [
+            self._communicator(number, members)
+            for number, (_, members) in enumerate(sorted(found.items(), key=_by_size))
+        ]
         return [one for one in several if one is not None]
 
     def _communicator(self, number: int, members: list[tuple[int, _Member]]) -> Communicator | None:
@@ -139,7 +174,11 @@ class NcclLines:
         if len(firsts) > 1 and any(member.sends for member in used.values()):
             return None  # messages count, too
         calls = {
-            rank: {first + place: call for place, (_, call) in enumerate(member.calls)} if len(firsts) == 1 else dict(member.calls)
+            rank: (
+                {first + place: call for place, (_, call) in enumerate(member.calls)}
+                if len(firsts) == 1
+                else dict(member.calls)
+            )
             for rank, member in used.items()
             for first in [member.calls[0][0]]
         }

@@ -1,7 +1,9 @@
-"""Write dumps in the format of PyTorch's Flight Recorder, version 2.10: a pickle that torchfrtrace reads, or JSON.
+"""Write dumps in the format of PyTorch's Flight Recorder, version 2.10: a pickle that torchfrtrace
+reads, or JSON.
 
-The format cannot represent reduce ops, roots, splits and tags, so these are left out. Operations have the names of NCCL's process
-group, because torchfrtrace accepts no others. Unlike torch's JSON, ours contains the stack frames.
+The format cannot represent reduce ops, roots, splits and tags, so these are left out. Operations
+have the names of NCCL's process group, because torchfrtrace accepts no others. Unlike torch's JSON,
+ours contains the stack frames.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ _BACKENDS: Final = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", 
 """The backends that torchfrtrace accepts."""
 _DTYPES: Final = {name: of_torch for of_torch, name in DTYPES.items()}
 _MESSAGES_FROM: Final = 1_000_000
-"""The first number of messages. torchfrtrace takes a collective and a message with equal numbers for a coalesced group, and fails."""
+"""The first number of messages. torchfrtrace takes a collective and a message with equal numbers
+for a coalesced group, and fails.
+"""
 _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
 
 
 def to_pickle(rows: RankColumns, problems: list[str]) -> bytes:
-    """Return one rank's dump as a pickle of protocol 2. ``problems`` receives a sentence on what the format cannot represent."""
+    """Return one rank's dump as a pickle of protocol 2. ``problems`` receives a sentence on what
+    the format cannot represent.
+    """
     return pickle.dumps(_dump(rows, problems), protocol=2)
 
 
 def to_json(rows: RankColumns, problems: list[str]) -> bytes:
     """Return one rank's dump as JSON."""
     dump = _dump(rows, problems)
-    dump["pg_status"] = {key: {name: str(value) for name, value in about.items()} for key, about in dump["pg_status"].items()}
+    dump["pg_status"] = {
+        key: {name: str(value) for name, value in about.items()}
+        for key, about in dump["pg_status"].items()
+    }
     for entry in dump["entries"]:
         for name in ("time_discovered_started_ns", "time_discovered_completed_ns"):
             entry[name] = entry[name] or 0
@@ -45,12 +54,21 @@ def to_json(rows: RankColumns, problems: list[str]) -> bytes:
 
 def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
-    pg_ids = {name: number for number, name in enumerate(dict.fromkeys(channel.group.name for channel in rows.channels))}
+    pg_ids = {
+        name: number
+        for number, name in enumerate(
+            dict.fromkeys(channel.group.name for channel in rows.channels)
+        )
+    }
     backends = [_backend(channel) for channel in rows.channels]
     sizes = [_sizes(args) for args in rows.args]
-    frames = [[{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack] for stack in rows.stacks]
+    frames = [
+        [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack]
+        for stack in rows.stacks
+    ]
     numbers = _Numbers(rows)
-    status = {pg_id: [-1, -1, -1] for pg_id in pg_ids.values()}  # last enqueued, started and completed
+    # last enqueued, started and completed
+    status = {pg_id: [-1, -1, -1] for pg_id in pg_ids.values()}
     unnamed = 0
     for at in range(len(rows)):
         number, args = int(rows.channel[at]), rows.args[int(rows.args_index[at])]
@@ -77,8 +95,12 @@ def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
             "output_sizes": output_sizes,
             "output_dtypes": output_dtypes,
             "state": _STATES.get(state, "scheduled"),
-            "time_discovered_started_ns": int(rows.started_ns[at]) or None if state in (STARTED, COMPLETED) else None,
-            "time_discovered_completed_ns": int(rows.completed_ns[at]) or None if state == COMPLETED else None,
+            "time_discovered_started_ns": (
+                int(rows.started_ns[at]) or None if state in (STARTED, COMPLETED) else None
+            ),
+            "time_discovered_completed_ns": (
+                int(rows.completed_ns[at]) or None if state == COMPLETED else None
+            ),
             "retired": bool(rows.retired[at]),
             "timeout_ms": int(rows.timeout_ms[at]),
             "is_p2p": bool(rows.p2p[at]),
@@ -91,17 +113,28 @@ def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
         if not rows.p2p[at]:
             started = state == STARTED or (state == COMPLETED and rows.started_ns[at])
             last = status[pg_ids[group.name]]
-            for field, reached in enumerate((True, started, rows.retired[at] or state == COMPLETED)):
+            for field, reached in enumerate(
+                (True, started, rows.retired[at] or state == COMPLETED)
+            ):
                 last[field] = max(last[field], collective) if reached else last[field]
     if unnamed:
-        left_out = f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'} left out"
+        left_out = (
+            f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'}"
+            " left out"
+        )
         problems.append(f"rank {rows.rank}: {left_out}: the format cannot represent them.")
     fields = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
     return {
         "version": VERSION,
-        "pg_config": {channel.group.name: _config(channel) for channel in [*rows.groups, *rows.channels]},
+        "pg_config": {
+            channel.group.name: _config(channel) for channel in [*rows.groups, *rows.channels]
+        },
         "comm_lib_version": "",
-        "pg_status": {str(pg_id): dict(zip(fields, last, strict=True)) for pg_id, last in status.items() if last[0] >= 0},
+        "pg_status": {
+            str(pg_id): dict(zip(fields, last, strict=True))
+            for pg_id, last in status.items()
+            if last[0] >= 0
+        },
         "entries": entries,
     }
 
@@ -111,27 +144,40 @@ class _Numbers:
 
     def __init__(self, rows: RankColumns) -> None:
         self._rows = rows
-        self._closing = {int(batch): at for at, batch in enumerate(rows.coalesced) if batch and rows.closes[at]}
+        self._closing = {
+            int(batch): at for at, batch in enumerate(rows.coalesced) if batch and rows.closes[at]
+        }
         self._collectives: dict[int, int] = {}
-        self._messages: dict[int, tuple[int, int]] = {}  # the last number, and the batch that it is of
+        # the last number, and the batch that it is of
+        self._messages: dict[int, tuple[int, int]] = {}
 
     def at(self, at: int) -> tuple[int, int]:
         """Return the numbers of the last collective and the last message, after one more row."""
         rows = self._rows
-        channel, batch, sequence = int(rows.channel[at]), int(rows.coalesced[at]), int(rows.sequence[at])
+        channel, batch, sequence = (
+            int(rows.channel[at]),
+            int(rows.coalesced[at]),
+            int(rows.sequence[at]),
+        )
         ours = rows.origin == "commlens"
         message, before = self._messages.get(channel, (_MESSAGES_FROM if ours else 0, -1))
         if rows.p2p[at]:
             message = message + (not batch or batch != before) if ours else sequence
             self._messages[channel] = (message, batch)
         else:  # the members of a coalesced group share the number of the entry that closes it
-            self._collectives[channel] = int(rows.sequence[self._closing.get(batch, at)]) if batch else sequence
+            self._collectives[channel] = (
+                int(rows.sequence[self._closing.get(batch, at)]) if batch else sequence
+            )
         return self._collectives.get(channel, 0), message
 
 
 def _config(channel: Channel) -> dict[str, str]:
     group = channel.group
-    return {"name": group.name, "desc": group.description or "undefined", "ranks": str(list(group.ranks))}
+    return {
+        "name": group.name,
+        "desc": group.description or "undefined",
+        "ranks": str(list(group.ranks)),
+    }
 
 
 def _backend(channel: Channel) -> str:
@@ -140,7 +186,9 @@ def _backend(channel: Channel) -> str:
 
 
 def _name(asked: CollectiveArgs, channel: Channel, rank: int, peer: int) -> str | None:
-    """``all_reduce``, ``send 0->1`` with ranks of the group; None if the format has no name for it."""
+    """``all_reduce``, ``send 0->1`` with ranks of the group; None if the format has no name for
+    it.
+    """
     if asked.op not in POINT_TO_POINT:
         return NCCL_NAMES.get(asked.dispatcher_op, asked.dispatcher_op)
     ranks = channel.group.ranks
@@ -154,7 +202,9 @@ Sizes = tuple[list[list[int]], list[str]]
 
 
 def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
-    """Return sizes and dtypes of inputs and outputs. A list of one tensor per rank is one tensor, since NCCL's group flattens it."""
+    """Return sizes and dtypes of inputs and outputs. A list of one tensor per rank is one tensor,
+    since NCCL's group flattens it.
+    """
     inputs, outputs = asked.inputs, asked.outputs
     if asked.op in BARRIERS:
         inputs = outputs = ()  # torchfrtrace fails if only one of them is empty
@@ -174,4 +224,6 @@ def _flat(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def _pair(tensors: Sequence[TensorSpec]) -> Sizes:
-    return [list(one.shape) for one in tensors], [_DTYPES.get(one.dtype, one.dtype) for one in tensors]
+    return [list(one.shape) for one in tensors], [
+        _DTYPES.get(one.dtype, one.dtype) for one in tensors
+    ]

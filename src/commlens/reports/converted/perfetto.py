@@ -1,8 +1,9 @@
 """Write dumps as a timeline for ui.perfetto.dev and chrome://tracing: Chrome's trace event JSON.
 
-Each rank is a process with one track per process group. An operation is a slice from its start to its end. Without a recorded start,
-it begins when it was issued or when the operation before it on its group ended. An operation that never ended is drawn to the end of
-the timeline and marked as unfinished.
+Each rank is a process with one track per process group. An operation is a slice from its start to
+its end. Without a recorded start, it begins when it was issued or when the operation before it on
+its group ended. An operation that never ended is drawn to the end of the timeline and marked as
+unfinished.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from commlens.reports.converted.table import STATES
 from commlens.text import format_ranks, group_label, tensor_phrase
 
 _TRACKS: Final = 100
-"""Track numbers reserved for each group. Overlapping operations of one group need several tracks."""
+"""Track numbers reserved for each group. Overlapping operations of one group need several tracks.
+"""
 
 
 def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
@@ -36,18 +38,39 @@ def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
 def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
     host = f" ({rows.host})" if rows.host else ""
     rank = rows.rank
-    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}{host}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    tracks: dict[int, list[int]] = {}  # by channel: when each of its tracks is free again; -1 after an open slice
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": rank,
+        "tid": 0,
+        "args": {"name": f"rank {rank}{host}"},
+    }
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": rank,
+        "tid": 0,
+        "args": {"sort_index": rank},
+    }
+    # by channel: when each of its tracks is free again; -1 after an open slice
+    tracks: dict[int, list[int]] = {}
     previous: dict[int, int] = {}  # by channel: when the last operation ended
     for at in range(len(rows)):
-        created, started, ended = int(rows.created_ns[at]), int(rows.started_ns[at]), int(rows.completed_ns[at])
+        created, started, ended = (
+            int(rows.created_ns[at]),
+            int(rows.started_ns[at]),
+            int(rows.completed_ns[at]),
+        )
         if not created:
             continue
         state, channel = int(rows.state[at]), int(rows.channel[at])
         if rows.coalesced[at] and not rows.closes[at] and state not in (COMPLETED, RETIRED):
             continue  # the entry that closes the group represents it
-        began = started if started >= created and rows.origin != "commlens" else max(created, previous.get(channel, 0))
+        began = (
+            started
+            if started >= created and rows.origin != "commlens"
+            else max(created, previous.get(channel, 0))
+        )
         if state == COMPLETED and ended:
             began = min(began, ended)
             end = max(ended, began)
@@ -69,7 +92,9 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
 
 
 def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
-    """Return the first track on which a slice overlaps no other, and whether it is new. Open slices share a track: they nest."""
+    """Return the first track on which a slice overlaps no other, and whether it is new. Open slices
+    share a track: they nest.
+    """
     for number, until in enumerate(free):
         if (until >= 0 and until <= began) or (until < 0 and end < 0):
             free[number] = end
@@ -82,10 +107,18 @@ def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
 
 def _track_name(rows: RankColumns, index: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
     group = rows.channels[index].group
-    name = f"{group_label(group)} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
+    name = f"{group_label(group)} [{format_ranks(group.ranks)}] {group.backend}" + (
+        f" ({track[0] + 1})" if track[0] else ""
+    )
     tid = 1 + index * _TRACKS + track[0]
     yield {"ph": "M", "name": "thread_name", "pid": rows.rank, "tid": tid, "args": {"name": name}}
-    yield {"ph": "M", "name": "thread_sort_index", "pid": rows.rank, "tid": tid, "args": {"sort_index": tid}}
+    yield {
+        "ph": "M",
+        "name": "thread_sort_index",
+        "pid": rows.rank,
+        "tid": tid,
+        "args": {"sort_index": tid},
+    }
 
 
 def _details(rows: RankColumns, at: int, args: CollectiveArgs) -> dict[str, Any]:
@@ -96,7 +129,9 @@ def _details(rows: RankColumns, at: int, args: CollectiveArgs) -> dict[str, Any]
         "group": rows.channels[int(rows.channel[at])].group.name,
         "sequence": int(rows.sequence[at]),
         "state": STATES[state],
-        "tensors": ", ".join(map(tensor_phrase, tensors[:4])) + (", ..." if len(tensors) > 4 else ""),
+        "tensors": (
+            ", ".join(map(tensor_phrase, tensors[:4])) + (", ..." if len(tensors) > 4 else "")
+        ),
         "recorded as": args.dispatcher_op,
         "issued": int(rows.created_ns[at]),
     }

@@ -15,13 +15,28 @@ from commlens.formats.columns import RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
 from commlens.text import csv_cell, format_ranks
 
-STATES: Final = ("scheduled", "started", "completed", "retired")  # by the number in ``RankColumns.state``
+# by the number in ``RankColumns.state``
+STATES: Final = ("scheduled", "started", "completed", "retired")
 _PLAIN: Final = {
-    "sequence": "int64", "peer": "int32", "created_ns": "int64", "started_ns": "int64", "completed_ns": "int64", "duration_ns": "int64",
-    "timeout_ms": "int64", "coalesced": "int32",
-}  # fmt: skip
+    "sequence": "int64",
+    "peer": "int32",
+    "created_ns": "int64",
+    "started_ns": "int64",
+    "completed_ns": "int64",
+    "duration_ns": "int64",
+    "timeout_ms": "int64",
+    "coalesced": "int32",
+}
 """Columns taken from RankColumns. Their -1 or 0 for "unknown" is written as an empty cell."""
-_EMPTY: Final = {"peer": -1, "created_ns": 0, "started_ns": 0, "completed_ns": 0, "duration_ns": -1, "timeout_ms": 0, "coalesced": 0}
+_EMPTY: Final = {
+    "peer": -1,
+    "created_ns": 0,
+    "started_ns": 0,
+    "completed_ns": 0,
+    "duration_ns": -1,
+    "timeout_ms": 0,
+    "coalesced": 0,
+}
 
 _CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
     "group": lambda one: one.group.name,
@@ -44,7 +59,19 @@ _STACK: Final[dict[str, Callable[[Stack], Any]]] = {
     "line": lambda one: frame.where if (frame := user_frame(one)) else "",
     "stack": lambda one: "; ".join(f"{frame.file}:{frame.line} {frame.function}" for frame in one),
 }
-COLUMNS: Final = ("rank", "host", "index", *_CHANNEL, *_ASKED, "p2p", "state", *_PLAIN, *_STACK, "source", "job")
+COLUMNS: Final = (
+    "rank",
+    "host",
+    "index",
+    *_CHANNEL,
+    *_ASKED,
+    "p2p",
+    "state",
+    *_PLAIN,
+    *_STACK,
+    "source",
+    "job",
+)
 """The columns in order; docs/convert.md explains each."""
 
 
@@ -71,7 +98,9 @@ def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingDependency(f"Writing Parquet needs the package pyarrow ({error}): pip install 'commlens[parquet]'") from None
+        raise MissingDependency(
+            f"Writing Parquet needs the package pyarrow ({error}): pip install 'commlens[parquet]'"
+        ) from None
     texts = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     types = {name: pyarrow.type_for_alias(dtype) for name, dtype in _PLAIN.items()}
     types |= {"rank": pyarrow.int32(), "index": pyarrow.int64(), "p2p": pyarrow.bool_()}
@@ -85,7 +114,9 @@ def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
                     arrays.append(pyarrow.array(values, types[name], mask=empty))
                 else:
                     codes, table = _coded(rows, name)
-                    made = pyarrow.DictionaryArray.from_arrays(pyarrow.array(codes, pyarrow.int32(), mask=codes < 0), table)
+                    made = pyarrow.DictionaryArray.from_arrays(
+                        pyarrow.array(codes, pyarrow.int32(), mask=codes < 0), table
+                    )
                     arrays.append(made.cast(texts))
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
 
@@ -119,7 +150,10 @@ def _texts(rows: RankColumns, name: str) -> list[str]:
         return ["true" if one else "false" for one in rows.p2p.tolist()]
     if name in _PLAIN or name in ("rank", "index"):
         values, empty = _numbers(rows, name)
-        return ["" if nothing else str(value) for value, nothing in zip(values.tolist(), empty.tolist(), strict=True)]
+        return [
+            "" if nothing else str(value)
+            for value, nothing in zip(values.tolist(), empty.tolist(), strict=True)
+        ]
     codes, table = _coded(rows, name)
     table = [csv_cell(text) for text in table]
     return [table[code] if code >= 0 else "" for code in codes.tolist()]

@@ -1,4 +1,5 @@
-"""Self-contained HTML pages: script, style and data are in one file, nothing is loaded, and data is never interpreted as markup.
+"""Self-contained HTML pages: script, style and data are in one file, nothing is loaded, and data is
+never interpreted as markup.
 
 ``make page`` builds each page's script and stylesheet from ``web/`` into ``assets/``.
 """
@@ -20,16 +21,17 @@ Page = Literal["verdict", "trace"]
 
 DATA_ELEMENT: Final = "commlens-data"
 _ICON: Final = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='none' stroke='%23667' stroke-width='2'%3E"
-    "%3Cpath d='M2 4h12M2 8h12M2 12h6'/%3E%3Ccircle cx='12.5' cy='12' r='2.5' fill='%23b3261e' stroke='none'/%3E%3C/svg%3E"
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='none'"
+    " stroke='%23667' stroke-width='2'%3E%3Cpath d='M2 4h12M2 8h12M2 12h6'/%3E%3Ccircle cx='12.5'"
+    " cy='12' r='2.5' fill='%23b3261e' stroke='none'/%3E%3C/svg%3E"
 )
 
 
 def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> bytes:
     """Return the HTML file, UTF-8.
 
-    The data is anything that msgspec can encode as JSON; None for an empty viewer. The text is shown where no script runs (a mail's
-    preview, a text browser), and until the script has run.
+    The data is anything that msgspec can encode as JSON; None for an empty viewer. The text is
+    shown where no script runs (a mail's preview, a text browser), and until the script has run.
     """
     script, style = asset(f"{page}.js"), asset(f"{page}.css")
     policy = "; ".join(
@@ -42,7 +44,11 @@ def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> 
             "form-action 'none'",
         ]
     )
-    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 9, mtime=0)).decode() if data is not None else ""
+    packed = (
+        base64.b64encode(gzip.compress(msgspec.json.encode(data), 9, mtime=0)).decode()
+        if data is not None
+        else ""
+    )
     head = f"""\
 <!doctype html>
 <html lang="en">
@@ -70,7 +76,12 @@ def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> 
 
 def asset(name: str) -> str:
     """Return a built script or stylesheet."""
-    return resources.files("commlens.reports.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    return (
+        resources.files("commlens.reports.page")
+        .joinpath("assets")
+        .joinpath(name)
+        .read_text(encoding="utf-8")
+    )
 
 
 def _digest(text: str) -> str:

@@ -26,7 +26,9 @@ def verdict_html(examined: ExaminedJob) -> bytes:
     """Return the page of an examined job as HTML."""
     page = verdict_page(examined)
     verdict = examined.verdict
-    return render_page("verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text)
+    return render_page(
+        "verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text
+    )
 
 
 def verdict_page(examined: ExaminedJob) -> VerdictPage:
@@ -46,7 +48,9 @@ def verdict_page(examined: ExaminedJob) -> VerdictPage:
         tables=tables(job),
         stacks=merged,
         step=_step(examined),
-        source=source_lines(examined.verdict, max((view.now_ns for view in job.index.views.values()), default=0)),
+        source=source_lines(
+            examined.verdict, max((view.now_ns for view in job.index.views.values()), default=0)
+        ),
     )
 
 
@@ -75,8 +79,14 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("Job", logs[0].job),
         ("Script", next((log.script for log in logs if log.script), "")),
         ("Ranks", f"{len(logs)} of {job.index.size}"),
-        ("Hosts", ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}"),
-        ("Recorded until", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured / 1e9)) if captured else ""),
+        (
+            "Hosts",
+            ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}",
+        ),
+        (
+            "Recorded until",
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured / 1e9)) if captured else "",
+        ),
         ("Versions", ", ".join(f"{name} {value}" for name, value in sorted(versions.items()))),
         ("Read from", f"{len(sources)} files in {folder}" if folder else _some(sources)),
     ]
@@ -100,16 +110,30 @@ def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
         made.host.append(texts(log.host if log is not None else ""))
         made.pid.append(log.pid if log is not None else 0)
         made.steps.append(log.steps if log is not None else 0)
-        made.issued.append(max(log.issued, len(view.history)) if view is not None and log is not None else 0)
+        made.issued.append(
+            max(log.issued, len(view.history)) if view is not None and log is not None else 0
+        )
         made.last.append(texts(_last(view.last_op) if view is not None else ""))
-        made.end.append(texts((view.exit.text or _EXITS.get(view.exit.kind, "")) if view is not None else "left no record"))
+        made.end.append(
+            texts(
+                (view.exit.text or _EXITS.get(view.exit.kind, ""))
+                if view is not None
+                else "left no record"
+            )
+        )
         made.stack.append(stack_of.get(rank, -1))
         made.source.append(texts(log.source if log is not None else ""))
     made.texts = texts.values
     return made
 
 
-_EXITS = {"alive": "runs", "leaving": "is leaving", "clean": "finished", "gone": "ended; how is unknown", "terminated": "was stopped"}
+_EXITS = {
+    "alive": "runs",
+    "leaving": "is leaving",
+    "clean": "finished",
+    "gone": "ended; how is unknown",
+    "terminated": "was stopped",
+}
 
 
 def _last(op: Collective | None) -> str:

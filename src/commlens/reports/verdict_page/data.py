@@ -1,7 +1,7 @@
 """The content of the verdict's page as data. ``web/src/verdict/data.ts`` has the same fields.
 
-Everything is folded and bounded here, so that a page of 4096 ranks opens as quickly as one of four: ranks that do the same are one
-class, and ranks are written as sets (``"0-1,3"``).
+Everything is folded and bounded here, so that a page of 4096 ranks opens as quickly as one of four:
+ranks that do the same are one class, and ranks are written as sets (``"0-1,3"``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from commlens.model.verdict import Verdict
 from commlens.reports.step_table import StepTable
 
 Role = Literal["culprit", "victim", "awaited", "involved", "unknown", "none"]
-"""``awaited``: the others wait for it, without evidence of a fault. ``involved``: named by a finding that is not a root cause.
-``unknown``: it left no record."""
+"""``awaited``: the others wait for it, without evidence of a fault. ``involved``: named by a
+finding that is not a root cause. ``unknown``: it left no record.
+"""
 
 ROLES: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
 """In the order in which they are shown."""
@@ -36,7 +37,9 @@ class RankClass(msgspec.Struct, kw_only=True):
 
 
 class GraphNode(msgspec.Struct, kw_only=True):
-    """A class of ranks, or an end of waiting that is not a rank: all ranks have arrived, or the ranks that met disagree."""
+    """A class of ranks, or an end of waiting that is not a rank: all ranks have arrived, or the
+    ranks that met disagree.
+    """
 
     cls: int = -1  # index of the class
     title: str = ""
@@ -85,7 +88,9 @@ class ChannelRef(msgspec.Struct):
 
 
 class Ops(msgspec.Struct):
-    """The last collectives of one rank, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1 is unknown or not yet."""
+    """The last collectives of one rank, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1
+    is unknown or not yet.
+    """
 
     start: list[int] = []
     end: list[int] = []
@@ -122,7 +127,8 @@ class Timeline(msgspec.Struct):
     """The collectives of each rank over time."""
 
     zero_ns: int = 0  # Unix ns
-    captured: int = 0  # µs: when the records were copied or, if that is unknown, the latest time in them
+    # µs: when the records were copied or, if that is unknown, the latest time in them
+    captured: int = 0
     captured_known: bool = True
     window: tuple[int, int] = (0, 0)  # µs: around the fault
     channels: list[ChannelRef] = []
@@ -229,5 +235,6 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     timeline: Timeline
     tables: list[Table]
     stacks: list[StackClass]
-    step: StepTable | None = None  # where the communication time of a step goes, if the records tell
+    # where the communication time of a step goes, if the records tell
+    step: StepTable | None = None
     source: SourceLines | None = None

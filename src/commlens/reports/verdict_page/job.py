@@ -1,4 +1,6 @@
-"""The examined job as the page shows it: each rank's role, classes of ranks that do the same, and the collectives in focus."""
+"""The examined job as the page shows it: each rank's role, classes of ranks that do the same, and
+the collectives in focus.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from commlens.text import args_phrase, duration, format_ranks, frame_phrase, gro
 CLASSES_WANTED = 9  # with more, ranks are distinguished less finely
 CLASSES_MAX = 24
 _DETAILS = 4
-"""How finely ranks are distinguished: 4 by the collective with its number, and the line; 3 messages without peer and number; 2
-collectives without their number; 1 without the line; 0 by the group only."""
+"""How finely ranks are distinguished: 4 by the collective with its number, and the line; 3 messages
+without peer and number; 2 collectives without their number; 1 without the line; 0 by the group
+only.
+"""
 
 _WAIT = {
     "wait": "wait in",
@@ -42,32 +46,53 @@ class Job:
     def __init__(self, examined: ExaminedJob) -> None:
         self.examined = examined
         self.verdict, self.index, self.mismatches, self.graph = examined
-        self.all_ranks = sorted({*self.index.views, *self.index.no_record, *self.index.elsewhere, *self.verdict.culprits})
+        self.all_ranks = sorted(
+            {
+                *self.index.views,
+                *self.index.no_record,
+                *self.index.elsewhere,
+                *self.verdict.culprits,
+            }
+        )
         self.roles = _roles(self.verdict, self.index)
         self.classes, self.class_of = self._fold()
         self.focus = self._focus()
 
     @property
     def knows_capture_time(self) -> bool:
-        """Whether each rank's records say when they were copied; if not, how long an op has been in flight is unknown."""
-        return self.index.knows.capture_time or all(view.log.captured_ns for view in self.index.views.values())
+        """Whether each rank's records say when they were copied; if not, how long an op has been in
+        flight is unknown.
+        """
+        return self.index.knows.capture_time or all(
+            view.log.captured_ns for view in self.index.views.values()
+        )
 
     def role(self, rank: int) -> Role:
         """Return a rank's role in the fault."""
         return self.roles.get(rank, "none")
 
     def _focus(self) -> list[tuple[ChannelKey, int, Finding]]:
-        """Return the collectives that the findings name, root causes first: channel, number, finding."""
+        """Return the collectives that the findings name, root causes first: channel, number,
+        finding.
+        """
         found: list[tuple[ChannelKey, int, Finding]] = []
         for finding in self.verdict.findings:
             group, op = finding.group, finding.collective
             if group is None or op is None or op.peer is not None:
                 continue
             members = tuple(group.ranks)
-            keys = [key for key in self.index.channels if key[1] == group.name and key[2] == members]
+            keys = [
+                key for key in self.index.channels if key[1] == group.name and key[2] == members
+            ]
             # A group has a channel for each device type: prefer the one with that collective.
             keys.sort(
-                key=lambda key: not any(op.sequence_number in v.tracks[key].ops for v in self.index.views.values() if key in v.tracks)
+                key=lambda key: (
+                    not any(
+                        op.sequence_number in v.tracks[key].ops
+                        for v in self.index.views.values()
+                        if key in v.tracks
+                    )
+                )
             )
             if keys and all(known[:2] != (keys[0], op.sequence_number) for known in found):
                 found.append((keys[0], op.sequence_number, finding))
@@ -82,7 +107,9 @@ class Job:
                 doing[self._doing(rank, detail)].append(rank)
             if len(doing) <= CLASSES_WANTED:
                 break
-        found = sorted(doing.items(), key=lambda item: (ROLES.index(item[0].role), -len(item[1]), item[1]))
+        found = sorted(
+            doing.items(), key=lambda item: (ROLES.index(item[0].role), -len(item[1]), item[1])
+        )
         rest: list[int] = []
         if len(found) > CLASSES_MAX:
             rest = sorted(rank for _, ranks in found[CLASSES_MAX - 1 :] for rank in ranks)
@@ -92,7 +119,13 @@ class Job:
         if rest:
             class_of |= dict.fromkeys(rest, len(classes))
             classes.append(
-                RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are in other places", each="is elsewhere")
+                RankClass(
+                    ranks=format_ranks(rest),
+                    count=len(rest),
+                    role="none",
+                    doing="are in other places",
+                    each="is elsewhere",
+                )
             )
         return classes, class_of
 
@@ -108,7 +141,13 @@ class Job:
         each = _singular(what.words)
         doing = what.words if len(ranks) > 1 else each
         return RankClass(
-            ranks=format_ranks(ranks), count=len(ranks), role=what.role, doing=doing, each=each, place=what.place, detail=detail
+            ranks=format_ranks(ranks),
+            count=len(ranks),
+            role=what.role,
+            doing=doing,
+            each=each,
+            place=what.place,
+            detail=detail,
         )
 
     def _doing(self, rank: int, detail: int) -> Doing:
@@ -118,7 +157,11 @@ class Job:
         placed = detail > 1
         view = self.index.views.get(rank)
         if view is None:
-            return Doing(role, "left no record" if rank in self.index.no_record else "have no records here", "")
+            return Doing(
+                role,
+                "left no record" if rank in self.index.no_record else "have no records here",
+                "",
+            )
         block = self.block_of(rank)
         if view.exit.kind == "clean":
             return Doing(role, "finished", "")
@@ -130,20 +173,34 @@ class Job:
             return Doing(role, words, frame_phrase(block.op.source) if placed else "")
         where = _main_line(view)
         if where:
-            return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
+            return Doing(
+                role, f"are in {where.partition(' ')[2] or where}", where if placed else ""
+            )
         if view.last_op is None:
             if view.lost_newest:
                 return Doing(role, "left no readable record", "")
-            return Doing(role, "issued nothing" if self.index.knows.completed_ops else "have nothing in flight", "")
-        return Doing(role, f"issued {_phrase(view.last_op, detail)} last", frame_phrase(view.last_op.source) if placed else "")
+            return Doing(
+                role,
+                "issued nothing" if self.index.knows.completed_ops else "have nothing in flight",
+                "",
+            )
+        return Doing(
+            role,
+            f"issued {_phrase(view.last_op, detail)} last",
+            frame_phrase(view.last_op.source) if placed else "",
+        )
 
     def block_of(self, rank: int) -> Block | None:
         """Return what blocks a rank: the block of its main thread, else the oldest one."""
         view = self.index.views.get(rank)
         if view is None or not view.blocks:
             return None
-        stuck = {thread: block for thread, block in view.blocks.items() if block.stuck} or view.blocks
-        return stuck.get(view.main_thread) or min(stuck.values(), key=lambda block: (block.since_ns, block.thread))
+        stuck = {
+            thread: block for thread, block in view.blocks.items() if block.stuck
+        } or view.blocks
+        return stuck.get(view.main_thread) or min(
+            stuck.values(), key=lambda block: (block.since_ns, block.thread)
+        )
 
 
 def _main_line(view: RankView) -> str:
@@ -151,7 +208,9 @@ def _main_line(view: RankView) -> str:
 
 
 def phrase(op: Collective) -> str:
-    """``"all_reduce #41 of dp"``: without the ranks, so that it is equal for the groups of one mesh dimension."""
+    """``"all_reduce #41 of dp"``: without the ranks, so that it is equal for the groups of one mesh
+    dimension.
+    """
     return _phrase(op, _DETAILS)
 
 
@@ -164,7 +223,9 @@ def _phrase(op: Collective, detail: int) -> str:
         return op_phrase(op) if detail else "waits in the store"
     if detail == 0:
         return f"collectives of {label(op)}"
-    return f"{op.op} #{op.sequence_number} of {label(op)}" if detail > 2 else f"{op.op} of {label(op)}"
+    return (
+        f"{op.op} #{op.sequence_number} of {label(op)}" if detail > 2 else f"{op.op} of {label(op)}"
+    )
 
 
 def label(op: Collective) -> str:
@@ -173,7 +234,12 @@ def label(op: Collective) -> str:
 
 
 def _singular(words: str) -> str:
-    for many, one in (("wait in", "waits in"), ("are ", "is "), ("probably wait", "probably waits"), ("have ", "has ")):
+    for many, one in (
+        ("wait in", "waits in"),
+        ("are ", "is "),
+        ("probably wait", "probably waits"),
+        ("have ", "has "),
+    ):
         if words.startswith(many):
             return one + words[len(many) :]
     return words
@@ -192,5 +258,7 @@ def _roles(verdict: Verdict, index: JobIndex) -> dict[int, Role]:
             roles |= dict.fromkeys(set(finding.group.ranks) - set(finding.victims), "awaited")
     for finding in findings:
         if finding.root_cause:
-            roles |= dict.fromkeys(finding.culprits, "awaited" if finding.kind == "waiting" else "culprit")
+            roles |= dict.fromkeys(
+                finding.culprits, "awaited" if finding.kind == "waiting" else "culprit"
+            )
     return roles

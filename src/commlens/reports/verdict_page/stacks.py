@@ -27,23 +27,42 @@ def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
         block = job.block_of(rank)
         op = block.op if block is not None else view.last_op
         if op is not None and op.stack:
-            found[role, "the thread that issued it", f"{phrase(op)} was issued here; there is no later stack.", op.stack].append(rank)
-    for rank in [rank for rank in job.index.views if job.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
+            found[
+                role,
+                "the thread that issued it",
+                f"{phrase(op)} was issued here; there is no later stack.",
+                op.stack,
+            ].append(rank)
+    for rank in [rank for rank in job.index.views if job.role(rank) in ("culprit", "awaited")][
+        :_OTHER_THREADS_OF
+    ]:
         for other in _others(job, rank):
-            found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
+            found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(
+                rank
+            )
     mains = ("main thread", "the thread that issued it")
-    ordered = sorted(found.items(), key=lambda item: (ROLES.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]))
+    ordered = sorted(
+        found.items(),
+        key=lambda item: (ROLES.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]),
+    )
     class_of: dict[int, int] = {}
     classes: list[StackClass] = []
     for (role, thread, note, frames), ranks in ordered[:_CLASSES_MAX]:
         if thread in mains:
             class_of |= dict.fromkeys(ranks, len(classes))
-        shown = [FrameRef(frame.function, frame.where, f"{frame.file}:{frame.line}", frame.kind.value) for frame in frames[:_FRAMES_MAX]]
+        shown = [
+            FrameRef(frame.function, frame.where, f"{frame.file}:{frame.line}", frame.kind.value)
+            for frame in frames[:_FRAMES_MAX]
+        ]
         classes.append(StackClass(format_ranks(ranks), len(ranks), role, thread, shown, note))
     return classes, class_of
 
 
 def _others(job: Job, rank: int) -> list[ThreadStack]:
     log = job.index.views[rank].log
-    threads = {stack.thread: stack for stack in [*log.stacks, *log.observation.stacks] if not stack.is_main and stack.frames}
+    threads = {
+        stack.thread: stack
+        for stack in [*log.stacks, *log.observation.stacks]
+        if not stack.is_main and stack.frames
+    }
     return [threads[number] for number in sorted(threads)][:16]

@@ -19,7 +19,13 @@ _SEEN_AT_ONCE = 16  # lanes; of more, those of the root cause come first
 _OPS_MAX = 16_000
 _OPS_OF_A_LANE = 400
 _ARRIVALS_MAX = 4
-_STATES = {State.COMPLETED: 0, State.ANNOUNCED: 1, State.ISSUED: 1, State.FAILED: 2, State.UNKNOWN: 3}
+_STATES = {
+    State.COMPLETED: 0,
+    State.ANNOUNCED: 1,
+    State.ISSUED: 1,
+    State.FAILED: 2,
+    State.UNKNOWN: 3,
+}
 
 
 class Index(Generic[T]):
@@ -39,7 +45,9 @@ class Index(Generic[T]):
 
 
 def timeline(job: Job) -> Timeline:
-    """Return the most relevant lanes, the last collectives of each, and the arrivals at the collectives that the findings name."""
+    """Return the most relevant lanes, the last collectives of each, and the arrivals at the
+    collectives that the findings name.
+    """
     ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
     chosen = {rank: _last(job.index.views[rank].history, most) for rank in ranks}
@@ -47,15 +55,24 @@ def timeline(job: Job) -> Timeline:
     made = Timeline(left_out=len(job.index.views) - len(ranks))
     if not times:
         if any(chosen.values()):
-            made.notes.append("The records hold no times, so there is no timeline; the order is in the table.")
+            made.notes.append(
+                "The records hold no times, so there is no timeline; the order is in the table."
+            )
         return made
     zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
-    made.captured = max(_us(max(view.now_ns for view in job.index.views.values()), zero), _us(max(times), zero))
+    made.captured = max(
+        _us(max(view.now_ns for view in job.index.views.values()), zero), _us(max(times), zero)
+    )
     made.captured_known = job.knows_capture_time
     if not made.captured_known:
-        made.notes.append("These dumps do not say when they were taken: how long an operation has been in flight is unknown.")
+        made.notes.append(
+            "These dumps do not say when they were taken: how long an operation has been in flight"
+            " is unknown."
+        )
     texts, channels = Index[str](), Index[ChannelKey]()
-    arrivals = [_arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]]
+    arrivals = [
+        _arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]
+    ]
     made.arrivals = [found for found in arrivals if found is not None]
     for rank in ranks:
         columns = Ops()
@@ -71,20 +88,26 @@ def timeline(job: Job) -> Timeline:
             columns.place.append(texts(frame_phrase(op.source)))
             columns.state.append(_STATES[op.state])
         made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
-    made.channels, made.texts = [_channel_ref(job.index.channels[key]) for key in channels.values], texts.values
+    made.channels, made.texts = (
+        [_channel_ref(job.index.channels[key]) for key in channels.values],
+        texts.values,
+    )
     made.window = _window(made, chosen.values(), zero)
     if len(made.lanes) > _SEEN_AT_ONCE:
         made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
     hosts = {job.index.views[rank].log.host for rank in ranks}
     if len(hosts) > 1:
         made.notes.append(
-            f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock: small differences mean nothing."
+            f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock:"
+            " small differences mean nothing."
         )
     return made
 
 
 def _lane_ranks(job: Job) -> list[int]:
-    """Return all ranks if they fit; else the culprits, and the first and last rank of each class."""
+    """Return all ranks if they fit; else the culprits, and the first and last rank of each
+    class.
+    """
     ranks = sorted(job.index.views)
     if len(ranks) <= LANES_MAX:
         return ranks
@@ -92,23 +115,34 @@ def _lane_ranks(job: Job) -> list[int]:
     for rank in ranks:
         members.setdefault(job.class_of[rank], []).append(rank)
     blamed = [rank for rank in ranks if job.role(rank) in ("culprit", "awaited")]
-    wanted = [*blamed[: LANES_MAX // 2], *(rank for one in sorted(members) for rank in (members[one][0], members[one][-1]))]
+    wanted = [
+        *blamed[: LANES_MAX // 2],
+        *(rank for one in sorted(members) for rank in (members[one][0], members[one][-1])),
+    ]
     focused = [rank for key, _, _ in job.focus[:1] for rank in key[2] if rank in job.index.views]
     return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
 
 
 def _last(history: Sequence[Collective], most: int) -> list[Collective]:
-    """Return the last collectives, and the earlier ones in flight. A coalesced group is shown by the record that closes it."""
+    """Return the last collectives, and the earlier ones in flight. A coalesced group is shown by
+    the record that closes it.
+    """
     ops = history[-4 * most :]
     closed = {op.coalescing_id for op in ops if op.coalescing_id and op.coalesced_members}
     shown = [op for op in ops if not (op.coalescing_id in closed and not op.coalesced_members)]
-    return [op for op in shown[:-most] if op.in_flight] + shown[-most:] if len(shown) > most else list(shown)
+    return (
+        [op for op in shown[:-most] if op.in_flight] + shown[-most:]
+        if len(shown) > most
+        else list(shown)
+    )
 
 
 def _name(op: Collective) -> str:
     if not op.is_point_to_point:
         return op.op
-    return f"{op.op} {'to' if op.op == 'send' else 'from'} {op.peer if op.peer is not None else 'any'}"
+    return (
+        f"{op.op} {'to' if op.op == 'send' else 'from'} {op.peer if op.peer is not None else 'any'}"
+    )
 
 
 def _end(op: Collective) -> int:
@@ -130,7 +164,11 @@ def _us(moment: int, zero: int) -> int:
 
 def _moment_of_the_fault(job: Job) -> int:
     for key, number, _ in job.focus:
-        at = [op.announced_ns for view in job.index.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
+        at = [
+            op.announced_ns
+            for view in job.index.views.values()
+            if (op := _op(view, key, number)) is not None and op.announced_ns
+        ]
         if at:
             return min(at)
     return min((block.since_ns for block in job.graph.blocks.values() if block.since_ns), default=0)
@@ -141,7 +179,9 @@ def _op(view: RankView, key: ChannelKey, number: int) -> Collective | None:
     return track.ops.get(number) if track is not None else None
 
 
-def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: Index[ChannelKey]) -> Arrivals | None:
+def _arrivals(
+    job: Job, key: ChannelKey, number: int, zero: int, channels: Index[ChannelKey]
+) -> Arrivals | None:
     met: list[tuple[int, int]] = []
     absent: list[int] = []
     first: Collective | None = None
@@ -158,18 +198,33 @@ def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: Index
     met.sort()
     title = f"{phrase(first)} [{format_ranks(key[2])}]"
     return Arrivals(
-        title, channels(key), number, [rank for _, rank in met], [at for at, _ in met], format_ranks(absent), len(absent)
-    )  # fmt: skip
+        title,
+        channels(key),
+        number,
+        [rank for _, rank in met],
+        [at for at, _ in met],
+        format_ranks(absent),
+        len(absent),
+    )
 
 
 def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tuple[int, int]:
-    """Show a few collectives before the fault and a little after it, since the wait that follows is far longer than they are."""
-    starts = sorted({_us(op.announced_ns, zero) for ops in lanes for op in ops[-12:] if op.announced_ns})
+    """Show a few collectives before the fault and a little after it, since the wait that follows is
+    far longer than they are.
+    """
+    starts = sorted(
+        {_us(op.announced_ns, zero) for ops in lanes for op in ops[-12:] if op.announced_ns}
+    )
     if not starts:
         return (0, max(1, made.captured))
     last = max(starts)
     before = [start for start in starts if start <= 0]
     begin = before[0] if before else starts[0]
-    span = max(_SPAN_MIN_US, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin)
+    span = max(
+        _SPAN_MIN_US, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin
+    )
     end = max(last, 0) + max(1, span // 3)
-    return (begin - max(1, span // 20), min(end, made.captured) if made.captured > max(last, 0) else end)
+    return (
+        begin - max(1, span // 20),
+        min(end, made.captured) if made.captured > max(last, 0) else end,
+    )

@@ -12,7 +12,9 @@ from commlens.tap.groups import Group, Groups
 
 
 def name_mesh_dims(groups: Groups) -> None:
-    """Name the mesh dimension of each group that lacks one, such as the default group under a dimension that spans the world."""
+    """Name the mesh dimension of each group that lacks one, such as the default group under a
+    dimension that spans the world.
+    """
     nameless = {name for name, group in groups.by_name.items() if group.mesh_dim is None}
     if not nameless:
         return
@@ -24,12 +26,15 @@ def name_mesh_dims(groups: Groups) -> None:
             with contextlib.suppress(Exception):
                 group_name = str(mesh.get_group(dim).group_name)
                 if group_name in nameless and _uses(mesh, groups.by_name[group_name]):
-                    nameless.discard(group_name)  # if meshes cannot be distinguished, the newest wins
+                    # if meshes cannot be distinguished, the newest wins
+                    nameless.discard(group_name)
                     groups.name_mesh_dim(group_name, str(name))
 
 
 def _uses(mesh: Any, group: Group) -> bool:
-    """Check that a mesh uses this very group, not one of an earlier world with the same name. Torch 2.6 cannot tell."""
+    """Check that a mesh uses this very group, not one of an earlier world with the same name. Torch
+    2.6 cannot tell.
+    """
     registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
     registered = registry.get(group.name)
     return registered is None or registered is group.ref()

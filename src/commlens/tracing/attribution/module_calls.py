@@ -1,7 +1,7 @@
 """Calls of modules, and which of them made an autograd node.
 
-Autograd numbers its nodes per thread in the order of creation. Each call remembers the numbers assigned during the call. A node belongs
-to the innermost call that covers its number.
+Autograd numbers its nodes per thread in the order of creation. Each call remembers the numbers
+assigned during the call. A node belongs to the innermost call that covers its number.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -30,7 +30,17 @@ _KEPT_CALLS = 100_000
 class ModuleRow:
     """A module under one path: one row for all its calls."""
 
-    __slots__ = ("__weakref__", "calls", "children", "index", "parent", "path", "recomputed", "ref", "type")
+    __slots__ = (
+        "__weakref__",
+        "calls",
+        "children",
+        "index",
+        "parent",
+        "path",
+        "recomputed",
+        "ref",
+        "type",
+    )
 
     def __init__(self, index: int, path: str, module: Module, parent: ModuleRow | None) -> None:
         kind = type(module)
@@ -53,7 +63,8 @@ class ModuleCall:
     parent: ModuleCall | None
     recomputed_by: int | None  # number of the autograd node that recomputes it, else None
     start: int
-    wrapper: bool  # a call of a wrapper, such as torch.compile(module)'s result, which may call the module itself
+    # a call of a wrapper, such as torch.compile(module)'s result, which may call the module itself
+    wrapper: bool
     end: int | None = None  # None while it is running
 
 
@@ -91,7 +102,11 @@ class CallTable:
         while call is not None and call.end is not None and call.end <= number:
             parent = call.parent
             # A recomputed call's parent ran before, perhaps on a thread with other numbers.
-            call = parent if parent is not None and parent.recomputed_by == call.recomputed_by else None
+            call = (
+                parent
+                if parent is not None and parent.recomputed_by == call.recomputed_by
+                else None
+            )
         return call
 
     def step_ended(self) -> None:
@@ -110,7 +125,9 @@ class ThreadCalls(threading.local):
     def __init__(self, tables: list[CallTable]) -> None:
         self.stack: list[ModuleCall] = []
         self.nested: list[tuple[int, ModuleCall | None]] = []
-        """The running backward passes that a node began, as reentrant checkpointing's does: the node's number and its call."""
+        """The running backward passes that a node began, as reentrant checkpointing's does: the
+        node's number and its call.
+        """
         self.outermost = -1
         """The number of the pass inside which all of these run."""
         self.table = CallTable()
@@ -119,10 +136,15 @@ class ThreadCalls(threading.local):
     def find_node(self, number: int) -> ModuleCall | None:
         """Return the call that made a node with this number, if it was made on this thread.
 
-        A pass that a node began runs the graph that the node has just made: what no call in it covers belongs to the node's own call.
+        A pass that a node began runs the graph that the node has just made: what no call in it
+        covers belongs to the node's own call.
         """
         call = self.table.find(number)
         if self.nested:
             by, outer = self.nested[-1]
-            return call if call is not None and (call.end is not None or call.recomputed_by == by) else outer or call
+            return (
+                call
+                if call is not None and (call.end is not None or call.recomputed_by == by)
+                else outer or call
+            )
         return call

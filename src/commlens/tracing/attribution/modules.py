@@ -1,8 +1,10 @@
-"""The current module call on every thread, and the call whose forward made the running autograd node.
+"""The current module call on every thread, and the call whose forward made the running autograd
+node.
 
-``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's own hooks, in which tensor-parallel plans
-communicate, and is left through ``finally`` if the module raises. No hook is registered and no tensor is touched. The function that runs a
-backward pass is wrapped too, for passes that begin inside another.
+``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's
+own hooks, in which tensor-parallel plans communicate, and is left through ``finally`` if the module
+raises. No hook is registered and no tensor is touched. The function that runs a backward pass is
+wrapped too, for passes that begin inside another.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -39,11 +41,18 @@ from commlens.tracing.attribution.module_calls import (
 
 log = logging.getLogger("commlens")
 
-_FORWARD, _BACKWARD, _RECOMPUTATION, _OUTSIDE = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OUTSIDE
+_FORWARD, _BACKWARD, _RECOMPUTATION, _OUTSIDE = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.RECOMPUTATION,
+    Phase.OUTSIDE,
+)
 
 
 class ModuleTracker:
-    """Follows module calls while it is installed. Several trackers may be installed at once, each with its own rows."""
+    """Follows module calls while it is installed. Several trackers may be installed at once, each
+    with its own rows.
+    """
 
     def __init__(self) -> None:
         self.rows: list[ModuleRow] = []
@@ -55,10 +64,13 @@ class ModuleTracker:
         self._roots: list[ModuleRow] = []
         self._class_names: dict[str, int] = {}  # number of roots per class
         self._paths: dict[int, tuple[weakref.ref[Module], list[str]]] = {}  # by id of the module
-        self._parameters: dict[int, tuple[Any, str]] = {}  # by id of the parameter: weak reference and name under its root
+        # by id of the parameter: weak reference and name under its root
+        self._parameters: dict[int, tuple[Any, str]] = {}
         self._failed = False
         self.names_wrappers = False
-        """Whether wrappers are modules with names of their own, as in CommDebugMode; else their calls count as the wrapped module's."""
+        """Whether wrappers are modules with names of their own, as in CommDebugMode; else their
+        calls count as the wrapped module's.
+        """
 
     # --- install and remove
 
@@ -77,7 +89,8 @@ class ModuleTracker:
             if not _trackers:
                 _unwrap()
             if self._tables and self._tables not in _earlier_tables:
-                _earlier_tables.appendleft(self._tables)  # their backward may run under another tracker
+                # their backward may run under another tracker
+                _earlier_tables.appendleft(self._tables)
         self._thread.table.close(next_number())
         for table in list(self._tables):
             table.close()
@@ -91,7 +104,9 @@ class ModuleTracker:
     # --- the calls
 
     def enter(self, module: Module) -> ModuleCall | None:
-        """Record the start of a module call on this thread; return None if the module is skipped."""
+        """Record the start of a module call on this thread; return None if the module is
+        skipped.
+        """
         try:
             thread = self._thread
             stack = thread.stack
@@ -100,7 +115,11 @@ class ModuleTracker:
             wrapper = False
             if node is not None:
                 recomputed_by = node._sequence_nr()
-                parent = stack[-1] if stack and stack[-1].recomputed_by == recomputed_by else self.find_node(recomputed_by)
+                parent = (
+                    stack[-1]
+                    if stack and stack[-1].recomputed_by == recomputed_by
+                    else self.find_node(recomputed_by)
+                )
             else:
                 parent = stack[-1] if stack else None
             if parent is not None:
@@ -109,7 +128,11 @@ class ModuleTracker:
                     if isinstance(module, GraphModule) and not self._known_paths(module):
                         return None  # made by a compiler from the parent; not part of the model
                     row = self._row(inner := self._unwrapped(module), parent)
-                    if row is parent.row and parent.wrapper and parent.recomputed_by == recomputed_by:
+                    if (
+                        row is parent.row
+                        and parent.wrapper
+                        and parent.recomputed_by == recomputed_by
+                    ):
                         for listener in self.on_enter:
                             listener(parent, module)
                         return None  # the same call, already recorded
@@ -156,7 +179,9 @@ class ModuleTracker:
     def _fail(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            log.warning("commlens: could not follow a module call: %s: %s", type(error).__name__, error)
+            log.warning(
+                "commlens: could not follow a module call: %s: %s", type(error).__name__, error
+            )
 
     def pass_begins(self, node: Any) -> None:
         """Note that the running node begins a backward pass of its own."""
@@ -166,7 +191,16 @@ class ModuleTracker:
             call = thread.stack[-1] if thread.stack else None
             if not thread.nested:
                 thread.outermost = current_pass()
-            thread.nested.append((number, call if call is not None and call.recomputed_by == number else self.find_node(number)))
+            thread.nested.append(
+                (
+                    number,
+                    (
+                        call
+                        if call is not None and call.recomputed_by == number
+                        else self.find_node(number)
+                    ),
+                )
+            )
         except Exception as error:
             self._fail(error)
 
@@ -176,11 +210,15 @@ class ModuleTracker:
             self._thread.nested.pop()
 
     def outermost_pass(self) -> int:
-        """Return the number of this thread's backward pass that no other one contains; -1 outside of any."""
+        """Return the number of this thread's backward pass that no other one contains; -1 outside
+        of any.
+        """
         return self._thread.outermost if self._thread.nested else current_pass()
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
-        """Return this thread's phase, as far as modules and autograd show it, and its module call."""
+        """Return this thread's phase, as far as modules and autograd show it, and its module
+        call.
+        """
         stack, node = self._thread.stack, current_node()
         call = stack[-1] if stack else None
         if node is not None:
@@ -190,7 +228,9 @@ class ModuleTracker:
         return (_RECOMPUTATION if call.recomputed_by is not None else _FORWARD), call
 
     def locate_node(self, number: int, call: ModuleCall | None) -> tuple[Phase, ModuleCall | None]:
-        """Return phase and module call while the autograd node with this number runs, inside it perhaps a call."""
+        """Return phase and module call while the autograd node with this number runs, inside it
+        perhaps a call.
+        """
         if call is not None and call.recomputed_by == number:
             return _RECOMPUTATION, call
         return _BACKWARD, self.find_node(number)
@@ -203,16 +243,23 @@ class ModuleTracker:
         call = thread.find_node(number)
         if thread.nested or (call is not None and call.recomputed_by is None):
             return call
-        # Made by another thread, or a graph that was recomputed on this one: both have their own numbers, from 0.
+        # Made by another thread, or a graph that was recomputed on this one: both have their own
+        # numbers, from 0.
         for tables in (self._tables, *_earlier_tables):
-            others = [other for table in list(tables) if table is not thread.table and (other := table.find(number)) is not None]
+            others = [
+                other
+                for table in list(tables)
+                if table is not thread.table and (other := table.find(number)) is not None
+            ]
             found = {other for other in others if other.recomputed_by is None}
             if found:
                 return found.pop() if len(found) == 1 else None
         return call if len(self._tables) == 1 else None
 
     def accumulating_path(self, node: Any) -> str | None:
-        """Return the path of the module whose parameter's gradient a node accumulates; None for other nodes."""
+        """Return the path of the module whose parameter's gradient a node accumulates; None for
+        other nodes.
+        """
         parameter = getattr(node, "variable", None)
         path = self.parameter_path(parameter) if parameter is not None else None
         return path.rpartition(".")[0] if path is not None else None
@@ -223,7 +270,9 @@ class ModuleTracker:
         path = self._path(module, parent.row if parent is not None else None)
         row = self._by_path.get((id(module), path))
         if row is None or row.ref() is not module:
-            row = ModuleRow(len(self.rows), path, module, parent.row if parent is not None else None)
+            row = ModuleRow(
+                len(self.rows), path, module, parent.row if parent is not None else None
+            )
             self.rows.append(row)
             self._by_path[id(module), path] = row
             if row.parent is None:
@@ -276,31 +325,41 @@ class ModuleTracker:
         return module
 
     def _named_modules(self, module: Module, path: str) -> Iterator[tuple[str, Module]]:
-        """Yield a module and all inside it under all their paths, in which wrappers have no part."""
+        """Yield a module and all inside it under all their paths, in which wrappers have no
+        part.
+        """
         yield path, module
         wrapped = self._wrapped(module)
         for name, child in module._modules.items():
             if child is not None:
-                yield from self._named_modules(child, path if child is wrapped else f"{path}.{name}")
+                yield from self._named_modules(
+                    child, path if child is wrapped else f"{path}.{name}"
+                )
 
     def name_root(self, module: Module) -> str:
         """Return the path of a module, which is taken for a root if no call has shown otherwise."""
         return self._path(self._unwrapped(module), None)
 
     def other_paths(self, row: ModuleRow) -> tuple[str, ...]:
-        """Return the other paths of a row's module under which no row counts its calls: those calls are in this row."""
+        """Return the other paths of a row's module under which no row counts its calls: those calls
+        are in this row.
+        """
         module = row.ref()
         paths = self._known_paths(module) if module is not None else []
         if module is None or len(paths) < 2:
             return ()
-        return tuple(path for path in paths if path != row.path and (id(module), path) not in self._by_path)
+        return tuple(
+            path for path in paths if path != row.path and (id(module), path) not in self._by_path
+        )
 
     def path_of(self, module: Module) -> str | None:
         """Return the path of a module whose root has been called."""
         return next(iter(self._known_paths(module)), None)
 
     def parameter_path(self, parameter: Any) -> str | None:
-        """Return a parameter's path, ``"MLP.net1.weight"``, if its root has been called; None for other tensors."""
+        """Return a parameter's path, ``"MLP.net1.weight"``, if its root has been called; None for
+        other tensors.
+        """
         reference, path = self._parameters.get(id(parameter), (None, ""))
         if reference is None or reference() is not parameter:
             self._parameters = {}
@@ -310,18 +369,27 @@ class ModuleTracker:
                     for path, module in self._named_modules(root, row.path):
                         for name, tensor in module._parameters.items():
                             if tensor is not None:
-                                self._parameters.setdefault(id(tensor), (weakref.ref(tensor), f"{path}.{name}"))
+                                self._parameters.setdefault(
+                                    id(tensor), (weakref.ref(tensor), f"{path}.{name}")
+                                )
             reference, path = self._parameters.get(id(parameter), (None, ""))
         return path if reference is not None and reference() is parameter else None
 
 
 def _shared_parts(path: str, other: str) -> int:
     """Count the parts with which two paths begin alike."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False)))
+    return sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False)
+        )
+    )
 
 
 def _inside(module: Module) -> Module | None:
-    """Return the module that a wrapper wraps: that of torch.compile, activation checkpointing or offloading, FSDP, DDP, DataParallel."""
+    """Return the module that a wrapper wraps: that of torch.compile, activation checkpointing or
+    offloading, FSDP, DDP, DataParallel.
+    """
     inside = module.__dict__.get("_modules", {})
     for name in _WRAPPED:
         if name in inside:
@@ -337,13 +405,18 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 # --- the wrappers around nn.Module.__call__ and the function that runs a backward pass
 
 _trackers: tuple[ModuleTracker, ...] = ()
-_earlier_tables: collections.deque[list[CallTable]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
+# calls recorded by removed trackers
+_earlier_tables: collections.deque[list[CallTable]] = collections.deque(maxlen=4)
 _lock = threading.Lock()
-_wrapped: list[tuple[Any, str, Any, Any]] = []  # owner, name, the installed wrapper and the original
+# owner, name, the installed wrapper and the original
+_wrapped: list[tuple[Any, str, Any, Any]] = []
 
 
 def _wrap() -> None:
-    for owner, name, make in ((Module, "__call__", _followed_call), (torch.autograd, "_engine_run_backward", _followed_pass)):
+    for owner, name, make in (
+        (Module, "__call__", _followed_call),
+        (torch.autograd, "_engine_run_backward", _followed_pass),
+    ):
         original = owner.__dict__.get(name)
         if original is None or any(owner is other and name == its for other, its, _, _ in _wrapped):
             continue
@@ -356,7 +429,8 @@ def _wrap() -> None:
 def _unwrap() -> None:
     for entry in list(_wrapped):
         owner, name, wrapper, original = entry
-        if owner.__dict__.get(name) is wrapper:  # else other code has wrapped our wrapper: leave it in place, idle
+        # else other code has wrapped our wrapper: leave it in place, idle
+        if owner.__dict__.get(name) is wrapper:
             setattr(owner, name, original)
             _wrapped.remove(entry)
             _update_dynamo(wrapper, original)
@@ -404,7 +478,8 @@ def _followed_pass(original: Any) -> Any:
 
 
 def _update_dynamo(before: Any, after: Any) -> None:
-    """Make dynamo treat our ``__call__`` as the unpatched one, for which it calls a module's forward directly.
+    """Make dynamo treat our ``__call__`` as the unpatched one, for which it calls a module's
+    forward directly.
 
     Otherwise compiled code would contain our wrapper and be guarded on it.
     """

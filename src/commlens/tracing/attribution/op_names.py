@@ -1,4 +1,6 @@
-"""The operator under which a collective is counted, as CommDebugMode's users name it in their tests."""
+"""The operator under which a collective is counted, as CommDebugMode's users name it in their
+tests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ functional_scope = _FunctionalScope()
 
 
 def key_of(event: RawEvent) -> Any:
-    """Return the packet under which to count a collective: its functional op if it has one, else its ``c10d`` op."""
+    """Return the packet under which to count a collective: its functional op if it has one, else
+    its ``c10d`` op.
+    """
     if event.functional is not None:
         return event.functional
     if event.info.packet is not None:
@@ -35,9 +39,11 @@ def key_of(event: RawEvent) -> Any:
 
 
 def public_packet(packet: Any) -> Any:
-    """Map ``_c10d_functional.all_reduce``, ``.all_reduce_`` and the autograd form to ``c10d_functional.all_reduce``.
+    """Map ``_c10d_functional.all_reduce``, ``.all_reduce_`` and the autograd form to
+    ``c10d_functional.all_reduce``.
 
-    In-place and ``out`` forms, which compiled code prefers, count as the same collective. Other packets are returned as they are.
+    In-place and ``out`` forms, which compiled code prefers, count as the same collective. Other
+    packets are returned as they are.
     """
     namespace, name = split_name(packet)
     if namespace not in FUNCTIONAL:
@@ -61,7 +67,9 @@ def registry() -> frozenset[Any]:
     known: set[Any] = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        if namespace == "_c10d_functional" and any(argument.name == "group_name" for argument in schema.arguments):
+        if namespace == "_c10d_functional" and any(
+            argument.name == "group_name" for argument in schema.arguments
+        ):
             packet = getattr(torch.ops._c10d_functional, name)
             known |= {packet, public_packet(packet)}
     known.add(torch.ops._dtensor.shard_dim_alltoall)

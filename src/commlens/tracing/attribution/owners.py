@@ -1,7 +1,8 @@
 """The library and parameters behind a collective: FSDP2's blocks, FSDP's units, DDP's buckets.
 
-FSDP's own frames hold the block. DDP's reducer is C++: it launches its buckets in order, and each takes the next parameters of an order
-that DDP's statistics report, as long as the sizes agree. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+FSDP's own frames hold the block. DDP's reducer is C++: it launches its buckets in order, and each
+takes the next parameters of an order that DDP's statistics report, as long as the sizes agree.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Owners:
                 self._reducers.append(reducer := _Reducer(module, call.row))
             reducer.start()
 
-    def find(self, info: StackInfo, frame: FrameType | None, op: str, tensor: tuple[int, str] | None) -> tuple[Owner | None, str | None]:
+    def find(
+        self, info: StackInfo, frame: FrameType | None, op: str, tensor: tuple[int, str] | None
+    ) -> tuple[Owner | None, str | None]:
         """Return the owner of a collective and the path of its module.
 
         ``tensor`` is the number of elements and dtype of its first tensor.
@@ -60,7 +63,9 @@ class Owners:
         return None, None
 
     def hooked_call(self, info: StackInfo, frame: FrameType | None, call: ModuleCall) -> ModuleCall:
-        """Return the call of the FSDP2 block whose backward starts. Its hook runs in the node of its output, often a child's node."""
+        """Return the call of the FSDP2 block whose backward starts. Its hook runs in the node of
+        its output, often a child's node.
+        """
         (state,) = local_values(info, frame, info.fsdp_state_depth, ("self",))
         modules = getattr(state, "_modules", ())
         outer: ModuleCall | None = call
@@ -86,22 +91,35 @@ class Owners:
     def _hooked_bucket(self, bucket: Any) -> tuple[Owner | None, str | None]:
         try:
             paths = [path for p in bucket.parameters() if (path := self._modules.parameter_path(p))]
-            row = next((r.row for r in self._reducers if paths and paths[0].startswith(r.row.path + ".")), None)
-            names = tuple(path.removeprefix(f"{row.path}.") if row is not None else path for path in paths)
-            return Owner("DDP", f"bucket {bucket.index()}", names), row.path if row is not None else None
+            row = next(
+                (r.row for r in self._reducers if paths and paths[0].startswith(r.row.path + ".")),
+                None,
+            )
+            names = tuple(
+                path.removeprefix(f"{row.path}.") if row is not None else path for path in paths
+            )
+            return Owner("DDP", f"bucket {bucket.index()}", names), (
+                row.path if row is not None else None
+            )
         except Exception:
             return None, None
 
 
 def _fsdp2_owner(group: Any) -> tuple[Any, Owner]:
-    parameters = tuple(str(p._param_fqn) for p in group.fsdp_params if getattr(p, "_param_fqn", None))
-    return getattr(group, "modules", ()), Owner("FSDP2", str(getattr(group, "_module_fqn", None) or "root"), parameters)
+    parameters = tuple(
+        str(p._param_fqn) for p in group.fsdp_params if getattr(p, "_param_fqn", None)
+    )
+    return getattr(group, "modules", ()), Owner(
+        "FSDP2", str(getattr(group, "_module_fqn", None) or "root"), parameters
+    )
 
 
 def _fsdp1_owner(handle: Any) -> tuple[Any, Owner]:
     parameters = tuple(str(name) for name in getattr(handle.flat_param, "_fqns", ()))
     module = getattr(handle, "_fully_sharded_module", None)
-    return (module,) if module is not None else (), Owner("FSDP", parameters[0].rpartition(".")[0] if parameters else "unit", parameters)
+    return (module,) if module is not None else (), Owner(
+        "FSDP", parameters[0].rpartition(".")[0] if parameters else "unit", parameters
+    )
 
 
 class _Reducer:
@@ -117,7 +135,8 @@ class _Reducer:
             for name, p in module.module.named_parameters()
             if p.requires_grad and name not in ignored
         ]
-        self.orders: list[list[int]] = []  # possible orders of the parameters in its buckets; the first that fits the sizes is correct
+        # possible orders of the parameters in its buckets; the first that fits the sizes is correct
+        self.orders: list[list[int]] = []
         self.rebuilt: list[int] = []
         self.taken: dict[str, int] = {}  # by dtype: number of parameters reduced so far
         self.bucket = 0
@@ -126,12 +145,15 @@ class _Reducer:
         """Start a forward: its backward launches the buckets from the first one."""
         _Reducer._count += 1
         self.started = _Reducer._count
-        self.orders = self._possible_orders()  # now: from inside the reducer this would deadlock on its lock
+        # now: from inside the reducer this would deadlock on its lock
+        self.orders = self._possible_orders()
         self.taken = {}
         self.bucket = 0
 
     def next_bucket(self, numel: int, dtype: str) -> Owner | None:
-        """Return the next bucket if it has this size; None if the collective is not the reducer's."""
+        """Return the next bucket if it has this size; None if the collective is not the
+        reducer's.
+        """
         for order in self.orders:
             of_dtype = [i for i in order if self.parameters[i][2] == dtype]
             start = self.taken.get(dtype, 0)
@@ -153,15 +175,23 @@ class _Reducer:
     def _possible_orders(self) -> list[list[int]]:
         declared = list(range(len(self.parameters)))[::-1]
         module = self.ref()
-        if module is None or (getattr(module, "find_unused_parameters", False) and not getattr(module, "static_graph", False)):
+        if module is None or (
+            getattr(module, "find_unused_parameters", False)
+            and not getattr(module, "static_graph", False)
+        ):
             return [declared]  # such buckets are never rebuilt
         if self.rebuilt:
             return [self.rebuilt]
         orders = []
         try:
             statistics = module.logger._get_ddp_logging_data().strs_map
-            for key in ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"):
-                order = [int(number) for number in statistics.get(key, "").replace(",", " ").split()]
+            for key in (
+                "rebuilt_per_bucket_param_indices",
+                "prev_iteration_grad_ready_order_indices",
+            ):
+                order = [
+                    int(number) for number in statistics.get(key, "").replace(",", " ").split()
+                ]
                 if sorted(order, reverse=True) == declared:
                     orders.append(order)
                     if key.startswith("rebuilt"):

@@ -1,7 +1,8 @@
 """The parameters of the traced modules and their sharding between steps.
 
-FSDP2 gathers a block's parameters while it runs, so they are read when a step has ended. For a model that only runs forward, or is freed
-before the trace stops, they are read when its root's first call returns.
+FSDP2 gathers a block's parameters while it runs, so they are read when a step has ended. For a
+model that only runs forward, or is freed before the trace stops, they are read when its root's
+first call returns.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -68,4 +69,11 @@ def _parameter(name: str, tensor: Any, meshes: dict[int, str]) -> TracedParamete
     if id(mesh) not in meshes:
         meshes[id(mesh)] = str(mesh)
     local = tensor._local_tensor
-    return TracedParameter(name, str(tensor.placements), shape, dtype, local.numel() * local.element_size(), meshes[id(mesh)])
+    return TracedParameter(
+        name,
+        str(tensor.placements),
+        shape,
+        dtype,
+        local.numel() * local.element_size(),
+        meshes[id(mesh)],
+    )

@@ -1,7 +1,8 @@
 """The pass and microbatch of a pipeline's messages.
 
-A schedule of ``torch.distributed.pipelining`` batches the messages of several microbatches and both passes. Only the method of the stage
-that makes a message knows them, so each ``P2POp`` that it creates is marked, while a tracer runs. Tried on torch 2.13.0 and 2.15.0.
+A schedule of ``torch.distributed.pipelining`` batches the messages of several microbatches and both
+passes. Only the method of the stage that makes a message knows them, so each ``P2POp`` that it
+creates is marked, while a tracer runs. Tried on torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -56,12 +57,20 @@ def stop_marking() -> None:
     global _users, _original
     with _lock:
         _users -= 1
-        if not _users and P2POp.__init__ is not _original and getattr(P2POp.__init__, "__wrapped__", None) is _original:
+        if (
+            not _users
+            and P2POp.__init__ is not _original
+            and getattr(P2POp.__init__, "__wrapped__", None) is _original
+        ):
             P2POp.__init__, _original = _original, None
 
 
-def set_microbatch(event: RawEvent, info: StackInfo, frame: FrameType | None, modules: ModuleTracker) -> None:
-    """Set the microbatch of an event that a schedule issues, and the phase and path of a message."""
+def set_microbatch(
+    event: RawEvent, info: StackInfo, frame: FrameType | None, modules: ModuleTracker
+) -> None:
+    """Set the microbatch of an event that a schedule issues, and the phase and path of a
+    message.
+    """
     if info.message_depth < 0:
         (chunk,) = local_values(info, frame, info.chunk_depth, (info.chunk_name,))
         event.microbatch = chunk if isinstance(chunk, int) else None

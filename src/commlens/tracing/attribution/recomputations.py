@@ -1,4 +1,5 @@
-"""The nodes inside which torch's activation checkpointing recomputes a forward, without and with ``use_reentrant``.
+"""The nodes inside which torch's activation checkpointing recomputes a forward, without and with
+``use_reentrant``.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -19,14 +20,18 @@ _NO_NODE = -2
 
 
 def recomputes(code: CodeType) -> bool:
-    """Check whether a function on the stack recomputes a forward: torch's checkpointing, or a copy, as in Megatron or DeepSpeed."""
+    """Check whether a function on the stack recomputes a forward: torch's checkpointing, or a copy,
+    as in Megatron or DeepSpeed.
+    """
     if code.co_name == "backward":
         return "run_function" in code.co_names
     return code.co_name in ("recompute_fn", "unpack_hook") and code.co_filename.endswith(_FILE)
 
 
 def follow_recomputations(patches: Patches, running: Callable[[], list[tuple[int, int]]]) -> None:
-    """Keep the numbers of the recomputing node and of its backward pass at the end of the calling thread's list, while it recomputes."""
+    """Keep the numbers of the recomputing node and of its backward pass at the end of the calling
+    thread's list, while it recomputes.
+    """
 
     def begin() -> None:
         node = current_node()

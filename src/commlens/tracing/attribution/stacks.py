@@ -1,6 +1,7 @@
 """The facts in a collective's Python stack, read once for each place in the program.
 
-The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack without any of them still yields the user's line.
+The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack without any
+of them still yields the user's line.
 """
 
 from __future__ import annotations
@@ -34,25 +35,47 @@ _GRAPH = "autograd/graph.py"
 _OPTIMIZER = "optim/optimizer.py"
 _REDISTRIBUTE = "distributed/tensor/_redistribute.py"
 _DISPATCH = "distributed/tensor/_dispatch.py"
-_FSDP = ("distributed/fsdp/_fully_shard/_fsdp_param_group.py", "distributed/_composable/fsdp/_fsdp_param_group.py")
-_FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_composable/fsdp/_fsdp_state.py")
+_FSDP = (
+    "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "distributed/_composable/fsdp/_fsdp_param_group.py",
+)
+_FSDP_STATE = (
+    "distributed/fsdp/_fully_shard/_fsdp_state.py",
+    "distributed/_composable/fsdp/_fsdp_state.py",
+)
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
 _DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _C10D = "distributed/distributed_c10d.py"
 _OPS = "_ops.py"
-_DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # frames that our own dispatch mode adds below the issuer
+# frames that our own dispatch mode adds below the issuer
+_DISPATCHING = (_OPS, "utils/_python_dispatch.py")
 _MODULE = "nn/modules/module.py"
-_WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py",
-             "distributed/checkpoint/logger.py", "distributed/checkpoint/utils.py")  # fmt: skip
+_WRAPPERS = (
+    "_compile.py",
+    "_dynamo/eval_frame.py",
+    "utils/_contextlib.py",
+    "distributed/c10d_logger.py",
+    "distributed/checkpoint/logger.py",
+    "distributed/checkpoint/utils.py",
+)
 _DCP = "distributed/checkpoint/"
 _STAGE = "distributed/pipelining/stage.py"
 _SCHEDULES = "distributed/pipelining/schedules.py"
 _FORWARD_CHUNK = "fwd_chunk_id"
 _BACKWARD_CHUNK = "bwd_chunk_id"
 _NOT_CALLED_BY_NAME = (
-    "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", _C10D,
-    "distributed/_functional_collectives.py", "_functorch/", "_dynamo/", "_inductor/", "fx/",
-)  # fmt: skip
+    "autograd/",
+    "_tensor.py",
+    "_library/",
+    "_ops.py",
+    "distributed/tensor/_dispatch.py",
+    _C10D,
+    "distributed/_functional_collectives.py",
+    "_functorch/",
+    "_dynamo/",
+    "_inductor/",
+    "fx/",
+)
 
 
 _stack_key: Any = None
@@ -61,25 +84,51 @@ _local_values: Any = None
 
 @functools.lru_cache(maxsize=1)
 def use_native_engine() -> None:
-    """Read frames with the native engine, if it is built and wanted: it makes no Python objects of them."""
+    """Read frames with the native engine, if it is built and wanted: it makes no Python objects of
+    them.
+    """
     global _stack_key, _local_values
     if os.environ.get("COMMLENS_ENGINE", "").strip().lower() == "python":
         return
     try:
         module = native.load()
     except Exception as error:
-        log.debug("commlens: the native engine cannot be loaded: %s: %s", type(error).__name__, error)
+        log.debug(
+            "commlens: the native engine cannot be loaded: %s: %s", type(error).__name__, error
+        )
         return
     if hasattr(module, "stack_key"):  # not with every Python
         _stack_key, _local_values = module.stack_key, module.local_values
 
 
 class StackInfo:
-    """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1 means absent."""
+    """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1
+    means absent.
+    """
 
-    __slots__ = ("chunk_depth", "chunk_name", "codes", "dispatch_depth", "engine_calls", "explicit", "fsdp1_depth", "fsdp_depth",
-                 "fsdp_state_depth", "hook_depth", "in_optimizer", "in_pass", "index", "may_be_functional", "message_depth", "message_name",
-                 "packet", "redistribute_depth", "returns_work", "source", "through")  # fmt: skip
+    __slots__ = (
+        "chunk_depth",
+        "chunk_name",
+        "codes",
+        "dispatch_depth",
+        "engine_calls",
+        "explicit",
+        "fsdp1_depth",
+        "fsdp_depth",
+        "fsdp_state_depth",
+        "hook_depth",
+        "in_optimizer",
+        "in_pass",
+        "index",
+        "may_be_functional",
+        "message_depth",
+        "message_name",
+        "packet",
+        "redistribute_depth",
+        "returns_work",
+        "source",
+        "through",
+    )
 
     def __init__(self, index: int, codes: list[CodeType]) -> None:
         self.index = index
@@ -89,12 +138,18 @@ class StackInfo:
         self.in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
         self.in_optimizer = False
         self.engine_calls = False  # issued by C++ inside the engine, such as DDP's reducer
-        self.packet: str | None = None  # "_c10d_functional.all_reduce", if Python called a functional op
-        self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
+        # "_c10d_functional.all_reduce", if Python called a functional op
+        self.packet: str | None = None
+        self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = (
+            self.redistribute_depth
+        ) = self.dispatch_depth = -1
         self.explicit = False
-        self.may_be_functional = self.returns_work = True  # waited for by tensor; or by the Work that Python gets
-        self.message_depth = self.chunk_depth = -1  # of the function that issues a P2POp; of a pipeline stage's for one microbatch
-        self.message_name = self.chunk_name = ""  # the local variables that hold the P2POp, or the microbatch's number
+        # waited for by tensor; or by the Work that Python gets
+        self.may_be_functional = self.returns_work = True
+        # of the function that issues a P2POp; of a pipeline stage's for one microbatch
+        self.message_depth = self.chunk_depth = -1
+        # the local variables that hold the P2POp, or the microbatch's number
+        self.message_name = self.chunk_name = ""
 
 
 class StackInfos:
@@ -105,7 +160,9 @@ class StackInfos:
         self._count = 0
 
     def find(self, frame: FrameType | None, op: str) -> StackInfo:
-        """Return the facts of the stack that ends at ``frame``, for a call of dispatcher op ``op``."""
+        """Return the facts of the stack that ends at ``frame``, for a call of dispatcher op
+        ``op``.
+        """
         packed = (op, _stack_key()) if _stack_key is not None else _key_of(frame, op)
         known = self._known.get(packed)
         if known is None:
@@ -137,9 +194,15 @@ class StackInfos:
                 if info.source is None and library is None:
                     if inside == _MODULE:
                         outer_torch = None  # do not name functions that a module calls
-                    elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper" and not _wraps_step(inside, frame):
+                    elif (
+                        inside not in _WRAPPERS
+                        and frame.f_code.co_name != "_no_grad_wrapper"
+                        and not _wraps_step(inside, frame)
+                    ):
                         outer_torch = frame
-                info.engine_calls = info.engine_calls or (not issued_by_python and _runs_engine(inside, frame))
+                info.engine_calls = info.engine_calls or (
+                    not issued_by_python and _runs_engine(inside, frame)
+                )
                 issued_by_python = issued_by_python or inside not in _DISPATCHING
                 self._torch_frame(info, inside, frame, depth)
             else:
@@ -154,7 +217,11 @@ class StackInfos:
             depth += 1
         info.source = info.source or library
         info.through = _through(outer_torch, called_by_user=info.source is not None)
-        info.may_be_functional = info.packet is not None or not info.codes or not info.codes[0].co_filename.endswith(_C10D)
+        info.may_be_functional = (
+            info.packet is not None
+            or not info.codes
+            or not info.codes[0].co_filename.endswith(_C10D)
+        )
         info.returns_work = info.packet is None and not info.engine_calls and bool(info.codes)
         return info
 
@@ -168,22 +235,35 @@ class StackInfos:
                 info.in_pass = info.in_pass or ENGINE
         elif file == _OPTIMIZER:
             # Not if the optimizer runs a backward pass, as with a closure.
-            info.in_optimizer = info.in_optimizer or (info.in_pass is None and _wraps_step(file, frame))
+            info.in_optimizer = info.in_optimizer or (
+                info.in_pass is None and _wraps_step(file, frame)
+            )
         elif file == _STAGE:
             self._stage_frame(info, frame, depth)
         elif file == _C10D:
             if function == "batch_isend_irecv":
                 info.message_depth, info.message_name = depth, "p2p_op"
         elif file == _SCHEDULES:
-            if info.message_depth < 0 and function in ("_batch_p2p", "<listcomp>") and "p" in frame.f_code.co_varnames:
+            if (
+                info.message_depth < 0
+                and function in ("_batch_p2p", "<listcomp>")
+                and "p" in frame.f_code.co_varnames
+            ):
                 info.message_depth, info.message_name = depth, "p"
         elif file == _REDISTRIBUTE:
             if function == "redistribute_local_tensor" and info.redistribute_depth < 0:
                 info.redistribute_depth = depth
-            elif function in ("forward", "backward") and info.redistribute_depth >= 0 and info.dispatch_depth < 0:
+            elif (
+                function in ("forward", "backward")
+                and info.redistribute_depth >= 0
+                and info.dispatch_depth < 0
+            ):
                 info.explicit = True
         elif file == _DISPATCH:
-            if info.dispatch_depth < 0 and "op_call" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+            if (
+                info.dispatch_depth < 0
+                and "op_call" in frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            ):
                 info.dispatch_depth = depth
         else:
             self._wrapper_frame(info, file, frame, depth)
@@ -198,7 +278,9 @@ class StackInfos:
             if info.fsdp_state_depth < 0 and frame.f_code.co_name == "_pre_backward":
                 info.fsdp_state_depth = depth
         elif file in _FSDP1:
-            if info.fsdp1_depth < 0 and ("handle" in names or (file == _FSDP1[0] and "self" in names)):
+            if info.fsdp1_depth < 0 and (
+                "handle" in names or (file == _FSDP1[0] and "self" in names)
+            ):
                 info.fsdp1_depth = depth
         elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in names:
             info.hook_depth = depth
@@ -209,7 +291,8 @@ class StackInfos:
             info.chunk_depth = depth
             info.chunk_name = _FORWARD_CHUNK if _FORWARD_CHUNK in names else _BACKWARD_CHUNK
         if _BACKWARD_CHUNK in names or frame.f_code.co_name == "perform_reduce_grad":
-            info.in_pass = info.in_pass or ENGINE  # FSDP's work after backward is done outside of the engine
+            # FSDP's work after backward is done outside of the engine
+            info.in_pass = info.in_pass or ENGINE
 
 
 def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
@@ -231,7 +314,9 @@ def _wraps_step(file: str, frame: FrameType) -> bool:
 
 
 def running_steps(frame: FrameType | None) -> int:
-    """Count the optimizer steps on a stack: two if one wraps another (ZeRO) or calls its base class's."""
+    """Count the optimizer steps on a stack: two if one wraps another (ZeRO) or calls its base
+    class's.
+    """
     count = 0
     while frame is not None:
         file = frame.f_code.co_filename
@@ -240,8 +325,12 @@ def running_steps(frame: FrameType | None) -> int:
     return count
 
 
-def local_values(info: StackInfo, frame: FrameType | None, depth: int, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the values of local variables at a depth of a stack that starts at ``frame``, None for missing ones."""
+def local_values(
+    info: StackInfo, frame: FrameType | None, depth: int, names: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """Return the values of local variables at a depth of a stack that starts at ``frame``, None for
+    missing ones.
+    """
     if _local_values is not None and depth < len(info.codes):
         values: tuple[Any, ...] = _local_values(info.codes[depth], names)
         return values
@@ -253,8 +342,8 @@ def local_values(info: StackInfo, frame: FrameType | None, depth: int, names: tu
 def values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of a frame's local variables.
 
-    Before Python 3.13, reading a frame's locals leaves a copy on the frame that keeps tensors alive until the function returns, so
-    it is cleared. (Debuggers refresh it before they use it.)
+    Before Python 3.13, reading a frame's locals leaves a copy on the frame that keeps tensors alive
+    until the function returns, so it is cleared. (Debuggers refresh it before they use it.)
     """
     values = frame.f_locals
     found = tuple([values.get(name) for name in names])
@@ -265,12 +354,16 @@ def values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 def _packet_name(frame: FrameType) -> str | None:
     (operator,) = values_of(frame, ("self",))
-    name = str(getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")).replace("::", ".")
+    name = str(
+        getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")
+    ).replace("::", ".")
     return name if name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.")) else None
 
 
 def _through(frame: FrameType | None, *, called_by_user: bool) -> str | None:
-    """Return the torch function that the user's line called; None if it is torch.distributed's function for this op."""
+    """Return the torch function that the user's line called; None if it is torch.distributed's
+    function for this op.
+    """
     if frame is None:
         return None
     file = frame.f_code.co_filename[len(_TORCH) :]
@@ -291,5 +384,6 @@ def kind_of_file(file: str) -> FrameKind:
 @functools.lru_cache(maxsize=1)
 def _prefixes() -> KindPrefixes:
     commlens = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
+    usual = os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual
     return [(generated, FrameKind.TORCH), *process_prefixes(_TORCH, commlens)]

@@ -1,4 +1,6 @@
-"""The JSON of CommDebugMode, as PyTorch's browser page reads it: a tree that contains each module once."""
+"""The JSON of CommDebugMode, as PyTorch's browser page reads it: a tree that contains each module
+once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from commlens.tracing.comm_debug.sections import Section, shown
 from commlens.tracing.ops import OpRecord
 
 _EXTRA_PASSES = ("checkpointing", "optimizer", "unclassified")
-"""Passes for which PyTorch's format lacks some or all keys. Those keys are written only when they have content."""
+"""Passes for which PyTorch's format lacks some or all keys. Those keys are written only when they
+have content.
+"""
 
 
 def document(sections: Iterable[Section], noise_level: int) -> dict[str, Any]:
@@ -28,15 +32,23 @@ def _section(section: Section, noise_level: int) -> dict[str, Any]:
     with_modules = noise_level > 0
 
     def collectives(which: str) -> list[list[Any]]:
-        return [[str(packet), count] for packet, count in section.collectives.get(which, {}).items()]
+        return [
+            [str(packet), count] for packet, count in section.collectives.get(which, {}).items()
+        ]
 
     def operations(which: str) -> list[dict[str, Any]]:
-        return [_operation(record) for record in shown(section.operations.get(which, []), noise_level)]
+        return [
+            _operation(record) for record in shown(section.operations.get(which, []), noise_level)
+        ]
 
     entry = {
         "fqn": section.module.path,
         "module_type": section.module.type if with_modules else "",
-        "parameters": [[name, str(placements)] for name, placements in section.module.placements.items()] if with_modules else [],
+        "parameters": (
+            [[name, str(placements)] for name, placements in section.module.placements.items()]
+            if with_modules
+            else []
+        ),
         "children": [],
         "collectives_forward": collectives("forward"),
         "collectives_backward": collectives("backward"),

@@ -1,6 +1,7 @@
 """``commlens.CommDebugMode``: PyTorch's context manager with the same members, based on the tracer.
 
-Its counts differ only where PyTorch's are wrong or incomplete: docs/comm_debug_mode.md lists the differences.
+Its counts differ only where PyTorch's are wrong or incomplete: docs/comm_debug_mode.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class CommDebugMode:
         assert comm_mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
         print(comm_mode.generate_comm_debug_tracing_table(noise_level=1))
 
-    Entering the block clears everything. The results can be read during and after the block. No module, parameter or tensor is kept
-    alive.
+    Entering the block clears everything. The results can be read during and after the block. No
+    module, parameter or tensor is kept alive.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,9 @@ class CommDebugMode:
         self._entered = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op. A subclass may override this to see every op, and call this to run it. DTensors run their own ops first."""
+        """Run an op. A subclass may override this to see every op, and call this to run it.
+        DTensors run their own ops first.
+        """
         if DTensor in types:
             return NotImplemented
         return func(*args, **(kwargs or {}))
@@ -89,7 +92,12 @@ class CommDebugMode:
             self.advanced_module_tracker.follow(self._tracer, self._modules)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._entered -= 1
         if self._entered == 0 and self._tracer is not None and self._ops is not None:
             self.advanced_module_tracker.user_hooks.remove()
@@ -109,7 +117,9 @@ class CommDebugMode:
         return sum(self.comm_counts.values())
 
     def get_comm_counts(self) -> Counts:
-        """Return a live ``defaultdict`` of counts by op. Keys are ``torch.ops.c10d_functional.*`` and ``torch.ops.c10d.*``."""
+        """Return a live ``defaultdict`` of counts by op. Keys are ``torch.ops.c10d_functional.*``
+        and ``torch.ops.c10d.*``.
+        """
         return self.comm_counts
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
@@ -117,7 +127,9 @@ class CommDebugMode:
         return self.advanced_module_tracker.module_parameters_dict
 
     def get_sharding_info(self) -> dict[str, Any]:
-        """Return the placements of DTensor parameters: ``{"MLPModule.net1.weight": (Shard(dim=0),)}``."""
+        """Return the placements of DTensor parameters: ``{"MLPModule.net1.weight":
+        (Shard(dim=0),)}``.
+        """
         return self.advanced_module_tracker.sharding_dict
 
     @property
@@ -126,7 +138,9 @@ class CommDebugMode:
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for record in self._records():
             path = self._modules.nearest(record.site).path
-            found.setdefault(path, {"operations_list": []})["operations_list"].append(json_dump.described(record))
+            found.setdefault(path, {"operations_list": []})["operations_list"].append(
+                json_dump.described(record)
+            )
         return found
 
     # --- output
@@ -135,23 +149,29 @@ class CommDebugMode:
         """Return a table of modules with their collectives and ops, in ANSI colours.
 
         Args:
-            noise_level: 0 shows counts of collectives; 1 adds module types, parameters and DTensor ops; 2 adds other ops; 3 adds
-                trivial ops such as views.
+            noise_level: 0 shows counts of collectives; 1 adds module types, parameters and DTensor
+                ops; 2 adds other ops; 3 adds trivial ops such as views.
         """
         return table.table(self._sections(), noise_level)
 
-    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
+    ) -> None:
         """Write the table to a file, without colours."""
         text = table.without_colours(self.generate_comm_debug_tracing_table(noise_level))
         Path(file_name).write_text(text, encoding="utf-8")
 
-    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+    def generate_json_dump(
+        self, file_name: str = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
         """Write the same content as JSON, in the format of PyTorch's browser page."""
         with Path(file_name).open("w", encoding="utf-8") as file:
             json.dump(json_dump.document(self._sections(), noise_level), file, indent=4)
 
     def trace(self) -> Trace:
-        """Return the collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes and lines of code."""
+        """Return the collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes
+        and lines of code.
+        """
         return Trace(TraceData() if self._tracer is None else self._tracer.data())
 
     # --- counting
@@ -168,7 +188,9 @@ class CommDebugMode:
         self._count(key_of(event), event.phase, self._owner(event) or event.path)
 
     def _owner(self, event: RawEvent) -> str | None:
-        """Return the block whose parameters a collective carries. FSDP2 gathers one block's parameters inside another block."""
+        """Return the block whose parameters a collective carries. FSDP2 gathers one block's
+        parameters inside another block.
+        """
         owner = event.owner
         if owner is None or not owner.library.startswith("FSDP"):
             return None

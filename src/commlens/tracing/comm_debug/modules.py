@@ -55,11 +55,17 @@ class SeenModules:
         if seen is None:
             parent = self.of_row(row.parent) if row.parent is not None else self.root
             kind = f"class '{row.type}'".replace("<", "").replace(">", "")
-            seen = self.by_path[row.path] = SeenModule(row.path, kind, parent.depth + 1, parent, row.ref)
+            seen = self.by_path[row.path] = SeenModule(
+                row.path, kind, parent.depth + 1, parent, row.ref
+            )
             parent.children.append(seen)
             module = row.ref()
             if module is not None:
-                seen.placements = {name: tensor.placements for name, tensor in module._parameters.items() if isinstance(tensor, DTensor)}
+                seen.placements = {
+                    name: tensor.placements
+                    for name, tensor in module._parameters.items()
+                    if isinstance(tensor, DTensor)
+                }
         return seen
 
     def nearest(self, path: str | None) -> SeenModule:
@@ -109,7 +115,9 @@ class ModuleView:
 
     @property
     def parents(self) -> set[str]:
-        """The paths of the module that this thread is in and of all modules around it, including ``"Global"``."""
+        """The paths of the module that this thread is in and of all modules around it, including
+        ``"Global"``.
+        """
         path = self.get_known_fqn(self._hooked) if self._hooked is not None else self.name
         return {GLOBAL} | self.module_parents_dict.get(path or GLOBAL, set())
 
@@ -118,17 +126,27 @@ class ModuleView:
         return self._tracer.modules.path_of(mod) if self._tracer is not None else None
 
     def register_user_hooks(
-        self, pre_fw_hook: Hook | None = None, post_fw_hook: Hook | None = None, pre_bw_hook: Hook | None = None,
+        self,
+        pre_fw_hook: Hook | None = None,
+        post_fw_hook: Hook | None = None,
+        pre_bw_hook: Hook | None = None,
         post_bw_hook: Hook | None = None,
-    ) -> None:  # fmt: skip
-        """Call hooks before and after the forward and backward of every module, in the contexts entered from now on.
+    ) -> None:
+        """Call hooks before and after the forward and backward of every module, in the contexts
+        entered from now on.
 
-        They get the module and its inputs; inputs and outputs; the gradients of its outputs; the gradients of its inputs.
+        They get the module and its inputs; inputs and outputs; the gradients of its outputs; the
+        gradients of its inputs.
 
         Raises:
             AssertionError: such a hook is registered already.
         """
-        self.user_hooks.register(pre_fw_hook=pre_fw_hook, post_fw_hook=post_fw_hook, pre_bw_hook=pre_bw_hook, post_bw_hook=post_bw_hook)
+        self.user_hooks.register(
+            pre_fw_hook=pre_fw_hook,
+            post_fw_hook=post_fw_hook,
+            pre_bw_hook=pre_bw_hook,
+            post_bw_hook=post_bw_hook,
+        )
 
     def clear_user_hooks(self) -> None:
         """Remove the registered hooks."""
@@ -143,14 +161,18 @@ class ModuleView:
 
     @property
     def module_helper_dict(self) -> dict[str, dict[str, Any]]:
-        """By path: ``depth``, ``module_type`` (except for ``"Global"``), and ``parameters`` if any are DTensors."""
+        """By path: ``depth``, ``module_type`` (except for ``"Global"``), and ``parameters`` if any
+        are DTensors.
+        """
         found: dict[str, dict[str, Any]] = {}
         for module in self._modules.root.with_descendants():
             entry: dict[str, Any] = {"depth": module.depth}
             if module is not self._modules.root:
                 entry = {"module_type": module.type, **entry}
             if module.placements:
-                entry["parameters"] = {name: str(placements) for name, placements in module.placements.items()}
+                entry["parameters"] = {
+                    name: str(placements) for name, placements in module.placements.items()
+                }
             found[module.path] = entry
         return found
 
@@ -166,25 +188,40 @@ class ModuleView:
     @property
     def parent_dict(self) -> dict[str, list[str]]:
         """By path: the modules called directly inside it, each once."""
-        return {m.path: [child.path for child in m.children] for m in self._modules.root.with_descendants() if m.children}
+        return {
+            m.path: [child.path for child in m.children]
+            for m in self._modules.root.with_descendants()
+            if m.children
+        }
 
     @property
     def sharding_dict(self) -> dict[str, Any]:
         """By parameter: placements. ``{"MLPModule.net1.weight": (Shard(dim=0),)}``."""
         modules = self._modules.root.with_descendants()
-        return {f"{m.path}.{name}": placements for m in modules for name, placements in m.placements.items()}
+        return {
+            f"{m.path}.{name}": placements
+            for m in modules
+            for name, placements in m.placements.items()
+        }
 
     @property
     def module_parameters_dict(self) -> dict[str, dict[str, Any]]:
-        """By path: the parameters' data by name. Those of a module that is gone are described: placements, shape, dtype and bytes."""
+        """By path: the parameters' data by name. Those of a module that is gone are described:
+        placements, shape, dtype and bytes.
+        """
         found: dict[str, dict[str, Any]] = {}
         with torch.utils._python_dispatch._disable_current_modes():  # reading data is an op
             for seen in self._modules.root.with_descendants():
                 module = seen.reference() if seen.reference is not None else None
                 parameters = module._parameters.items() if module is not None else ()
-                data: dict[str, Any] = {name: parameter.data for name, parameter in parameters if parameter is not None}
+                data: dict[str, Any] = {
+                    name: parameter.data for name, parameter in parameters if parameter is not None
+                }
                 if module is None and self._tracer is not None:
-                    data = {parameter.name: parameter for parameter in self._tracer.parameters.of_path(seen.path)}
+                    data = {
+                        parameter.name: parameter
+                        for parameter in self._tracer.parameters.of_path(seen.path)
+                    }
                 if data:
                     found[seen.path] = data
         return found

@@ -20,7 +20,14 @@ PASSES = {
 """The pass under which each phase is counted."""
 
 TRIVIAL = frozenset(
-    ("aten.detach.default", "aten.t.default", "aten.view.default", "aten._to_copy.default", "aten.as_strided.default", "aten.transpose.int")
+    (
+        "aten.detach.default",
+        "aten.t.default",
+        "aten.view.default",
+        "aten._to_copy.default",
+        "aten.as_strided.default",
+        "aten.transpose.int",
+    )
 )
 
 
@@ -32,20 +39,34 @@ class Section(NamedTuple):
     operations: Mapping[str, list[OpRecord]]  # by pass, own ops only
 
 
-def sections(modules: SeenModules, counts: Mapping[str, Mapping[str, Mapping[Any, int]]], records: list[OpRecord]) -> list[Section]:
+def sections(
+    modules: SeenModules,
+    counts: Mapping[str, Mapping[str, Mapping[Any, int]]],
+    records: list[OpRecord],
+) -> list[Section]:
     """Return the sections in the order of the tree, ``"Global"`` first."""
     operations: dict[str, dict[str, list[OpRecord]]] = {}
     for record in records:
         by_pass = operations.setdefault(modules.nearest(record.site).path, {})
         by_pass.setdefault(PASSES[record.phase], []).append(record)
     tree = modules.root.with_descendants()
-    return [Section(module, counts.get(module.path, {}), operations.get(module.path, {})) for module in tree]
+    return [
+        Section(module, counts.get(module.path, {}), operations.get(module.path, {}))
+        for module in tree
+    ]
 
 
 def shown(records: list[OpRecord], noise_level: int) -> list[OpRecord]:
-    """Return the ops that a noise level shows: 1 DTensor ops, 2 also others, both without trivial ops; 3 all ops."""
+    """Return the ops that a noise level shows: 1 DTensor ops, 2 also others, both without trivial
+    ops; 3 all ops.
+    """
     if noise_level <= 0:
         return []
     if noise_level >= 3:
         return records
-    return [r for r in records if str(r.op) not in TRIVIAL and (noise_level == 2 or (r.layout is not None and r.layout.shapes))]
+    return [
+        r
+        for r in records
+        if str(r.op) not in TRIVIAL
+        and (noise_level == 2 or (r.layout is not None and r.layout.shapes))
+    ]

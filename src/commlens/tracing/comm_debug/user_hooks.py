@@ -1,4 +1,6 @@
-"""The hooks that users register with ``advanced_module_tracker.register_user_hooks``, with PyTorch's names and arguments."""
+"""The hooks that users register with ``advanced_module_tracker.register_user_hooks``, with
+PyTorch's names and arguments.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Hook = Callable[..., Any]
 
 
 class UserHooks:
-    """Calls the user's hooks around the forward and backward of every module while a context is open."""
+    """Calls the user's hooks around the forward and backward of every module while a context is
+    open.
+    """
 
     def __init__(self, tell: Callable[[Hook, Any, Any], None]) -> None:
         """Prepare. ``tell(hook, module, arguments)`` calls a hook of a backward pass."""
@@ -28,7 +32,10 @@ class UserHooks:
         """Add hooks; each kind can have one."""
         for name, hook in hooks.items():
             if hook is not None and name in self._hooks:
-                raise AssertionError(f"There is a {name} already: call clear_user_hooks() before you register another one.")
+                raise AssertionError(
+                    f"There is a {name} already: call clear_user_hooks() before you register"
+                    " another one."
+                )
         self._hooks |= {name: hook for name, hook in hooks.items() if hook is not None}
         self._attach()
 
@@ -65,7 +72,11 @@ class UserHooks:
         self._on_gradients("pre_bw_hook", module, outputs, "any")
 
     def _on_gradients(self, name: str, module: Any, tensors: Any, mode: Any) -> None:
-        needing = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor) and each.requires_grad]
+        needing = [
+            each
+            for each in tree_leaves(tensors)
+            if isinstance(each, torch.Tensor) and each.requires_grad
+        ]
         if name not in self._hooks or not needing or torch._C._current_graph_task_id() != -1:
             return
         reference = weakref.ref(module)

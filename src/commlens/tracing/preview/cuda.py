@@ -1,6 +1,8 @@
-"""Previews of GPU programs on a machine without GPUs: ``cuda`` becomes the CPU, and queries about GPUs get plausible answers.
+"""Previews of GPU programs on a machine without GPUs: ``cuda`` becomes the CPU, and queries about
+GPUs get plausible answers.
 
-Only the program gets these answers; torch's own code sees the real machine. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+Only the program gets these answers; torch's own code sees the real machine. Tried on torch 2.6.0,
+2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from commlens.tracing.patches import Patches, called_by_torch
 _CPU = torch.device("cpu")
 _MEMORY = 80 << 30
 _PROPERTIES = types.SimpleNamespace(
-    name="a fake GPU of commlens preview", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132, is_integrated=0
+    name="a fake GPU of commlens preview",
+    total_memory=_MEMORY,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    is_integrated=0,
 )
 
 
@@ -86,16 +93,38 @@ class FakeCuda:
         rank, count = self._local_rank, self._local_world_size
         nothing: Any = None
         answers: dict[str, Any] = {
-            "is_available": True, "device_count": count, "current_device": rank, "is_initialized": True, "init": nothing,
-            "set_device": nothing, "synchronize": nothing, "empty_cache": nothing, "ipc_collect": nothing, "is_bf16_supported": True,
-            "get_device_name": _PROPERTIES.name, "get_device_properties": _PROPERTIES, "get_device_capability": (9, 0),
-            "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "utilization": 0,
-            "reset_peak_memory_stats": nothing, "reset_max_memory_allocated": nothing, "mem_get_info": (_MEMORY, _MEMORY),
-            "memory_stats": defaultdict(int), "memory_summary": "", "set_per_process_memory_fraction": nothing, "set_rng_state": nothing,
-            "current_stream": _NoOp(), "default_stream": _NoOp(), "set_stream": nothing,
-        }  # fmt: skip
+            "is_available": True,
+            "device_count": count,
+            "current_device": rank,
+            "is_initialized": True,
+            "init": nothing,
+            "set_device": nothing,
+            "synchronize": nothing,
+            "empty_cache": nothing,
+            "ipc_collect": nothing,
+            "is_bf16_supported": True,
+            "get_device_name": _PROPERTIES.name,
+            "get_device_properties": _PROPERTIES,
+            "get_device_capability": (9, 0),
+            "memory_allocated": 0,
+            "max_memory_allocated": 0,
+            "memory_reserved": 0,
+            "max_memory_reserved": 0,
+            "utilization": 0,
+            "reset_peak_memory_stats": nothing,
+            "reset_max_memory_allocated": nothing,
+            "mem_get_info": (_MEMORY, _MEMORY),
+            "memory_stats": defaultdict(int),
+            "memory_summary": "",
+            "set_per_process_memory_fraction": nothing,
+            "set_rng_state": nothing,
+            "current_stream": _NoOp(),
+            "default_stream": _NoOp(),
+            "set_stream": nothing,
+        }
         for name, answer in answers.items():
-            # Calls that would raise without a GPU are answered for torch too, which makes them only for a given device.
+            # Calls that would raise without a GPU are answered for torch too, which makes them only
+            # for a given device.
             patches.wrap(cuda, name, _answering(answer, for_torch=name not in _ASKED_BY_TORCH))
         patches.wrap(cuda, "get_rng_state", lambda original, *args, **kwargs: torch.get_rng_state())
         for name in ("Stream", "Event", "device", "stream"):
@@ -108,12 +137,21 @@ class FakeCuda:
         if accelerator is not None:
             device = torch.device("cuda", rank)
             for name, answer in (
-                ("is_available", True), ("device_count", count), ("current_accelerator", torch.device("cuda")),
+                ("is_available", True),
+                ("device_count", count),
+                ("current_accelerator", torch.device("cuda")),
                 ("set_device_index", nothing),
-                ("set_device_idx", nothing), ("current_device_index", rank), ("current_device_idx", rank), ("synchronize", nothing),
-                ("current_device", device), ("empty_cache", nothing), ("memory_allocated", 0), ("max_memory_allocated", 0),
-                ("reset_peak_memory_stats", nothing), ("current_stream", _NoOp()),
-            ):  # fmt: skip
+                ("set_device_idx", nothing),
+                ("current_device_index", rank),
+                ("current_device_idx", rank),
+                ("synchronize", nothing),
+                ("current_device", device),
+                ("empty_cache", nothing),
+                ("memory_allocated", 0),
+                ("max_memory_allocated", 0),
+                ("reset_peak_memory_stats", nothing),
+                ("current_stream", _NoOp()),
+            ):
                 patches.wrap(accelerator, name, _answering(answer))
         import torch.distributed as dist
 
@@ -134,7 +172,9 @@ class _NoOp:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else True if name == "query" else None
+        return lambda *args, **kwargs: (
+            0.0 if name == "elapsed_time" else True if name == "query" else None
+        )
 
 
 def _answering(answer: Any, *, for_torch: bool = False) -> Any:
@@ -160,16 +200,29 @@ def _map_constructors(patches: Patches) -> None:
     def no_devices(*names: str) -> Any:
         def instead(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
             args = () if "device_ids" in names else args  # DDP: device_ids, output_device
-            return original(self, module, *args, **{name: value for name, value in kwargs.items() if name not in names})
+            return original(
+                self,
+                module,
+                *args,
+                **{name: value for name, value in kwargs.items() if name not in names},
+            )
 
         return instead
 
-    patches.wrap(torch.utils._device.DeviceContext, "__init__", lambda original, self, device: original(self, _device_on_cpu(device)))
+    patches.wrap(
+        torch.utils._device.DeviceContext,
+        "__init__",
+        lambda original, self, device: original(self, _device_on_cpu(device)),
+    )
     patches.wrap(device_mesh.DeviceMesh, "__init__", device_type)
     patches.wrap(torch.amp.autocast_mode.autocast, "__init__", device_type)
     patches.wrap(DistributedDataParallel, "__init__", no_devices("device_ids", "output_device"))
     patches.wrap(torch.nn.Module, "cuda", lambda original, self, device=None: self)
-    patches.wrap(torch, "load", lambda original, *args, **kwargs: original(*args, **{**kwargs, "map_location": "cpu"}))
+    patches.wrap(
+        torch,
+        "load",
+        lambda original, *args, **kwargs: original(*args, **{**kwargs, "map_location": "cpu"}),
+    )
     with contextlib.suppress(ImportError):
         from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
@@ -181,11 +234,17 @@ def _map_constructors(patches: Patches) -> None:
         patches.wrap(_collective_utils, "shard_dim_alltoall", _alltoall_as_on_gpus)
 
 
-def _init_device_handle_on_cpu(original: Any, state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
+def _init_device_handle_on_cpu(
+    original: Any, state: Any, module: Any, ignored_params: Any, device_id: Any
+) -> Any:
     """Give FSDP1 a CPU device: it refuses to run without an accelerator (2.13.0)."""
     return original(state, module, ignored_params, _CPU)
 
 
-def _alltoall_as_on_gpus(original: Any, input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+def _alltoall_as_on_gpus(
+    original: Any, input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
+) -> Any:
     """Use the all-to-all of GPU meshes; on a CPU mesh DTensor gathers instead."""
-    return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)
+    return torch.ops._dtensor.shard_dim_alltoall(
+        input, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name
+    )

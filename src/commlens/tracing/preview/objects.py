@@ -1,8 +1,9 @@
 """Object collectives of a fake world, where no other rank exists to send an object.
 
-Objects that this rank sends are handled by torch. An object from another rank is learned by running the program as that rank up to the
-send (see ``preview.py``). The tensors that carry it are filled at the tap, so torch's own functions run unchanged. Gathered objects are
-assumed to equal this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+Objects that this rank sends are handled by torch. An object from another rank is learned by running
+the program as that rank up to the send (see ``preview.py``). The tensors that carry it are filled
+at the tap, so torch's own functions run unchanged. Gathered objects are assumed to equal this
+rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from commlens.tap import tap
 from commlens.tracing.patches import Patches
 
 Key = tuple[str, int, int | None, tuple[int, ...], int]
-"""Identifies a message: function, global source rank, destination rank if any, the group's ranks, and the number of the call, from 1."""
+"""Identifies a message: function, global source rank, destination rank if any, the group's ranks,
+and the number of the call, from 1.
+"""
 
 Message = list[bytes]
 """Pickled objects."""
 
 Deliver = Callable[[dict[str, Any], tuple[int, ...]], contextlib.AbstractContextManager[None]]
-"""Takes a call's arguments by name and the group's ranks. Returns a context in which torch's function receives its objects."""
+"""Takes a call's arguments by name and the group's ranks. Returns a context in which torch's
+function receives its objects.
+"""
 
 
 class Objects:
@@ -39,10 +44,12 @@ class Objects:
     sees_fake_tensors = False
 
     def __init__(self, rank: int, learned: dict[Key, Message | None], stop_at: Key | None) -> None:
-        """Play a rank that knows some messages from others; None stands for those that could not be learned in earlier runs.
+        """Play a rank that knows some messages from others; None stands for those that could not be
+        learned in earlier runs.
 
-        When the message ``stop_at`` is sent, it is kept in ``learned``, and the program is ended. It is also ended when it needs a message
-        that is not known. SystemExit does so: a thread that it ends prints nothing, and ``except Exception`` does not catch it.
+        When the message ``stop_at`` is sent, it is kept in ``learned``, and the program is ended.
+        It is also ended when it needs a message that is not known. SystemExit does so: a thread
+        that it ends prints nothing, and ``except Exception`` does not catch it.
         """
         self.rank = rank
         self.learned = learned
@@ -70,9 +77,18 @@ class Objects:
         """Detach from the tap."""
         tap.detach(self)
 
-    def delivering(self, *contents: torch.Tensor | bytes) -> contextlib.AbstractContextManager[None]:
+    def delivering(
+        self, *contents: torch.Tensor | bytes
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the next receiving collectives receive these contents."""
-        tensors = [torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in contents]
+        tensors = [
+            (
+                torch.frombuffer(bytearray(each), dtype=torch.uint8)
+                if isinstance(each, bytes)
+                else each
+            )
+            for each in contents
+        ]
         return self._deliveries.delivering([*tensors])
 
     # --- called by the tap
@@ -82,7 +98,12 @@ class Objects:
         deliveries = self._deliveries
         if deliveries.gathers and spec.name == "gather_":
             return lambda: _loop_back(arguments)
-        if deliveries.pending and spec.name in ("broadcast_", "scatter_", "recv_", "recv_any_source_"):
+        if deliveries.pending and spec.name in (
+            "broadcast_",
+            "scatter_",
+            "recv_",
+            "recv_any_source_",
+        ):
             content = deliveries.pending.pop(0)
             return None if content is None else lambda: _fill(arguments[0], content)
         return None
@@ -102,7 +123,9 @@ class Objects:
             return original(*args, **kwargs)
 
     def _run(self, deliver: Deliver, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call torch's function in a context in which it receives what other ranks send it; in a group of others it does nothing."""
+        """Call torch's function in a context in which it receives what other ranks send it; in a
+        group of others it does nothing.
+        """
         given = _arguments(original, args, kwargs)
         ranks = _ranks(given.get("group"))
         if self.rank not in ranks:
@@ -110,7 +133,9 @@ class Objects:
         with unset_fake_temporarily(), deliver(given, ranks):
             return original(*args, **kwargs)
 
-    def _broadcast(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    def _broadcast(
+        self, given: dict[str, Any], ranks: tuple[int, ...]
+    ) -> contextlib.AbstractContextManager[None]:
         source = _global(given, "src")
         key = self._key("broadcast", source, None, ranks)
         if source != self.rank:
@@ -118,7 +143,9 @@ class Objects:
         self._keep(key, _pickled(given["object_list"], given))
         return contextlib.nullcontext()
 
-    def _scatter(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    def _scatter(
+        self, given: dict[str, Any], ranks: tuple[int, ...]
+    ) -> contextlib.AbstractContextManager[None]:
         source, objects = _global(given, "src"), given.get("scatter_object_input_list")
         if source == self.rank and objects and len(objects) == len(ranks):
             messages = _pickled(objects, given)
@@ -129,19 +156,30 @@ class Objects:
         else:
             known = self._message(self._key("scatter", source, self.rank, ranks))
             mine, largest = known[0], len(known[1])
-        return self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine)))
+        return self.delivering(
+            _as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine))
+        )
 
-    def _send(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
-        self._keep(self._key("send", self.rank, _global(given, "dst"), ranks), _pickled(given["object_list"], given))
+    def _send(
+        self, given: dict[str, Any], ranks: tuple[int, ...]
+    ) -> contextlib.AbstractContextManager[None]:
+        self._keep(
+            self._key("send", self.rank, _global(given, "dst"), ranks),
+            _pickled(given["object_list"], given),
+        )
         return contextlib.nullcontext()
 
-    def _receive(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    def _receive(
+        self, given: dict[str, Any], ranks: tuple[int, ...]
+    ) -> contextlib.AbstractContextManager[None]:
         # Torch 2.6 receives from any rank, which is assumed to be the previous one.
         from_any = given.get("src") is None and given.get("group_src") is None
         source = ranks[ranks.index(self.rank) - 1] if from_any else _global(given, "src")
         return self._delivering_objects(self._key("send", source, self.rank, ranks), given)
 
-    def _delivering_objects(self, key: Key, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def _delivering_objects(
+        self, key: Key, given: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
         return self.delivering(_sizes(message), b"".join(message))
 
@@ -176,14 +214,18 @@ class _Pickler(pickle.Pickler):
 
 
 class _Deliveries(threading.local):
-    """The contents for the tensors of this thread's current object collective, in order; None leaves a tensor alone."""
+    """The contents for the tensors of this thread's current object collective, in order; None
+    leaves a tensor alone.
+    """
 
     def __init__(self) -> None:
         self.pending: list[torch.Tensor | None] = []
         self.gathers = False
 
     @contextlib.contextmanager
-    def delivering(self, contents: list[torch.Tensor | None], *, gathers: bool = False) -> Iterator[None]:
+    def delivering(
+        self, contents: list[torch.Tensor | None], *, gathers: bool = False
+    ) -> Iterator[None]:
         self.pending, self.gathers = contents, gathers
         try:
             yield
@@ -199,11 +241,15 @@ def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def _ranks(group: Any) -> tuple[int, ...]:
     if group is c10d.GroupMember.NON_GROUP_MEMBER:
         return ()
-    return tuple(c10d.get_process_group_ranks(group if group is not None else c10d._get_default_group()))
+    return tuple(
+        c10d.get_process_group_ranks(group if group is not None else c10d._get_default_group())
+    )
 
 
 def _global(given: dict[str, Any], name: str) -> int:
-    """Return the global rank that a call names as ``src`` and ``group_src``, or ``dst`` and ``group_dst``."""
+    """Return the global rank that a call names as ``src`` and ``group_src``, or ``dst`` and
+    ``group_dst``.
+    """
     group_rank, rank = given.get(f"group_{name}"), given.get(name)
     if group_rank is not None:
         ranks = _ranks(given.get("group"))
@@ -214,7 +260,10 @@ def _global(given: dict[str, Any], name: str) -> int:
 def _pickled(objects: list[Any], given: dict[str, Any]) -> Message:
     options = {"weights_only": given["weights_only"]} if given.get("weights_only") else {}
     group = c10d._get_default_group()
-    return [c10d._object_to_tensor(each, torch.device("cpu"), group, **options)[0].numpy().tobytes() for each in objects]
+    return [
+        c10d._object_to_tensor(each, torch.device("cpu"), group, **options)[0].numpy().tobytes()
+        for each in objects
+    ]
 
 
 def _sizes(message: Message) -> torch.Tensor:

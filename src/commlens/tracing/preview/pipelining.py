@@ -1,6 +1,8 @@
-"""Pipeline schedules in a fake world. Stages vote on how to learn their shapes; the other stages are assumed to vote as this one does.
+"""Pipeline schedules in a fake world. Stages vote on how to learn their shapes; the other stages
+are assumed to vote as this one does.
 
-The vote passes from stage to stage in 2.13.0 and through an all-reduce in 2.15.0; 2.6.0 has no vote. The shapes are sent as objects.
+The vote passes from stage to stage in 2.13.0 and through an all-reduce in 2.15.0; 2.6.0 has no
+vote. The shapes are sent as objects.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ def install(patches: Patches, objects: Objects) -> None:
 
     votes: dict[int, int] = {}
 
-    def forward_vote(original: Any, stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+    def forward_vote(
+        original: Any, stage: Any, has_backward: bool, received_acc: Any = None
+    ) -> Any:
         with unset_fake_temporarily(), objects.delivering(torch.ones(1, dtype=torch.int32)):
             own = original(stage, has_backward, received_acc)
             votes[id(stage)] = int(own.item())
         return own
 
     def backward_result(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily(), objects.delivering(torch.tensor([votes.pop(id(stage), 0)], dtype=torch.int32)):
+        with (
+            unset_fake_temporarily(),
+            objects.delivering(torch.tensor([votes.pop(id(stage), 0)], dtype=torch.int32)),
+        ):
             return original(stage, *args, **kwargs)
 
     patches.wrap(PipelineStage, "_warmup_forward_vote", forward_vote)

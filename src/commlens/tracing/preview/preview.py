@@ -25,8 +25,9 @@ class _EnoughSteps(BaseException):
 class Preview:
     """Runs a program as a rank of a fake world.
 
-    A rank that needs an object from another rank (pipelining's shapes, a broadcast configuration) cannot continue. The program then
-    runs as that other rank until it sends the object, and as the first rank again.
+    A rank that needs an object from another rank (pipelining's shapes, a broadcast configuration)
+    cannot continue. The program then runs as that other rank until it sends the object, and as the
+    first rank again.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Preview:
         steps: int | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepare, with the arguments of :func:`preview`. ``report`` receives a sentence for each additional run."""
+        """Prepare, with the arguments of :func:`preview`. ``report`` receives a sentence for each
+        additional run.
+        """
         self._program = program
         self._world_size = world_size
         self._ranks_per_node = ranks_per_node
@@ -55,7 +58,9 @@ class Preview:
         """The exception that ended the program early, SystemExit included."""
 
     def run(self, rank: int) -> Trace:
-        """Return the rank's trace. An exception of the program is kept in ``error``, or one that says which object is missing."""
+        """Return the rank's trace. An exception of the program is kept in ``error``, or one that
+        says which object is missing.
+        """
         while True:
             live, unknown = self._attempt(rank)
             if unknown is None:
@@ -94,11 +99,17 @@ class Preview:
     def _learn(self, key: Key) -> None:
         """Run the program as the source of ``key`` to learn what it sends."""
         source, sends = key[1], _SENDS[key[0]]
-        self._report(f"The program needs an object that rank {source} {sends}: running it as rank {source} up to that point.")
+        self._report(
+            f"The program needs an object that rank {source} {sends}: running it as rank {source}"
+            " up to that point."
+        )
         self._requested.add(key)
         while key not in self._learned:
             error: BaseException | None = None
-            with self._world(source, stop_at=key) as world, contextlib.redirect_stdout(io.StringIO()):
+            with (
+                self._world(source, stop_at=key) as world,
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
                 try:
                     self._program()
                 except BaseException as ended:
@@ -111,12 +122,15 @@ class Preview:
                 continue
             reason = "."
             if missing is not None:
-                reason = f", because it needs an object from rank {missing[1]} that is not known either."
+                reason = (
+                    f", because it needs an object from rank {missing[1]} that is not known either."
+                )
             elif error is not None:
                 reason = f": {type(error).__name__}: {error}"
             self._learned[key] = None
             self._reasons[key] = (
-                f"The program needs an object that rank {source} {sends}; run as rank {source}, it ends before that{reason}"
+                f"The program needs an object that rank {source} {sends}; run as rank {source}, it"
+                f" ends before that{reason}"
             )
 
     def _world(self, rank: int, stop_at: Key | None = None) -> FakeWorld:
@@ -150,7 +164,10 @@ def check_world(world_size: int, rank: int) -> None:
     if world_size < 1:
         raise CommandError(f"The world size must be at least 1, not {world_size}.")
     if not 0 <= rank < world_size:
-        raise CommandError(f"There is no rank {rank} in a world of size {world_size}: ranks are 0 to {world_size - 1}.")
+        raise CommandError(
+            f"There is no rank {rank} in a world of size {world_size}: ranks are 0 to"
+            f" {world_size - 1}."
+        )
 
 
 def preview(
@@ -163,16 +180,18 @@ def preview(
     depth: str = "collectives",
     steps: int | None = None,
 ) -> Trace:
-    """Trace one rank of a world of any size, in this process and without a network: ``commlens.preview(main, world_size=1024)``.
+    """Trace one rank of a world of any size, in this process and without a network:
+    ``commlens.preview(main, world_size=1024)``.
 
     Afterwards the process is as before: no process group, the same environment, no patches.
 
     Args:
-        fn: the program of each rank. It creates its own process group, as in a script, with any backend. It may be called more
-            than once if it receives objects from other ranks.
+        fn: the program of each rank. It creates its own process group, as in a script, with any
+            backend. It may be called more than once if it receives objects from other ranks.
         world_size: number of ranks.
         rank: the rank to preview.
-        fake_tensors: use tensors without memory, for models that would not fit. Values that the program reads are invented.
+        fake_tensors: use tensors without memory, for models that would not fit. Values that the
+            program reads are invented.
         ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
         depth: as in :func:`commlens.trace`.
         steps: stop after this many optimizer steps.
@@ -185,7 +204,14 @@ def preview(
         Exception: any exception of ``fn``.
     """
     check_world(world_size, rank)
-    runner = Preview(fn, world_size, ranks_per_node=ranks_per_node, fake_tensors=fake_tensors, depth=depth, steps=steps)
+    runner = Preview(
+        fn,
+        world_size,
+        ranks_per_node=ranks_per_node,
+        fake_tensors=fake_tensors,
+        depth=depth,
+        steps=steps,
+    )
     trace = runner.run(rank)
     error = runner.error
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):

@@ -35,7 +35,9 @@ class FakeStore(dist.Store):  # type: ignore[misc]
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set the value if the current one is missing or as expected."""
         current = self._values.get(key)
-        if current is None or current == (expected.encode() if isinstance(expected, str) else bytes(expected)):
+        if current is None or current == (
+            expected.encode() if isinstance(expected, str) else bytes(expected)
+        ):
             self.set(key, desired)
         return self.get(key)
 
@@ -59,9 +61,13 @@ class FakeStore(dist.Store):  # type: ignore[misc]
 
 
 def store_class(world_size: int, name: str) -> type[FakeStore]:
-    """Return a stand-in for ``TCPStore`` and other stores: it takes any arguments and uses no network."""
+    """Return a stand-in for ``TCPStore`` and other stores: it takes any arguments and uses no
+    network.
+    """
 
     def __init__(self: FakeStore, *args: Any, **kwargs: Any) -> None:
         FakeStore.__init__(self, world_size)
 
-    return type(name, (FakeStore,), {"__init__": __init__, "__doc__": f"Stands in for {name} in a preview."})
+    return type(
+        name, (FakeStore,), {"__init__": __init__, "__doc__": f"Stands in for {name} in a preview."}
+    )

@@ -1,4 +1,6 @@
-"""Fake tensors in a preview: no memory, but every collective is still issued. Tried on torch 2.6.0, 2.13.0 and 2.15.0."""
+"""Fake tensors in a preview: no memory, but every collective is still issued. Tried on torch 2.6.0,
+2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
-    """torch's FakeTensorMode, except that it invents the values that the program reads, and records where."""
+    """torch's FakeTensorMode, except that it invents the values that the program reads, and records
+    where.
+    """
 
     issues_collectives = True
     """The tap sees them: ``tracing/fake_tensors.py`` must not report them again."""
@@ -52,8 +56,9 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
             return super().dispatch(func, types, args, kwargs or {})
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise CommandError(
-                f"The shape of the result of {func} at {_user_line() or 'an unknown line'} depends on values, which fake tensors lack: "
-                "preview without --fake-tensors, if necessary with a smaller model."
+                f"The shape of the result of {func} at {_user_line() or 'an unknown line'} depends"
+                " on values, which fake tensors lack: preview without --fake-tensors, if necessary"
+                " with a smaller model."
             ) from error
 
     def _invent(self, tensor: torch.Tensor) -> Any:
@@ -78,12 +83,15 @@ class FakeTensors:
 
         tap.run_fake_tensors_as(_CPU)
         _ignore_fake_kernel(patches, "_dtensor::shard_dim_alltoall")
-        # Module.to refuses to swap fake parameters because the mode has weak references to them, which is harmless here.
+        # Module.to refuses to swap fake parameters because the mode has weak references to them,
+        # which is harmless here.
         patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
         for namespace in ("_c10d_functional", "_dtensor"):
             self._run_functional_ops(namespace)
         # DDP's reducer compares small tensors across ranks and needs their values.
-        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", run_on_real_tensors)
+        patches.wrap(
+            torch._C._distributed_c10d, "_verify_params_across_processes", run_on_real_tensors
+        )
         patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", run_on_real_tensors)
         # Meshes compute their ranks with small tensors and need their values.
         patches.wrap(device_mesh, "init_device_mesh", run_on_real_tensors)
@@ -99,14 +107,18 @@ class FakeTensors:
         self._libraries = []
 
     def _run_functional_ops(self, namespace: str) -> None:
-        """Replace the Meta kernels of functional collectives, which issue nothing, by the CPU kernels, which issue the c10d op."""
+        """Replace the Meta kernels of functional collectives, which issue nothing, by the CPU
+        kernels, which issue the c10d op.
+        """
         library = torch.library.Library(namespace, "IMPL")
         self._libraries.append(library)
         for schema in torch._C._jit_get_all_schemas():
             space, _, name = schema.name.partition("::")
             if space == namespace and not schema.overload_name and name not in _NO_COLLECTIVES:
                 packet = getattr(getattr(torch.ops, namespace), name)
-                library.impl(name, _functional_kernel(packet.default), "BackendSelect", with_keyset=True)
+                library.impl(
+                    name, _functional_kernel(packet.default), "BackendSelect", with_keyset=True
+                )
 
 
 def _functional_kernel(op: Any) -> Callable[..., Any]:

@@ -1,10 +1,12 @@
 """A fake world: one process that plays any rank of a world of any size, on torch's fake backend.
 
-Programs run unchanged: whatever backend, store or launcher they use, they get the fake backend and this world. This module and
-``objects.py`` fill the gaps of the backend; ``cuda.py`` and ``tensors.py`` replace devices and tensors.
+Programs run unchanged: whatever backend, store or launcher they use, they get the fake backend and
+this world. This module and ``objects.py`` fill the gaps of the backend; ``cuda.py`` and
+``tensors.py`` replace devices and tensors.
 
-Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled gaps: futures of collectives (DDP's hooks assert on their value), objects from other
-ranks, ``monitored_barrier``, ``recv`` from any rank, ``split_group``, stores and barriers on them, ``mp.spawn``.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled gaps: futures of collectives (DDP's hooks assert on
+their value), objects from other ranks, ``monitored_barrier``, ``recv`` from any rank,
+``split_group``, stores and barriers on them, ``mp.spawn``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ FAKE = "fake"
 
 
 class FakeWorld:
-    """A context in which this process is one rank of the world. Afterwards the process is as before."""
+    """A context in which this process is one rank of the world. Afterwards the process is as
+    before.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,9 @@ class FakeWorld:
         learned: dict[Key, Message | None] | None = None,
         stop_at: Key | None = None,
     ) -> None:
-        """Describe the world. ``learned`` are objects from other ranks, from earlier runs; stop when ``stop_at`` is sent."""
+        """Describe the world. ``learned`` are objects from other ranks, from earlier runs; stop
+        when ``stop_at`` is sent.
+        """
         self.world_size = world_size
         self.rank = rank
         self.local_world_size = min(ranks_per_node, world_size)
@@ -67,8 +73,9 @@ class FakeWorld:
     def __enter__(self) -> FakeWorld:
         if dist.is_initialized():
             raise CommandError(
-                "This process already has a process group, but a preview creates its own: call preview() before init_process_group, "
-                "after destroy_process_group, or in another process."
+                "This process already has a process group, but a preview creates its own: call"
+                " preview() before init_process_group, after destroy_process_group, or in another"
+                " process."
             )
         import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
@@ -79,7 +86,12 @@ class FakeWorld:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._cleanup.close()
 
     @property
@@ -89,7 +101,10 @@ class FakeWorld:
         if self.tensors is not None and self.tensors.mode.invented_at:
             lines = list(self.tensors.mode.invented_at)
             more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
-            sentences.append(f"The program read values of fake tensors, which were invented: {', '.join(lines[:5])}{more}.")
+            sentences.append(
+                "The program read values of fake tensors, which were invented:"
+                f" {', '.join(lines[:5])}{more}."
+            )
         return sentences
 
     def _install(self) -> None:
@@ -107,7 +122,8 @@ class FakeWorld:
         later(self.objects.remove)
         tap.attach(self._futures)
         later(tap.detach, self._futures)
-        if hasattr(torch.compiler, "set_stance"):  # compiled code issues the same collectives, but takes minutes to compile
+        # compiled code issues the same collectives, but takes minutes to compile
+        if hasattr(torch.compiler, "set_stance"):
             later(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
         if self._cuda is not None:
             self._cuda.install(self._patches)
@@ -122,12 +138,21 @@ class FakeWorld:
 
     def _environment(self) -> dict[str, str]:
         return {
-            "RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size), "GROUP_RANK": str(self._node), "ROLE_RANK": str(self.rank),
-            "ROLE_WORLD_SIZE": str(self.world_size), "GROUP_WORLD_SIZE": str(-(-self.world_size // self.local_world_size)),
-            "NODE_RANK": str(self._node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "preview",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        }  # fmt: skip
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self._node),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "GROUP_WORLD_SIZE": str(-(-self.world_size // self.local_world_size)),
+            "NODE_RANK": str(self._node),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "preview",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
 
     def _destroy_groups(self) -> None:
         if dist.is_initialized():
@@ -148,7 +173,9 @@ class FakeWorld:
                 if name in module.__dict__:
                     self._patches.set(module, name, stand_in)
 
-    def _init(self, original: Any, backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any) -> None:
+    def _init(
+        self, original: Any, backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any
+    ) -> None:
         timeout = args[1] if len(args) > 1 else timeout
         given = {"timeout": timeout} if timeout is not None else {}
         self._patch_pipelining()
@@ -156,14 +183,26 @@ class FakeWorld:
         self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
 
     def _new_group(
-        self, original: Any, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+        self,
+        original: Any,
+        group_size: int,
+        group_rank: int,
+        ranks: Any,
+        backend: Any,
+        store: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         kwargs.pop("device_id", None)
         for name in ("backend_options", "pg_options"):
             if name in kwargs:
                 kwargs[name] = None
         default = c10d._world.default_pg
-        wanted = self._wanted_backends.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
+        wanted = (
+            self._wanted_backends.get(default, "")
+            if default is not None and _name_of(backend) == FAKE
+            else _name_of(backend)
+        )
         self._patch_pipelining()
         made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
         if isinstance(made[0], dist.ProcessGroup):
@@ -177,14 +216,28 @@ class FakeWorld:
 
     def _get_backend(self, original: Any, group: Any = None) -> Any:
         found = original(group)
-        wanted = self._wanted_backends.get(group if group is not None else c10d._get_default_group())
-        return wanted if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
+        wanted = self._wanted_backends.get(
+            group if group is not None else c10d._get_default_group()
+        )
+        return (
+            wanted
+            if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch())
+            else found
+        )
 
     def _split_group(
-        self, original: Any, parent_pg: Any = None, split_ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any
+        self,
+        original: Any,
+        parent_pg: Any = None,
+        split_ranks: Any = None,
+        *args: Any,
+        group_desc: str | None = None,
+        **kwargs: Any,
     ) -> Any:
         # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
-        parent = dist.get_process_group_ranks(parent_pg if parent_pg is not None else c10d._get_default_group())
+        parent = dist.get_process_group_ranks(
+            parent_pg if parent_pg is not None else c10d._get_default_group()
+        )
         for each in split_ranks or []:
             ranks = [parent[rank] for rank in each]
             if self.rank in ranks:
@@ -195,7 +248,11 @@ class FakeWorld:
 
     def _fill_gaps(self) -> None:
         wrap = self._patches.wrap
-        wrap(c10d, "monitored_barrier", lambda original, group=None, *args, **kwargs: dist.barrier(group))
+        wrap(
+            c10d,
+            "monitored_barrier",
+            lambda original, group=None, *args, **kwargs: dist.barrier(group),
+        )
         wrap(c10d, "recv", self._recv)
         wrap(c10d, "_store_based_barrier", lambda original, *args, **kwargs: None)
         for kind in (dist.Work, *dist.Work.__subclasses__()):
@@ -206,7 +263,8 @@ class FakeWorld:
 
         wrap(spawn, "spawn", self._spawn)
         wrap(multiprocessing, "start_processes", self._spawn)
-        for name in ("record_event", "wait_event", "wait_stream", "synchronize"):  # FSDP2 on a CPU calls them on 2.6.0's streams
+        # FSDP2 on a CPU calls them on 2.6.0's streams
+        for name in ("record_event", "wait_event", "wait_stream", "synchronize"):
             if not hasattr(torch.cpu.Stream, name):
                 self._patches.set(torch.cpu.Stream, name, lambda stream, *args: stream)
         if not hasattr(torch.cpu, "Event"):
@@ -219,9 +277,12 @@ class FakeWorld:
         except RuntimeError as error:
             if "sourceRank" not in str(error):
                 raise
-            return (self.rank - 1) % self.world_size  # a receive from any rank: already issued, no sender exists
+            # a receive from any rank: already issued, no sender exists
+            return (self.rank - 1) % self.world_size
 
-    def _spawn(self, original: Any, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def _spawn(
+        self, original: Any, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any
+    ) -> None:
         fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
 
     def _patch_pipelining(self) -> None:
@@ -233,7 +294,9 @@ class FakeWorld:
             pipelining.install(self._patches, self.objects)
 
     def _patch_ddp(self) -> None:
-        """Replace DDP's built-in all-reduce, which asserts on the fake backend's future, by torch's equivalent Python hook."""
+        """Replace DDP's built-in all-reduce, which asserts on the fake backend's future, by torch's
+        equivalent Python hook.
+        """
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
@@ -252,12 +315,18 @@ class FakeWorld:
         def register_built_in(original: Any, module: Any, hook: Any) -> None:
             hooked.add(module)
             half = "FP16" in str(hook)
-            register(module, None, default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook)
+            register(
+                module,
+                None,
+                default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook,
+            )
 
         register = DistributedDataParallel.register_comm_hook
         self._patches.wrap(DistributedDataParallel, "forward", forward)
         self._patches.wrap(DistributedDataParallel, "register_comm_hook", register_comm_hook)
-        self._patches.wrap(DistributedDataParallel, "_register_builtin_comm_hook", register_built_in)
+        self._patches.wrap(
+            DistributedDataParallel, "_register_builtin_comm_hook", register_built_in
+        )
 
 
 class _Futures:
@@ -287,7 +356,9 @@ class _Futures:
     def get_future(self, original: Any, work: Any) -> Any:
         """Return a future that has a value, in place of ``Work.get_future()``."""
         with self._lock:
-            tensors = next((tensors for other, tensors in reversed(self._last) if other is work), None)
+            tensors = next(
+                (tensors for other, tensors in reversed(self._last) if other is work), None
+            )
         if tensors is None:
             return original(work)
         future: Any = torch.futures.Future()

@@ -12,12 +12,21 @@ from typing import Final
 
 from commlens.verification.relay.node_relay import Relay
 
-LOCK_S: Final = 5.0  # the longest wait for the relay of an earlier start of the job, whose ranks have ended
+# the longest wait for the relay of an earlier start of the job, whose ranks have ended
+LOCK_S: Final = 5.0
 
 
 def main(arguments: list[str]) -> None:
-    """Run the relay: folder, world size, address to listen at ("" if this is not the hub), and two inherited pipes, in and out."""
-    folder, world_size, address, offers, answers = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3]), int(arguments[4])
+    """Run the relay: folder, world size, address to listen at ("" if this is not the hub), and two
+    inherited pipes, in and out.
+    """
+    folder, world_size, address, offers, answers = (
+        Path(arguments[0]),
+        int(arguments[1]),
+        arguments[2],
+        int(arguments[3]),
+        int(arguments[4]),
+    )
     sys.setswitchinterval(0.0005)  # the threads hand over to each other quickly
     with (folder / "relay.lock").open("w") as lock:
         until = time.monotonic() + LOCK_S
@@ -41,7 +50,10 @@ def main(arguments: list[str]) -> None:
             relay.run()
             failed = False
         except Exception as error:
-            relay.say(f"strict verification goes on within this node only: its relay failed: {type(error).__name__}: {error}")
+            relay.say(
+                "strict verification goes on within this node only: its relay failed:"
+                f" {type(error).__name__}: {error}"
+            )
         finally:
             relay.close(failed=failed)
 

@@ -1,7 +1,9 @@
-"""A connection between the relays of two nodes: frames, and proof that both know the job's secret. Standard library only.
+"""A connection between the relays of two nodes: frames, and proof that both know the job's secret.
+Standard library only.
 
-A frame is its length, a letter, and its content: ``W``, changed bytes of boards, or ``J``, a JSON object. Any other frame is
-refused, and before the other side has proven that it knows the secret, so is any but a short object.
+A frame is its length, a letter, and its content: ``W``, changed bytes of boards, or ``J``, a JSON
+object. Any other frame is refused, and before the other side has proven that it knows the secret,
+so is any but a short object.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ Change = tuple[int, int, bytes]
 
 def pack_writes(changes: Iterable[Change]) -> bytes:
     """Return the content of a frame of changes."""
-    return b"".join(part for rank, offset, data in changes for part in (_WRITE.pack(rank, offset, len(data)), data))
+    return b"".join(
+        part
+        for rank, offset, data in changes
+        for part in (_WRITE.pack(rank, offset, len(data)), data)
+    )
 
 
 def unpack_writes(content: bytes) -> Iterator[Change]:
@@ -60,11 +66,15 @@ def proof(secret: str, nonce: str, side: str) -> str:
 
 def is_proof(given: Any, secret: str, nonce: str, side: str) -> bool:
     """Return whether this is the other side's proof."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, nonce, side).encode())
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode(), proof(secret, nonce, side).encode()
+    )
 
 
 class Connection:
-    """A socket that never blocks. Its methods raise OSError or ValueError if the other side is gone or sends nonsense."""
+    """A socket that never blocks. Its methods raise OSError or ValueError if the other side is gone
+    or sends nonsense.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -120,7 +130,9 @@ class Connection:
     def _frames(self) -> Iterator[tuple[bytes, bytes]]:
         while len(self._in) >= _HEAD.size:
             size, kind = _HEAD.unpack_from(self._in)
-            if kind not in (WRITES, JSON) or size > (_FRAME_MAX if self.trusted else _FIRST_FRAME_MAX):
+            if kind not in (WRITES, JSON) or size > (
+                _FRAME_MAX if self.trusted else _FIRST_FRAME_MAX
+            ):
                 raise ValueError("it is no relay")
             if len(self._in) < _HEAD.size + size:
                 return

@@ -1,11 +1,14 @@
-"""The relay of one node: copies of the other nodes' boards for its ranks, and refusals that all nodes share.
+"""The relay of one node: copies of the other nodes' boards for its ranks, and refusals that all
+nodes share.
 
-The ranks of a node meet in shared memory and do not know of the network: the relay keeps a copy of every other node's boards in their
-folder (``boards/mirror.py``), rings the bells of the ranks there, and sends what its own ranks announce. The relay of rank 0's node is
-the hub: the other relays connect to it, and it passes on what each of them sends. It also decides which refusal of a collective was
-first, so that all ranks of all nodes raise the same text.
+The ranks of a node meet in shared memory and do not know of the network: the relay keeps a copy of
+every other node's boards in their folder (``boards/mirror.py``), rings the bells of the ranks
+there, and sends what its own ranks announce. The relay of rank 0's node is the hub: the other
+relays connect to it, and it passes on what each of them sends. It also decides which refusal of a
+collective was first, so that all ranks of all nodes raise the same text.
 
-A node that is not heard of for ``LOST_S`` is given up for good, with one line: its ranks are no longer waited for.
+A node that is not heard of for ``LOST_S`` is given up for good, with one line: its ranks are no
+longer waited for.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ from commlens.boards.mirror import Feed, Mirror
 from commlens.boards.refusal_log import RefusalLog
 from commlens.boards.wakeup import RemoteBells
 from commlens.text import ranks_phrase
-from commlens.verification.relay.connection import WRITES, Connection, is_proof, pack_writes, proof, unpack_writes
+from commlens.verification.relay.connection import (
+    WRITES,
+    Connection,
+    is_proof,
+    pack_writes,
+    proof,
+    unpack_writes,
+)
 
 TICK_S: Final = 0.05
 BEAT_S: Final = 0.5
@@ -71,7 +81,8 @@ class Relay:
         self._secret = ""
         self._offers: list[tuple[str, int]] = []  # addresses of the hub, to be tried
         self._retry_at = 0.0
-        self._posted: set[tuple[int, int]] = set()  # key and number of the refusals that were posted on all nodes
+        # key and number of the refusals that were posted on all nodes
+        self._posted: set[tuple[int, int]] = set()
         self._concerned: list[list[int]] = []  # the ranks of each of them
         self._questions: dict[int, int] = {}  # by rank: its last question
         self._own_start = job_dirs.start_ticks(os.getpid())
@@ -83,14 +94,18 @@ class Relay:
 
     def listen(self, address: str) -> dict[str, Any]:
         """Wait for the other relays. Returns what they need to know."""
-        self._server = socket.create_server((address, 0), backlog=128, family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._server = socket.create_server(
+            (address, 0), backlog=128, family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
         self._secret = secrets.token_hex(16)
         return {"port": self._server.getsockname()[1], "secret": self._secret}
 
     def take_offers(self, descriptor: int) -> None:
-        """Read lines from a pipe, in a thread: each says where the hub is, the last of them counts."""
+        """Read lines from a pipe, in a thread: each says where the hub is, the last of them
+        counts.
+        """
 
         def read() -> None:
             with contextlib.suppress(OSError, ValueError), os.fdopen(descriptor, "rb") as pipe:
@@ -147,14 +162,24 @@ class Relay:
                 self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
-        """Do the periodic work: connections, waits, heartbeats, lost nodes. Returns whether all ranks of this node have ended."""
+        """Do the periodic work: connections, waits, heartbeats, lost nodes. Returns whether all
+        ranks of this node have ended.
+        """
         self._find_boards()
         now = time.monotonic()
-        if not self._is_hub and not self._connections and self._offers and now >= self._retry_at and not self._is_over:
+        if (
+            not self._is_hub
+            and not self._connections
+            and self._offers
+            and now >= self._retry_at
+            and not self._is_over
+        ):
             self._retry_at = now + _RETRY_S
             self._connect()
         waits = any(feed.waited_ns > _WAITS_NS for feed in self._feeds.values())
-        changes = [(rank, *write) for rank, feed in self._feeds.items() for write in feed.rest(waits=waits)]
+        changes = [
+            (rank, *write) for rank, feed in self._feeds.items() for write in feed.rest(waits=waits)
+        ]
         self._send_changes(changes + list(self._ends()))
         self._send_drafts()
         if now >= self._beat_at:
@@ -166,13 +191,20 @@ class Relay:
             silent = now - connection.heard
             if silent > (LOST_S if connection.trusted else _HANDSHAKE_S):
                 self._lose(connection, f"nothing was heard of it for {silent:.0f} s")
-        ranks_left = [rank for rank, feed in self._feeds.items() if rank not in self._ended and not feed.board.word(B.CLOSED)]
-        if ranks_left:  # else the ranks that read the state of the link may be those of the next start of the job
+        ranks_left = [
+            rank
+            for rank, feed in self._feeds.items()
+            if rank not in self._ended and not feed.board.word(B.CLOSED)
+        ]
+        # else the ranks that read the state of the link may be those of the next start of the job
+        if ranks_left:
             self._update_link(now)
         if ranks_left or (not self._feeds and now - self._began < PATIENCE_S):
             self._ended_at = now
             return False
-        busy = self._is_hub and any(connection.trusted and not connection.is_leaving for connection in self._connections)
+        busy = self._is_hub and any(
+            connection.trusted and not connection.is_leaving for connection in self._connections
+        )
         return not busy or now - self._ended_at > LINGER_S
 
     @property
@@ -180,7 +212,9 @@ class Relay:
         return bool(self._mirrors) or (bool(self._feeds) and len(self._ended) == len(self._feeds))
 
     def _update_link(self, now: float) -> None:
-        known = self._feeds.keys() | {rank for rank, mirror in self._mirrors.items() if mirror.is_published}
+        known = self._feeds.keys() | {
+            rank for rank, mirror in self._mirrors.items() if mirror.is_published
+        }
         if self._log.link == refusal_log.LINKED:
             return
         if len(known) >= self._world_size:
@@ -190,8 +224,9 @@ class Relay:
             missing = [rank for rank in range(self._world_size) if rank not in known]
             if missing and self._feeds.keys() - self._ended:
                 self.say(
-                    f"{ranks_phrase(missing)} did not join strict verification within {PATIENCE_S:.0f} s (commlens is not switched on"
-                    " there, or the node is not reachable): their collectives are not compared with those of this node"
+                    f"{ranks_phrase(missing)} did not join strict verification within"
+                    f" {PATIENCE_S:.0f} s (commlens is not switched on there, or the node is not"
+                    " reachable): their collectives are not compared with those of this node"
                 )
 
     def say(self, text: str) -> None:
@@ -212,34 +247,51 @@ class Relay:
                 board = PeerBoard(path)
             except (OSError, ValueError):
                 continue
-            # A rank starts the relay, so a process that is younger belongs to a later start of the job.
+            # A rank starts the relay, so a process that is younger belongs to a later start of the
+            # job.
             is_ours = board.rank == int(name) and board.start_ticks <= self._own_start
-            if board.is_remote or not is_ours or job_dirs.process_has_ended(board.pid, board.start_ticks):
+            if (
+                board.is_remote
+                or not is_ours
+                or job_dirs.process_has_ended(board.pid, board.start_ticks)
+            ):
                 continue
             self._feeds[board.rank] = Feed(board, self._reaches_out)
             for connection in self._connections:
                 if connection.trusted:
-                    self._attempt(connection, lambda to=connection, of=board: self._send_board(to, of))
+                    self._attempt(
+                        connection, lambda to=connection, of=board: self._send_board(to, of)
+                    )
             threading.Thread(target=self._pump, args=(board.rank,), daemon=True).start()
 
     def _reaches_out(self, ranks: Any) -> bool:
         return not isinstance(ranks, list) or any(rank not in self._feeds for rank in ranks)
 
     def _pump(self, rank: int) -> None:
-        """Send what the ranks of this node announce, whenever the bell of one of them rings for another node."""
+        """Send what the ranks of this node announce, whenever the bell of one of them rings for
+        another node.
+        """
         heard = -1
         while not self._closing:
             now_heard = self._bells.heard(rank)
             if now_heard != heard:
                 heard = now_heard
                 with self._lock:
-                    self._send_changes([(each, *write) for each, feed in self._feeds.items() for write in feed.news()])
+                    self._send_changes(
+                        [
+                            (each, *write)
+                            for each, feed in self._feeds.items()
+                            for write in feed.news()
+                        ]
+                    )
                     self._send_drafts()
             self._bells.sleep(rank, heard, 1_000_000_000)
 
     def _ends(self) -> Iterator[tuple[int, int, bytes]]:
         for rank, feed in self._feeds.items():
-            if rank not in self._ended and job_dirs.process_has_ended(feed.board.pid, feed.board.start_ticks):
+            if rank not in self._ended and job_dirs.process_has_ended(
+                feed.board.pid, feed.board.start_ticks
+            ):
                 self._ended.add(rank)
                 yield rank, B.ENDED, (1).to_bytes(8, "little")
 
@@ -252,7 +304,10 @@ class Relay:
             if sum(not each.trusted for each in self._connections) > _STRANGERS:
                 self._drop(connection)
             else:
-                self._attempt(connection, lambda: connection.send_json(type="challenge", nonce=connection.nonce))
+                self._attempt(
+                    connection,
+                    lambda: connection.send_json(type="challenge", nonce=connection.nonce),
+                )
 
     def _connect(self) -> None:
         for _ in range(len(self._offers)):
@@ -287,8 +342,9 @@ class Relay:
         lost = [rank for rank in connection.ranks if self._lose_rank(rank)]
         if lost and self._feeds.keys() - self._ended:
             self.say(
-                f"strict verification has lost {ranks_phrase(lost)} on {connection.host or 'other nodes'} ({why}): from now on, their"
-                " collectives are not compared with those of this node"
+                f"strict verification has lost {ranks_phrase(lost)} on"
+                f" {connection.host or 'other nodes'} ({why}): from now on, their collectives are"
+                " not compared with those of this node"
             )
         if self._is_hub and connection.ranks:
             self._send_all(type="lost", ranks=sorted(connection.ranks))
@@ -322,12 +378,24 @@ class Relay:
     def _get_acquainted(self, connection: Connection, message: dict[str, Any]) -> None:
         host = os.uname().nodename
         if self._is_hub:
-            if message.get("world_size") != self._world_size or not is_proof(message.get("proof"), self._secret, connection.nonce, "node"):
+            if message.get("world_size") != self._world_size or not is_proof(
+                message.get("proof"), self._secret, connection.nonce, "node"
+            ):
                 raise ValueError("it is no relay of this job")
-            connection.send_json(type="welcome", host=host, proof=proof(self._secret, str(message.get("nonce")), "hub"))
+            connection.send_json(
+                type="welcome",
+                host=host,
+                proof=proof(self._secret, str(message.get("nonce")), "hub"),
+            )
         elif message.get("type") == "challenge":
             mine = proof(self._secret, str(message.get("nonce")), "node")
-            connection.send_json(type="hello", host=host, world_size=self._world_size, proof=mine, nonce=connection.nonce)
+            connection.send_json(
+                type="hello",
+                host=host,
+                world_size=self._world_size,
+                proof=mine,
+                nonce=connection.nonce,
+            )
             return
         elif not is_proof(message.get("proof"), self._secret, connection.nonce, "hub"):
             raise ValueError("it is not the hub of this job")
@@ -345,7 +413,10 @@ class Relay:
         """Send a whole board. Its changes follow."""
         connection.send_json(type="board", rank=board.rank)
         whole = Feed(board, lambda _: True)
-        connection.send(WRITES, pack_writes((board.rank, *write) for write in [*whole.news(), *whole.rest(waits=True)]))
+        connection.send(
+            WRITES,
+            pack_writes((board.rank, *write) for write in [*whole.news(), *whole.rest(waits=True)]),
+        )
         connection.send_json(type="publish", rank=board.rank)
 
     def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
@@ -365,7 +436,10 @@ class Relay:
         elif what == "lost":
             lost = [rank for rank in message["ranks"] if self._lose_rank(int(rank))]
             if lost and self._feeds.keys() - self._ended:
-                self.say(f"strict verification has lost {ranks_phrase(lost)} on another node: they are no longer compared with")
+                self.say(
+                    f"strict verification has lost {ranks_phrase(lost)} on another node: they are"
+                    " no longer compared with"
+                )
         elif what == "bye":
             connection.is_leaving = True
 
@@ -379,10 +453,14 @@ class Relay:
         if self._is_hub:
             for other in self._connections:
                 if other is not connection and other.trusted:
-                    self._attempt(other, lambda to=other: self._send_board(to, PeerBoard(mirror.path)))
+                    self._attempt(
+                        other, lambda to=other: self._send_board(to, PeerBoard(mirror.path))
+                    )
 
     def _apply(self, connection: Connection, content: bytes) -> None:
-        """Write changes of another node's boards into the copies, wake the ranks that wait for them, and as the hub pass them on."""
+        """Write changes of another node's boards into the copies, wake the ranks that wait for
+        them, and as the hub pass them on.
+        """
         questions: list[tuple[int, int]] = []
         ranks: dict[int, None] = {}
         for rank, offset, data in unpack_writes(content):
@@ -396,7 +474,11 @@ class Relay:
             self._bells.ring(rank)
         if self._is_hub:
             for other in list(self._connections):
-                if other is not connection and other.trusted and all(self._mirrors[rank].is_published for rank in ranks):
+                if (
+                    other is not connection
+                    and other.trusted
+                    and all(self._mirrors[rank].is_published for rank in ranks)
+                ):
                     self._attempt(other, lambda to=other: to.send(WRITES, content))
         self._answer_questions(self._feeds, questions)
 
@@ -424,7 +506,9 @@ class Relay:
                 self._send_all(type="draft", refusal=refusal)
 
     def _post(self, refusal: dict[str, Any]) -> None:
-        """As the hub, post a refusal on all nodes, if it is the first of its collective and its rank knew all that concern the rank."""
+        """As the hub, post a refusal on all nodes, if it is the first of its collective and its
+        rank knew all that concern the rank.
+        """
         identity = (int(refusal["key"]), int(refusal["number"]))
         newer = self._concerned[int(refusal.get("seen", 0)) :]
         if identity in self._posted or any(refusal.get("by") in ranks for ranks in newer):
@@ -441,14 +525,23 @@ class Relay:
     # --- whereabouts of ranks
 
     def _answer_questions(self, here: Iterable[int], questions: Iterable[tuple[int, int]]) -> None:
-        """Send the whereabouts of ranks of this node to all nodes, if a rank of another node asks for them."""
+        """Send the whereabouts of ranks of this node to all nodes, if a rank of another node asks
+        for them.
+        """
         for asker, question in questions:
             about = (question & 0xFFFFFFFF) - 1
-            if question and self._questions.get(asker) != question and about in here and asker not in here:
+            if (
+                question
+                and self._questions.get(asker) != question
+                and about in here
+                and asker not in here
+            ):
                 self._questions[asker] = question
                 board = self._feeds[about].board
                 text = _whereabouts(self._folder, about, board.pid).encode()[: B.ANSWER_MAX]
-                self._send_changes([(about, B.ANSWER_AT, B.ANSWER.pack(question, len(text)) + text)])
+                self._send_changes(
+                    [(about, B.ANSWER_AT, B.ANSWER.pack(question, len(text)) + text)]
+                )
 
 
 def _whereabouts(folder: Path, rank: int, pid: int) -> str:

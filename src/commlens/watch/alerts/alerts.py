@@ -1,6 +1,7 @@
 """Passes each verdict on to other systems: a file of JSON lines, a command, or a Python function.
 
-All of it happens in threads of the watcher and in processes of its own, so that neither the job nor the watcher waits for it.
+All of it happens in threads of the watcher and in processes of its own, so that neither the job nor
+the watcher waits for it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ TIMEOUT_S: Final = 30.0
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _CALL: Final = (
-    "import functools, importlib, json, sys; module, _, name = sys.argv[1].partition(':'); "
-    "functools.reduce(getattr, name.split('.'), importlib.import_module(module))(json.load(sys.stdin))"
+    "import functools, importlib, json, sys; module, _, name = sys.argv[1].partition(':');"
+    " functools.reduce(getattr, name.split('.'),"
+    " importlib.import_module(module))(json.load(sys.stdin))"
 )
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A verdict with its circumstances: one line of ``verdict_log``, and the standard input of ``on_verdict``."""
+    """A verdict with its circumstances: one line of ``verdict_log``, and the standard input of
+    ``on_verdict``.
+    """
 
     time: str  # ISO 8601, UTC
     job: str
@@ -71,8 +75,18 @@ class Alerts:
         if self._log is None and not self._command:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        alert = msgspec.json.encode(Alert(time=now, job=job, host=self._host, dump=str(dump.absolute()) if dump else "", verdict=verdict))
-        thread = threading.Thread(target=self._pass_on, args=(alert,), name="commlens-alert", daemon=True)
+        alert = msgspec.json.encode(
+            Alert(
+                time=now,
+                job=job,
+                host=self._host,
+                dump=str(dump.absolute()) if dump else "",
+                verdict=verdict,
+            )
+        )
+        thread = threading.Thread(
+            target=self._pass_on, args=(alert,), name="commlens-alert", daemon=True
+        )
         thread.start()
         self._threads.append(thread)
 
@@ -82,7 +96,9 @@ class Alerts:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         for process in list(self._processes):
-            self._tell(f"on_verdict was ended: the job is over, and it still ran {timeout_s:.0f} s later.")
+            self._tell(
+                f"on_verdict was ended: the job is over, and it still ran {timeout_s:.0f} s later."
+            )
             _kill(process)
 
     def _pass_on(self, alert: bytes) -> None:
@@ -97,26 +113,37 @@ class Alerts:
     def _append(self, path: Path, line: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # One write to a file opened for appending: jobs that share the file do not mix their lines.
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            # One write to a file opened for appending: jobs that share the file do not mix their
+            # lines.
+            descriptor = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
+            )
             try:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self._tell(f"the verdict was not written to verdict_log ({path}): {error.strerror or error}")
+            self._tell(
+                f"the verdict was not written to verdict_log ({path}): {error.strerror or error}"
+            )
 
     def _run(self, alert: bytes) -> None:
         command: list[str] = ["/bin/sh", "-c", self._command]
         if _FUNCTION.fullmatch(self._command):
             command = [sys.executable, "-c", _CALL, self._command]
         environ = {**os.environ, SWITCH: "0"}  # a command that uses torch is no rank
-        with tempfile.TemporaryFile() as errors:  # not a pipe, which a program left in the background would keep open
+        # not a pipe, which a program left in the background would keep open
+        with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors,
-                    cwd=self._folder, env=environ, start_new_session=True,
-                )  # fmt: skip
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd=self._folder,
+                    env=environ,
+                    start_new_session=True,
+                )
             except OSError as error:
                 self._tell(f"on_verdict could not be started: {error.strerror or error}")
                 return
@@ -131,8 +158,14 @@ class Alerts:
                 _kill(process)
             if process.returncode:
                 errors.seek(0)
-                last = errors.read(10_000).decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
-                how = f"status {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+                last = (
+                    errors.read(10_000).decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
+                )
+                how = (
+                    f"status {process.returncode}"
+                    if process.returncode > 0
+                    else f"signal {-process.returncode}"
+                )
                 self._tell(f"on_verdict ended with {how}" + (f": {last}" if last else "."))
 
     def _tell(self, line: str) -> None:

@@ -1,6 +1,8 @@
-"""Gauges and counters of a running job for Prometheus: a file for the node exporter, or a local HTTP endpoint.
+"""Gauges and counters of a running job for Prometheus: a file for the node exporter, or a local
+HTTP endpoint.
 
-prometheus_client (``pip install 'commlens[metrics]'``) formats and serves them; it is imported only if a setting asks for metrics.
+prometheus_client (``pip install 'commlens[metrics]'``) formats and serves them; it is imported only
+if a setting asks for metrics.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class Metrics:
         try:
             import prometheus_client
         except ImportError:
-            say("no metrics: prometheus_client is not installed (`pip install 'commlens[metrics]'`).")
+            say(
+                "no metrics: prometheus_client is not installed (`pip install"
+                " 'commlens[metrics]'`)."
+            )
             return
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
@@ -55,11 +60,15 @@ class Metrics:
         if settings.metrics_port is not None:
             host, _, port = settings.metrics_port.rpartition(":")
             try:
-                self._server, _ = prometheus_client.start_http_server(int(port), addr=host or "127.0.0.1", registry=self._registry)
+                self._server, _ = prometheus_client.start_http_server(
+                    int(port), addr=host or "127.0.0.1", registry=self._registry
+                )
             except OSError as error:
                 say(f"no metrics on port {port}: {error.strerror or error}.")
 
-    def update(self, members: Sequence[Member], stall: Stall | None, slowness: Slowness, not_compared: int) -> None:
+    def update(
+        self, members: Sequence[Member], stall: Stall | None, slowness: Slowness, not_compared: int
+    ) -> None:
         """Take new readings, and write the file, if metrics are asked for and it is time.
 
         Args:
@@ -72,22 +81,80 @@ class Metrics:
         if self._registry is None or now < self._due:
             return
         self._due = now + (WRITE_EVERY_S if self._server is None else SERVED_EVERY_S)
-        pace, slow = slowness.last, slowness.verdict.culprits if slowness.verdict is not None else []
-        status = {member.rank: member.status for member in members if member.here and member.status is not None}
+        pace, slow = (
+            slowness.last,
+            (slowness.verdict.culprits if slowness.verdict is not None else []),
+        )
+        status = {
+            member.rank: member.status
+            for member in members
+            if member.here and member.status is not None
+        }
         traffic = measure_traffic(slowness.logs)
         self._families = [
-            self._counter("collectives", "Collectives that a rank has issued.", "rank", {r: each.issued for r, each in status.items()}),
-            self._counter("steps", "Optimizer steps that a rank has completed.", "rank", {r: each.steps for r, each in status.items()}),
-            self._counter("verdicts", "Verdicts that the watcher has printed.", "kind", self._reporter.counts),
-            self._counter("records_not_compared", "Records that came too fast to be compared.", "", {"": not_compared}),
-            self._gauge("oldest_wait_seconds", "Age of the oldest suspicious wait.", "", {"": _age_s(stall)}),
-            self._gauge("step_seconds", "Time of an optimizer step.", "", {"": pace.step_s} if pace is not None else {}),
-            self._gauge("waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)),
-            self._gauge("slow_rank", "1 for a rank that makes the job slow.", "rank", {r: float(r in slow) for r in status}),
-            self._gauge("group_collectives_per_second", "Of a rank, as sampled.", "group", {t.group: t.collectives_per_s for t in traffic}),
-            self._gauge("group_bytes_per_second", "A rank's payload, as sampled.", "group", {t.group: t.bytes_per_s for t in traffic}),
-            self._gauge("group_waiting_ratio", "Share of the time in its collectives.", "group", {t.group: t.waiting for t in traffic}),
-            self._gauge("watcher_alive_timestamp_seconds", "When the watcher last looked.", "", {"": time.time()}),
+            self._counter(
+                "collectives",
+                "Collectives that a rank has issued.",
+                "rank",
+                {r: each.issued for r, each in status.items()},
+            ),
+            self._counter(
+                "steps",
+                "Optimizer steps that a rank has completed.",
+                "rank",
+                {r: each.steps for r, each in status.items()},
+            ),
+            self._counter(
+                "verdicts", "Verdicts that the watcher has printed.", "kind", self._reporter.counts
+            ),
+            self._counter(
+                "records_not_compared",
+                "Records that came too fast to be compared.",
+                "",
+                {"": not_compared},
+            ),
+            self._gauge(
+                "oldest_wait_seconds", "Age of the oldest suspicious wait.", "", {"": _age_s(stall)}
+            ),
+            self._gauge(
+                "step_seconds",
+                "Time of an optimizer step.",
+                "",
+                {"": pace.step_s} if pace is not None else {},
+            ),
+            self._gauge(
+                "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)
+            ),
+            self._gauge(
+                "slow_rank",
+                "1 for a rank that makes the job slow.",
+                "rank",
+                {r: float(r in slow) for r in status},
+            ),
+            self._gauge(
+                "group_collectives_per_second",
+                "Of a rank, as sampled.",
+                "group",
+                {t.group: t.collectives_per_s for t in traffic},
+            ),
+            self._gauge(
+                "group_bytes_per_second",
+                "A rank's payload, as sampled.",
+                "group",
+                {t.group: t.bytes_per_s for t in traffic},
+            ),
+            self._gauge(
+                "group_waiting_ratio",
+                "Share of the time in its collectives.",
+                "group",
+                {t.group: t.waiting for t in traffic},
+            ),
+            self._gauge(
+                "watcher_alive_timestamp_seconds",
+                "When the watcher last looked.",
+                "",
+                {"": time.time()},
+            ),
         ]
         if self._file is None:
             return
@@ -123,7 +190,9 @@ class Metrics:
 
         return self._filled(GaugeMetricFamily, name, text, label, values)
 
-    def _filled(self, kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
+    def _filled(
+        self, kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]
+    ) -> Any:
         family = kind(f"commlens_{name}", text, labels=("job", label) if label else ("job",))
         for key, value in values.items():
             family.add_metric([self._job, str(key)] if label else [self._job], value)
@@ -135,4 +204,8 @@ def _age_s(stall: Stall | None) -> float:
 
 
 def _shares(pace: Pace | None) -> dict[int, float]:
-    return {rank: waited / pace.window_s for rank, waited in pace.waited_s.items()} if pace is not None else {}
+    return (
+        {rank: waited / pace.window_s for rank, waited in pace.waited_s.items()}
+        if pace is not None
+        else {}
+    )

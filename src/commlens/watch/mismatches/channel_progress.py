@@ -19,21 +19,27 @@ MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the 
 
 
 Blocks = dict[int, int]
-"""By block of sequence numbers: how many were added and, in the lower 32 bits, the exclusive or of their digests.
+"""By block of sequence numbers: how many were added and, in the lower 32 bits, the exclusive or of
+their digests.
 
-One integer, because the reporter of a large job keeps thousands of blocks, which Python's garbage collector would look through.
+One integer, because the reporter of a large job keeps thousands of blocks, which Python's garbage
+collector would look through.
 """
 
 
 class ChannelDigest:
-    """What was issued on a channel, in a form that nodes can compare without knowing how far the other is.
+    """What was issued on a channel, in a form that nodes can compare without knowing how far the
+    other is.
 
-    Sequence numbers are summed up in blocks of several lengths: short ones show a difference at once, long ones still overlap if a
-    channel is fast and the nodes look at it a second apart. Blocks with equal counts hold the same sequence numbers.
+    Sequence numbers are summed up in blocks of several lengths: short ones show a difference at
+    once, long ones still overlap if a channel is fast and the nodes look at it a second apart.
+    Blocks with equal counts hold the same sequence numbers.
     """
 
     LENGTHS: Final = (1, 16, 256, 4096)
-    KEPT: Final = (8, 6, 6, 4)  # blocks of each length: enough for nodes that look a second apart, at up to 10,000 collectives a second
+    # blocks of each length: enough for nodes that look a second apart, at up to 10,000 collectives
+    # a second
+    KEPT: Final = (8, 6, 6, 4)
 
     def __init__(self) -> None:
         self._blocks: list[dict[int, list[int]]] = [{} for _ in self.LENGTHS]
@@ -53,11 +59,16 @@ class ChannelDigest:
 
     def blocks(self) -> list[Blocks]:
         """Return the newest blocks of each length."""
-        return [{number: count << 32 | value for number, (count, value) in blocks.items()} for blocks in self._blocks]
+        return [
+            {number: count << 32 | value for number, (count, value) in blocks.items()}
+            for blocks in self._blocks
+        ]
 
 
 def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
-    """Return whether two nodes issued different collectives on a channel, as far as their blocks overlap."""
+    """Return whether two nodes issued different collectives on a channel, as far as their blocks
+    overlap.
+    """
     return any(
         0 < mine[number] ^ other[number] < 1 << 32  # the counts are equal
         for mine, other in zip(ours, theirs, strict=False)
@@ -67,18 +78,25 @@ def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
 
 @dataclass(slots=True)
 class ChannelProgress:
-    """The collectives of one channel: for each sequence number what the first rank issued, until all ranks have passed it."""
+    """The collectives of one channel: for each sequence number what the first rank issued, until
+    all ranks have passed it.
+    """
 
     channel: Channel
     local_ranks: tuple[int, ...]  # its ranks on this node
-    first_issue: dict[int, tuple[Issue, int]] = field(default_factory=dict)  # sequence number: what was issued, by which rank
-    reduce_ops: dict[SequenceNumber, tuple[int, SignatureId, int]] = field(default_factory=dict)  # reduce op, signature, rank
-    compared_together: dict[int, dict[int, SignatureId]] = field(default_factory=dict)  # sequence number: signature of each rank
+    # sequence number: what was issued, by which rank
+    first_issue: dict[int, tuple[Issue, int]] = field(default_factory=dict)
+    # reduce op, signature, rank
+    reduce_ops: dict[SequenceNumber, tuple[int, SignatureId, int]] = field(default_factory=dict)
+    # sequence number: signature of each rank
+    compared_together: dict[int, dict[int, SignatureId]] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number
-    newest_reduce_op: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number with a known reduce op
+    # rank: its newest sequence number with a known reduce op
+    newest_reduce_op: dict[int, int] = field(default_factory=dict)
     floor: int = 1  # all lower sequence numbers are done
     begin: int = 0  # the first sequence number seen
-    seen_pairs: set[tuple[int, int, int]] = field(default_factory=set)  # stacks that met, with the difference of their steps
+    # stacks that met, with the difference of their steps
+    seen_pairs: set[tuple[int, int, int]] = field(default_factory=set)
     is_concurrent: bool = False  # several threads issue on it at once, so that the order is unknown
     reported: set[int] = field(default_factory=set)  # sequence numbers that disagree
     digest: ChannelDigest | None = None  # of a channel with ranks on other nodes
@@ -86,7 +104,8 @@ class ChannelProgress:
     order_suspected: bool = False  # source lines or steps met that had never met before
 
     def trim(self) -> int:
-        """Forget the sequence numbers that all ranks of this node have passed, and those too far ahead of the slowest rank.
+        """Forget the sequence numbers that all ranks of this node have passed, and those too far
+        ahead of the slowest rank.
 
         Returns:
             How many were given up before the slowest rank reached them.
@@ -100,7 +119,9 @@ class ChannelProgress:
             for number in range(self.floor, floor):
                 first_issue.pop(number, None)
         else:
-            self.first_issue = {number: issue for number, issue in first_issue.items() if number >= floor}
+            self.first_issue = {
+                number: issue for number, issue in first_issue.items() if number >= floor
+            }
         given_up = floor - max(self.floor, slowest + 1)
         self.floor = floor
         return given_up
@@ -121,13 +142,22 @@ class Discrepancy:
     def passed(self) -> int:
         """How many sequence numbers the slowest rank of this node has come past it."""
         progress = self.progress
-        return min(progress.newest.get(rank, 0) for rank in progress.local_ranks) - self.sequence_number if progress is not None else 0
+        return (
+            min(progress.newest.get(rank, 0) for rank in progress.local_ranks)
+            - self.sequence_number
+            if progress is not None
+            else 0
+        )
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of this node that have not reached it. Which rank is the odd one may depend on them."""
+        """Ranks of this node that have not reached it. Which rank is the odd one may depend on
+        them.
+        """
         progress = self.progress
         if progress is None:
             return ()
         newest = progress.newest_reduce_op if self.aspect == "reduce-op" else progress.newest
-        return tuple(rank for rank in progress.local_ranks if newest.get(rank, 0) < self.sequence_number)
+        return tuple(
+            rank for rank in progress.local_ranks if newest.get(rank, 0) < self.sequence_number
+        )

@@ -1,7 +1,8 @@
-"""Compares what the ranks issue under the same sequence number: equal signatures cost one look-up, and memory stays bounded.
+"""Compares what the ranks issue under the same sequence number: equal signatures cost one look-up,
+and memory stays bounded.
 
-Each sequence number of a channel is compared with the first rank that reached it. :mod:`commlens.matching` decides about signatures
-that differ, once for each pair of them.
+Each sequence number of a channel is compared with the first rank that reached it.
+:mod:`commlens.matching` decides about signatures that differ, once for each pair of them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from commlens.watch.mismatches.channel_progress import (
     SequenceNumber,
 )
 from commlens.watch.mismatches.message_stream import MessageStream, StreamEnd
-from commlens.watch.mismatches.signatures import CACHE_SIZE, BoundedCache, SignatureId, SignatureTable
+from commlens.watch.mismatches.signatures import (
+    CACHE_SIZE,
+    BoundedCache,
+    SignatureId,
+    SignatureTable,
+)
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
 
-SETTLED: Final = 16  # sequence numbers of a channel after which a new pair of source lines is suspicious
+# sequence numbers of a channel after which a new pair of source lines is suspicious
+SETTLED: Final = 16
 PAIRS_CACHE_SIZE: Final = 1024  # pairs of source lines of a channel
 
 
@@ -44,7 +51,8 @@ class SignatureComparison:
     def __init__(self, local_ranks: Iterable[int]) -> None:
         self.local_ranks = frozenset(local_ranks)
         self.signatures = SignatureTable()
-        self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()  # by channel and aspect
+        # by channel and aspect
+        self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()
         self._given_up = 0  # sequence numbers that were given up before all ranks had reached them
         self._discrepancies: list[Discrepancy] = []
         stack_ids = itertools.count(1)
@@ -82,7 +90,9 @@ class SignatureComparison:
         return progress
 
     def digests(self) -> dict[str, list[Blocks]]:
-        """Return the digests of the channels that other nodes have ranks on, by a name that is the same on all nodes."""
+        """Return the digests of the channels that other nodes have ranks on, by a name that is the
+        same on all nodes.
+        """
         found: dict[str, list[Blocks]] = {}
         for (key, era), progress in self._channels.items():
             for kind, digest in (("", progress.digest), ("reduce op", progress.reduce_digest)):
@@ -92,7 +102,9 @@ class SignatureComparison:
 
     def stream(self, channel: Channel, era: int, sender: int, receiver: int) -> MessageStream:
         """Return the messages from one rank to another, which both share."""
-        return self._streams.setdefault((channel.key, era, sender, receiver), MessageStream(channel, sender, receiver))
+        return self._streams.setdefault(
+            (channel.key, era, sender, receiver), MessageStream(channel, sender, receiver)
+        )
 
     def trim(self, channels: Iterable[ChannelProgress]) -> None:
         """Forget the sequence numbers that are done, and all answers if there are too many."""
@@ -103,8 +115,12 @@ class SignatureComparison:
 
     # --- collectives
 
-    def compare_with_first(self, progress: ChannelProgress, number: int, rank: int, issue: Issue) -> None:
-        """Compare what a rank issues with what the first rank issued under this sequence number. The caller knows that they differ."""
+    def compare_with_first(
+        self, progress: ChannelProgress, number: int, rank: int, issue: Issue
+    ) -> None:
+        """Compare what a rank issues with what the first rank issued under this sequence number.
+        The caller knows that they differ.
+        """
         (first, first_stack, first_step), first_rank = progress.first_issue[number]
         signature, stack, step = issue
         if signature != first and signature and first:
@@ -117,14 +133,24 @@ class SignatureComparison:
         if stack and first_stack:
             pair = (first_stack, stack, step - first_step)
             if pair not in progress.seen_pairs:
-                if number - progress.begin >= SETTLED and not progress.order_suspected and not progress.is_concurrent:
+                if (
+                    number - progress.begin >= SETTLED
+                    and not progress.order_suspected
+                    and not progress.is_concurrent
+                ):
                     progress.order_suspected = True
-                    self._discrepancies.append(Discrepancy(progress.channel, number, "shift", None, progress=progress))
+                    self._discrepancies.append(
+                        Discrepancy(progress.channel, number, "shift", None, progress=progress)
+                    )
                 if len(progress.seen_pairs) < PAIRS_CACHE_SIZE:
                     progress.seen_pairs.add(pair)
 
-    def compare_all_ranks(self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId) -> None:
-        """Compare every pair of ranks, once all have arrived: each rank must receive what every other rank sends it."""
+    def compare_all_ranks(
+        self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId
+    ) -> None:
+        """Compare every pair of ranks, once all have arrived: each rank must receive what every
+        other rank sends it.
+        """
         by_rank = progress.compared_together.setdefault(number, {})
         by_rank[rank] = signature
         if len(by_rank) == len(progress.local_ranks):
@@ -135,8 +161,17 @@ class SignatureComparison:
         elif len(progress.compared_together) > MAX_PENDING:
             del progress.compared_together[next(iter(progress.compared_together))]
 
-    def compare_reduce_op(self, progress: ChannelProgress, where: SequenceNumber, rank: int, signature: SignatureId, op: int) -> None:
-        """Compare a rank's reduce op, which is recorded later than the rest, with that of the first rank."""
+    def compare_reduce_op(
+        self,
+        progress: ChannelProgress,
+        where: SequenceNumber,
+        rank: int,
+        signature: SignatureId,
+        op: int,
+    ) -> None:
+        """Compare a rank's reduce op, which is recorded later than the rest, with that of the first
+        rank.
+        """
         first = progress.reduce_ops.get(where)
         number = where[0]
         if first is None:
@@ -159,20 +194,34 @@ class SignatureComparison:
         if isinstance(answer, Disagree):
             self._add_disagreement(progress, number, answer, key)
 
-    def _compare(self, progress: ChannelProgress, issued: Mapping[int, SignatureId], *, by_rank: bool) -> Answer | None:
-        """Compare signatures, each combination once. Which rank issued which only matters where ranks may legally differ."""
+    def _compare(
+        self, progress: ChannelProgress, issued: Mapping[int, SignatureId], *, by_rank: bool
+    ) -> Answer | None:
+        """Compare signatures, each combination once. Which rank issued which only matters where
+        ranks may legally differ.
+        """
         known = {rank: self.signatures.get(signature) for rank, signature in issued.items()}
-        parts = {rank: signature.parts for rank, signature in known.items() if signature is not None and signature.args is not None}
+        parts = {
+            rank: signature.parts
+            for rank, signature in known.items()
+            if signature is not None and signature.args is not None
+        }
         if len(parts) < len(issued):
             return None
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
-        key: tuple[object, ...] = (progress.channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
+        key: tuple[object, ...] = (
+            (progress.channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
+        )
         if key not in self._answers:
             self._answers[key] = compare_coalesced(parts, progress.channel.group.ranks)
         return self._answers[key]
 
-    def _add_disagreement(self, progress: ChannelProgress, number: int, answer: Disagree, values: tuple[object, ...]) -> None:
-        """Count a disagreement, and keep it as a discrepancy the first time that these values meet on this channel."""
+    def _add_disagreement(
+        self, progress: ChannelProgress, number: int, answer: Disagree, values: tuple[object, ...]
+    ) -> None:
+        """Count a disagreement, and keep it as a discrepancy the first time that these values meet
+        on this channel.
+        """
         if number in progress.reported or progress.is_concurrent:
             return
         if len(progress.reported) > MAX_PENDING:
@@ -184,7 +233,9 @@ class SignatureComparison:
         if distinct in self._reported or len(self._reported) > CACHE_SIZE:
             return
         self._reported.add(distinct)
-        self._discrepancies.append(Discrepancy(progress.channel, number, answer.aspect, answer, progress=progress))
+        self._discrepancies.append(
+            Discrepancy(progress.channel, number, answer.aspect, answer, progress=progress)
+        )
 
     # --- point to point
 
@@ -200,7 +251,9 @@ class SignatureComparison:
             sent, received = (self.signatures.get(each) for each in matched)
             if sent is None or received is None or sent.args is None or received.args is None:
                 return
-            answer = self._answers[key] = compare_pair(stream.sender, sent.args, stream.receiver, received.args)
+            answer = self._answers[key] = compare_pair(
+                stream.sender, sent.args, stream.receiver, received.args
+            )
         channel_key = stream.channel.key
         if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
             self.disagreement_counts[(channel_key, "p2p")] += 1
@@ -210,5 +263,7 @@ class SignatureComparison:
                 self._discrepancies.append(Discrepancy(stream.channel, number, "p2p", answer))
 
     def receive_from_any_source(self, channel: Channel, rank: int) -> None:
-        """Stop comparing the messages to a rank that receives from any source: which send it receives is unknown."""
+        """Stop comparing the messages to a rank that receives from any source: which send it
+        receives is unknown.
+        """
         self._any_source.add((channel.key, rank))

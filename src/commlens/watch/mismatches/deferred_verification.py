@@ -1,6 +1,8 @@
-"""Deferred verification: reads the ranks' new records while the job runs and compares them, within a CPU budget.
+"""Deferred verification: reads the ranks' new records while the job runs and compares them, within
+a CPU budget.
 
-:mod:`commlens.watch.mismatches.record_reader` reads the records, :mod:`commlens.watch.mismatches.comparison` compares them, and
+:mod:`commlens.watch.mismatches.record_reader` reads the records,
+:mod:`commlens.watch.mismatches.comparison` compares them, and
 :mod:`commlens.watch.mismatches.report` reports each disagreement once.
 """
 
@@ -29,17 +31,23 @@ RECORDS_MIN: Final = 64
 
 @dataclass
 class CpuBudget:
-    """Keeps deferred verification within its share of one core: poll less often, then read fewer records."""
+    """Keeps deferred verification within its share of one core: poll less often, then read fewer
+    records.
+    """
 
     interval_s: float = INTERVAL_S  # between polls
     records_per_rank: int = RECORDS_MAX  # per poll; if a rank has more, only the newest are read
 
     def charge(self, spent_s: float, records_per_rank: float) -> None:
-        """Adapt to the CPU time that a poll took and the average number of records that it read per rank."""
+        """Adapt to the CPU time that a poll took and the average number of records that it read per
+        rank.
+        """
         needed_s = spent_s / CPU_SHARE
         self.interval_s = min(INTERVAL_MAX_S, max(INTERVAL_S, needed_s))
         if needed_s > INTERVAL_MAX_S and records_per_rank:
-            self.records_per_rank = max(RECORDS_MIN, int(records_per_rank * INTERVAL_MAX_S / needed_s))
+            self.records_per_rank = max(
+                RECORDS_MIN, int(records_per_rank * INTERVAL_MAX_S / needed_s)
+            )
         else:
             self.records_per_rank = min(RECORDS_MAX, self.records_per_rank * 2)
 
@@ -81,8 +89,14 @@ class DeferredVerification:
         self.budget.charge(self._clock() - began, read / len(self._readers))
 
     def _follow(self, members: list[Member]) -> None:
-        """Restart the comparison when the ranks change. Their earlier records are still in the boxes and are read again."""
-        now = tuple((member.pid, member.rank, member.box is not None) for member in members if member.rank >= 0)
+        """Restart the comparison when the ranks change. Their earlier records are still in the
+        boxes and are read again.
+        """
+        now = tuple(
+            (member.pid, member.rank, member.box is not None)
+            for member in members
+            if member.rank >= 0
+        )
         if now == self._members:
             return
         self._members = now
@@ -95,15 +109,21 @@ class DeferredVerification:
                 with contextlib.suppress(FormatError):
                     if member.box.identity.about.get("joined"):
                         continue  # its numbers are the backend's, which may differ between ranks
-                    self._readers.append(RecordReader(self._comparison, member.rank, BoxTail(member.box)))
+                    self._readers.append(
+                        RecordReader(self._comparison, member.rank, BoxTail(member.box))
+                    )
 
     @property
     def missed(self) -> int:
-        """The number of records that were not compared: overwritten before they were read, or skipped to stay within the CPU budget."""
+        """The number of records that were not compared: overwritten before they were read, or
+        skipped to stay within the CPU budget.
+        """
         return self._missed_before + sum(reader.tail.missed for reader in self._readers)
 
     def digests(self) -> dict[str, list[Blocks]]:
-        """Return what was issued on the channels that reach other nodes, in a form that nodes can compare."""
+        """Return what was issued on the channels that reach other nodes, in a form that nodes can
+        compare.
+        """
         return self._comparison.digests()
 
     def times(self, discrepancy: Discrepancy) -> int:
@@ -120,5 +140,8 @@ class DeferredVerification:
             source = f"of {ranks_phrase(ranks)}" if ranks else "from before a restart"
             parts.append(f"{missed} records {source} came too fast to be compared")
         if given_up:
-            parts.append(f"{given_up} collectives were not compared with a rank that was more than {MAX_PENDING} behind")
+            parts.append(
+                f"{given_up} collectives were not compared with a rank that was more than"
+                f" {MAX_PENDING} behind"
+            )
         return "; ".join(parts)

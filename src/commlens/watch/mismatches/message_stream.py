@@ -17,9 +17,11 @@ class MessageStream:
     channel: Channel
     sender: int
     receiver: int
-    unmatched: dict[tuple[int, int], tuple[SignatureId, bool]] = field(default_factory=dict)  # (tag, number): signature, is a send
+    # (tag, number): signature, is a send
+    unmatched: dict[tuple[int, int], tuple[SignatureId, bool]] = field(default_factory=dict)
     dropped: int = 0  # unmatched messages that were discarded
-    pairing_lost: bool = False  # sends can no longer be assigned to receives, so nothing more is compared
+    # sends can no longer be assigned to receives, so nothing more is compared
+    pairing_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -32,8 +34,11 @@ class StreamEnd:
     counts: dict[int, int] = field(default_factory=dict)  # tag: messages so far
     has_gap: bool = False
 
-    def match(self, signature: SignatureId, number: int, tag: int) -> tuple[SignatureId, SignatureId] | None:
-        """Add a message; return the signatures of the send and the receive if its counterpart was added before.
+    def match(
+        self, signature: SignatureId, number: int, tag: int
+    ) -> tuple[SignatureId, SignatureId] | None:
+        """Add a message; return the signatures of the send and the receive if its counterpart was
+        added before.
 
         Messages of one tag are matched in order of issue.
         """
@@ -45,7 +50,9 @@ class StreamEnd:
         if number == self.newest + 1:
             count = self.counts.get(tag, 0) + 1
         elif number > self.newest:
-            self.has_gap = True  # records were overwritten before they were read; with a single tag, the sequence number still is the count
+            # records were overwritten before they were read; with a single tag, the sequence number
+            # still is the count
+            self.has_gap = True
             count = number
         else:
             stream.pairing_lost = True  # issued by several threads at once

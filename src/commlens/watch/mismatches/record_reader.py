@@ -19,7 +19,8 @@ from commlens.watch.mismatches.signatures import BoundedCache, SignatureId
 
 _RANKS_MAX: Final = 1 << 20
 _OPEN_GROUPS_MAX: Final = 64  # coalesced groups
-_REDUCE_OP_ROUNDS: Final = 3  # rounds of a rank's watchdog thread after which a reduce op is given up
+# rounds of a rank's watchdog thread after which a reduce op is given up
+_REDUCE_OP_ROUNDS: Final = 3
 
 
 @dataclass(slots=True)
@@ -34,8 +35,10 @@ class _RankChannel:
 
 
 _PendingReduceOp = tuple[int, int, ChannelProgress, SequenceNumber, SignatureId, int]
-"""A record whose reduce op was not there when it was read: the watchdog thread's heartbeat then, the record's index, its place and
-signature, and the watchdog's rounds since. A plain tuple, because one is made for every all_reduce."""
+"""A record whose reduce op was not there when it was read: the watchdog thread's heartbeat then,
+the record's index, its place and signature, and the watchdog's rounds since. A plain tuple, because
+one is made for every all_reduce.
+"""
 
 
 class RecordReader:
@@ -52,8 +55,12 @@ class RecordReader:
         self.tail = tail
         self._comparison = comparison
         self._channels = BoundedCache(self._load_channel)  # these three by their blobs' positions
-        self._signatures: BoundedCache[int, SignatureId] = BoundedCache(lambda position: comparison.signatures.intern(tail.blob(position)))
-        self._stacks: BoundedCache[int, int] = BoundedCache(lambda position: comparison.intern_stack(tail.blob(position)))
+        self._signatures: BoundedCache[int, SignatureId] = BoundedCache(
+            lambda position: comparison.signatures.intern(tail.blob(position))
+        )
+        self._stacks: BoundedCache[int, int] = BoundedCache(
+            lambda position: comparison.intern_stack(tail.blob(position))
+        )
         self._by_key: dict[ChannelKey, _RankChannel] = {}
         self._coalesced: dict[int, list[SignatureId]] = {}  # by coalescing id
         self._pending: deque[_PendingReduceOp] = deque()
@@ -61,7 +68,8 @@ class RecordReader:
         self._eras: Counter[tuple[ChannelKey, int, str]] = Counter()
 
     def poll(self, at_most: int) -> int:
-        """Read and compare the new records, or only the newest ``at_most`` of them. Returns how many were read.
+        """Read and compare the new records, or only the newest ``at_most`` of them. Returns how
+        many were read.
 
         Raises:
             FormatError: the box cannot be read.
@@ -75,12 +83,34 @@ class RecordReader:
 
     def _compare(self, records: Sequence[Raw]) -> None:
         # The loop runs once per record of every rank: local names, and one look-up per blob.
-        comparison, rank, heartbeat, pending = self._comparison, self.rank, self.tail.heartbeat, self._pending
+        comparison, rank, heartbeat, pending = (
+            self._comparison,
+            self.rank,
+            self.tail.heartbeat,
+            self._pending,
+        )
         channels, signatures, stacks = self._channels, self._signatures, self._stacks
-        needs_more, needs_all_ranks = comparison.signatures.needs_more, comparison.signatures.needs_all_ranks
+        needs_more, needs_all_ranks = (
+            comparison.signatures.needs_more,
+            comparison.signatures.needs_all_ranks,
+        )
         touched: dict[int, ChannelProgress] = {}
         digest = comparison.signatures.digest
-        for index, group, args, stack, number, step, coalescing, tag, flags, peer, members, _, _ in records:
+        for (
+            index,
+            group,
+            args,
+            stack,
+            number,
+            step,
+            coalescing,
+            tag,
+            flags,
+            peer,
+            members,
+            _,
+            _,
+        ) in records:
             channel = channels[group]
             if channel is None:
                 continue
@@ -138,11 +168,15 @@ class RecordReader:
             if channel is not None:
                 found = self._by_key.get(channel.key)
                 if found is None and len(channel.group.ranks) > 1:
-                    found = self._by_key[channel.key] = _RankChannel(self._comparison.channel(channel, 0), channel)
+                    found = self._by_key[channel.key] = _RankChannel(
+                        self._comparison.channel(channel, 0), channel
+                    )
         return found
 
     def _begin_era(self, channel: _RankChannel) -> None:
-        """Start anew: the group was destroyed and created again under its former name, so its sequence numbers begin at 1."""
+        """Start anew: the group was destroyed and created again under its former name, so its
+        sequence numbers begin at 1.
+        """
         channel.era += 1
         channel.progress = self._comparison.channel(channel.channel, channel.era)
         channel.ends.clear()
@@ -160,9 +194,15 @@ class RecordReader:
     def _close(self, coalescing: int, count: int) -> SignatureId:
         """Return the signature of a complete coalesced group; 0 if a member was not read."""
         members = self._coalesced.pop(coalescing, [])
-        return self._comparison.signatures.intern_group(tuple(members)) if members and len(members) == count else 0
+        return (
+            self._comparison.signatures.intern_group(tuple(members))
+            if members and len(members) == count
+            else 0
+        )
 
-    def _add_message(self, channel: _RankChannel, signature: SignatureId, number: int, tag: int, peer: int) -> None:
+    def _add_message(
+        self, channel: _RankChannel, signature: SignatureId, number: int, tag: int, peer: int
+    ) -> None:
         comparison = self._comparison
         op = comparison.signatures.op(signature)
         if peer < 0:
@@ -182,7 +222,9 @@ class RecordReader:
     # --- reduce ops
 
     def _read_reduce_ops(self) -> None:
-        """Read the reduce ops of earlier records: the rank's watchdog thread, which records them, has completed a round since."""
+        """Read the reduce ops of earlier records: the rank's watchdog thread, which records them,
+        has completed a round since.
+        """
         self._heartbeat = self.tail.heartbeat
         floor = self.tail.issued - self.tail.capacity
         ready = []
@@ -197,7 +239,9 @@ class RecordReader:
         words = self.tail.reduce_words(first, max(indices))
         compare_reduce_op, rank = self._comparison.compare_reduce_op, self.rank
         for _, index, progress, place, signature, rounds in ready:
-            reduce_op = reduce_code(words[index - first], index) if index - first < len(words) else 0
+            reduce_op = (
+                reduce_code(words[index - first], index) if index - first < len(words) else 0
+            )
             if reduce_op:
                 if place[0] > progress.newest_reduce_op.get(rank, 0):
                     progress.newest_reduce_op[rank] = place[0]
@@ -205,4 +249,6 @@ class RecordReader:
                 if known is None or known[0] != reduce_op:
                     compare_reduce_op(progress, place, rank, signature, reduce_op)
             elif rounds + 1 < _REDUCE_OP_ROUNDS:
-                self._pending.append((self._heartbeat, index, progress, place, signature, rounds + 1))
+                self._pending.append(
+                    (self._heartbeat, index, progress, place, signature, rounds + 1)
+                )

@@ -1,4 +1,6 @@
-"""Reports each disagreement that deferred verification finds once, and how often it happened when the job ends."""
+"""Reports each disagreement that deferred verification finds once, and how often it happened when
+the job ends.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Roster
 from commlens.watch.snapshot import read_logs
 
-REPORTS_MAX: Final = 8  # distinct disagreements of one job: a broken program must not fill the terminal
+# distinct disagreements of one job: a broken program must not fill the terminal
+REPORTS_MAX: Final = 8
 EXAMINED_MAX: Final = 64
 NEWEST_RECORDS: Final = 400  # of each rank; reading all of them takes longer than a report may
-OTHER_RANKS_WITHIN_S: Final = 1.0  # the group's other ranks may still come, and show which rank is the odd one
-SETTLES_WITHIN_S: Final = 1.0  # the collective may still end, and the ranks' watchdogs decode its reduce op
+# the group's other ranks may still come, and show which rank is the odd one
+OTHER_RANKS_WITHIN_S: Final = 1.0
+# the collective may still end, and the ranks' watchdogs decode its reduce op
+SETTLES_WITHIN_S: Final = 1.0
 SHIFT_MATCHES: Final = 8  # collectives that must match before a rank is reported out of step
-SHIFT_CHECKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)  # after the first suspicion, and after each check that showed nothing
+# after the first suspicion, and after each check that showed nothing
+SHIFT_CHECKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)
 SHIFT_CHECKS_APART_S: Final = 1.0  # a rank must be out of step in two checks
 SHIFT_REST_S: Final = (4.0, 8.0, 16.0, 32.0, 64.0)  # after a suspicion that was wrong
 SHIFT_CHECKS_MAX: Final = 40
@@ -33,7 +39,9 @@ Key = tuple[str, tuple[int, ...], str, tuple[int, ...]]
 
 
 class OutOfStepCheck:
-    """When to check for ranks out of step, and which findings count: a rank must be out of step in two checks."""
+    """When to check for ranks out of step, and which findings count: a rank must be out of step in
+    two checks.
+    """
 
     def __init__(self) -> None:
         self._due = 0.0
@@ -42,14 +50,18 @@ class OutOfStepCheck:
         self._seen: set[Key] = set()
 
     def is_due(self, now: float) -> bool:
-        """Return whether to check now. The first suspicion only sets the time: later records must show whether it holds."""
+        """Return whether to check now. The first suspicion only sets the time: later records must
+        show whether it holds.
+        """
         if not self._tries:
             self._tries, self._due = 1, max(self._due, now + SHIFT_CHECKS_AFTER_S[0])
             return False
         return now >= self._due
 
     def confirm(self, findings: Sequence[Finding], now: float) -> list[Finding] | None:
-        """Return the findings that the previous check had, too; None if another check must decide."""
+        """Return the findings that the previous check had, too; None if another check must
+        decide.
+        """
         self._checks += 1
         confirmed = [finding for finding in findings if _key(finding) in self._seen]
         self._seen = {_key(finding) for finding in findings}
@@ -72,21 +84,29 @@ class MismatchReporter:
     Args:
         verification: finds the discrepancies.
         roster: the ranks whose boxes are read to explain them.
-        read: returns the logs, with all records or only the newest so many; by default from the roster's boxes, as of now.
+        read: returns the logs, with all records or only the newest so many; by default from the
+            roster's boxes, as of now.
     """
 
     def __init__(
-        self, verification: DeferredVerification, roster: Roster, *, read: Callable[[int | None], Sequence[RankLog]] | None = None
+        self,
+        verification: DeferredVerification,
+        roster: Roster,
+        *,
+        read: Callable[[int | None], Sequence[RankLog]] | None = None,
     ) -> None:
         self.verification = verification
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
-        self.held: list[tuple[float, Verdict, bool]] = []  # for the node that reports for the job: until when, verdict, may it abort
+        # for the node that reports for the job: until when, verdict, may it abort
+        self.held: list[tuple[float, Verdict, bool]] = []
         self._found_here = 0
         self._due = 0.0
-        self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}  # with where it was first seen
+        # with where it was first seen
+        self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}
         self._examined = 0
-        self._unsettled_since: dict[Key, float] = {}  # disagreements between nodes, of which a later look may tell more
+        # disagreements between nodes, of which a later look may tell more
+        self._unsettled_since: dict[Key, float] = {}
         self._out_of_step = OutOfStepCheck()
         self._counted: set[tuple[ChannelKey, str]] = set()
 
@@ -98,7 +118,8 @@ class MismatchReporter:
         """Compare the new records if it is time (``now`` is CLOCK_MONOTONIC, seconds).
 
         Returns:
-            New verdicts, each with whether it may end the job: a rank out of step is only a warning.
+            New verdicts, each with whether it may end the job: a rank out of step is only a
+                warning.
         """
         if now < self._due:
             return []
@@ -109,21 +130,39 @@ class MismatchReporter:
             return []
         rank_ended = any(not member.alive for member in self._roster.current())
         disagreements = [each for each in verification.discrepancies if each.answer is not None]
-        complete = [each for each in disagreements if rank_ended or now - each.seen_at >= OTHER_RANKS_WITHIN_S or not each.missing_ranks]
-        shifts = [each for each in verification.discrepancies if each.answer is None and each.passed >= SHIFT_MATCHES + 2]
+        complete = [
+            each
+            for each in disagreements
+            if rank_ended or now - each.seen_at >= OTHER_RANKS_WITHIN_S or not each.missing_ranks
+        ]
+        shifts = [
+            each
+            for each in verification.discrepancies
+            if each.answer is None and each.passed >= SHIFT_MATCHES + 2
+        ]
         verdicts: list[tuple[Verdict, bool]] = []
         if complete:
-            verification.discrepancies = [each for each in verification.discrepancies if each not in complete]
-            died = any(not member.alive and member.ended_well is not True for member in self._roster.current())
-            verdicts += [(verdict, True) for verdict in self._examine(complete, now if not died else float("inf"))]
+            verification.discrepancies = [
+                each for each in verification.discrepancies if each not in complete
+            ]
+            died = any(
+                not member.alive and member.ended_well is not True
+                for member in self._roster.current()
+            )
+            verdicts += [
+                (verdict, True)
+                for verdict in self._examine(complete, now if not died else float("inf"))
+            ]
         if shifts and self._out_of_step.is_due(now):
             verdicts += [(verdict, False) for verdict in self._examine_shifts(shifts, now)]
         return verdicts
 
     def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
-        """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll` does.
+        """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll`
+        does.
 
-        If another node reports for the job, it decides first: what was found here is returned only if that takes too long.
+        If another node reports for the job, it decides first: what was found here is returned only
+        if that takes too long.
         """
         verdicts = self.poll(now)
         if nodes.reporter is not None:
@@ -134,7 +173,9 @@ class MismatchReporter:
             verdicts = []
         elif nodes.others and (nodes.take_disagreement(now) or self._unsettled_since):
             verdicts += self.examine_job(now)
-        verdicts += [(verdict, may_abort) for until, verdict, may_abort in self.held if now >= until]
+        verdicts += [
+            (verdict, may_abort) for until, verdict, may_abort in self.held if now >= until
+        ]
         self.held = [each for each in self.held if now < each[0]]
         return verdicts
 
@@ -147,14 +188,21 @@ class MismatchReporter:
         return bool(verdict.findings) and self._is_reported(_key(verdict.findings[0]))
 
     def _is_reported(self, key: Key) -> bool:
-        """Compare with what was reported. Later, when the odd rank can no longer be singled out, more culprits are named, or none."""
+        """Compare with what was reported. Later, when the odd rank can no longer be singled out,
+        more culprits are named, or none.
+        """
         kind, culprits, *where = key
         return any(
-            kind == known[0] and where == [*known[2:]] and (not culprits or set(known[1]) <= set(culprits)) for known in self._reported
+            kind == known[0]
+            and where == [*known[2:]]
+            and (not culprits or set(known[1]) <= set(culprits))
+            for known in self._reported
         )
 
     def final_lines(self) -> list[str]:
-        """Return the lines for the end of the job: how often ranks disagreed, and what was not compared."""
+        """Return the lines for the end of the job: how often ranks disagreed, and what was not
+        compared.
+        """
         lines = []
         for (kind, culprits, _, _), (where, discrepancy) in self._reported.items():
             if discrepancy is None:
@@ -164,12 +212,21 @@ class MismatchReporter:
             if times > 1 and key not in self._counted:
                 self._counted.add(key)
                 ranks = ranks_phrase(culprits) if culprits else "ranks"
-                lines.append(f"{ranks} disagreed ({kind}, first in {where}) {count(times, 'time')} in all.")
+                lines.append(
+                    f"{ranks} disagreed ({kind}, first in {where}) {count(times, 'time')} in all."
+                )
         gaps = self.verification.gaps
-        return [*lines, f"the comparison is not complete: {gaps}."] if gaps and self._reported else lines
+        return (
+            [*lines, f"the comparison is not complete: {gaps}."]
+            if gaps and self._reported
+            else lines
+        )
 
     def _verdict(self, finding: Finding, logs: Sequence[RankLog]) -> Verdict:
-        about = f"{count(len(logs), 'rank')}, {count(sum(log.issued for log in logs), 'record')} so far, while the job runs"
+        about = (
+            f"{count(len(logs), 'rank')}, {count(sum(log.issued for log in logs), 'record')} so"
+            " far, while the job runs"
+        )
         gaps = self.verification.gaps
         missing = [f"The comparison is not complete: {gaps}."] if gaps else []
         return Verdict.from_findings([finding], looked_at=about, missing_evidence=missing)
@@ -177,7 +234,9 @@ class MismatchReporter:
     # --- disagreements
 
     def _examine(self, disagreements: list[Discrepancy], now: float) -> list[Verdict]:
-        """Return a verdict for each new disagreement. One whose records are not final is looked at again in the next poll."""
+        """Return a verdict for each new disagreement. One whose records are not final is looked at
+        again in the next poll.
+        """
         if self._examined >= EXAMINED_MAX or len(self._reported) >= REPORTS_MAX:
             return []
         self._examined += 1
@@ -193,7 +252,9 @@ class MismatchReporter:
                 continue
             if not settled and now - discrepancy.seen_at < SETTLES_WITHIN_S:
                 self._examined -= 1
-                self.verification.discrepancies += [each for each in disagreements if each not in self.verification.discrepancies]
+                self.verification.discrepancies += [
+                    each for each in disagreements if each not in self.verification.discrepancies
+                ]
                 break  # the later ones may follow from it
             if self._add(finding, discrepancy):
                 verdicts.append(self._verdict(finding, logs))
@@ -206,7 +267,9 @@ class MismatchReporter:
         return verdicts[: max(0, REPORTS_MAX - len(self._reported) + len(verdicts))]
 
     def examine_job(self, now: float) -> list[tuple[Verdict, bool]]:
-        """Compare the records of all nodes, because what they issued differs. Returns new verdicts, as :meth:`poll` does."""
+        """Compare the records of all nodes, because what they issued differs. Returns new verdicts,
+        as :meth:`poll` does.
+        """
         before, self._unsettled_since = self._unsettled_since, {}
         if len(self._reported) >= REPORTS_MAX:
             return []
@@ -228,35 +291,56 @@ class MismatchReporter:
         if self._is_reported(key):
             return False
         op = finding.collective
-        self._reported[key] = (f"{op.op} #{op.sequence_number}" if op is not None else "a collective", discrepancy)
+        self._reported[key] = (
+            f"{op.op} #{op.sequence_number}" if op is not None else "a collective",
+            discrepancy,
+        )
         return True
 
     # --- ranks out of step
 
     def _examine_shifts(self, shifts: list[Discrepancy], now: float) -> list[Verdict]:
-        """Check whether source lines or steps met that had never met before because a rank is out of step."""
+        """Check whether source lines or steps met that had never met before because a rank is out
+        of step.
+        """
         logs = self._read(None)
-        findings = [each for each in live.find_out_of_step(logs, at_least=SHIFT_MATCHES) if _key(each) not in self._reported]
+        findings = [
+            each
+            for each in live.find_out_of_step(logs, at_least=SHIFT_MATCHES)
+            if _key(each) not in self._reported
+        ]
         confirmed = self._out_of_step.confirm(findings, now)
         if confirmed is None:
             return []
         for shift in shifts:
             if shift.progress is not None:
                 shift.progress.order_suspected = False
-        self.verification.discrepancies = [each for each in self.verification.discrepancies if each.answer is not None]
+        self.verification.discrepancies = [
+            each for each in self.verification.discrepancies if each.answer is not None
+        ]
         verdicts = []
         for finding in confirmed:
             if self._add(finding, shifts[0]):
                 finding.confidence = "medium"
-                finding.would_raise_confidence = "Only the source lines and the optimizer steps show it."
-                finding.evidence.append("Ops and shapes agree: only the source lines and the optimizer steps show it. It is a warning.")
+                finding.would_raise_confidence = (
+                    "Only the source lines and the optimizer steps show it."
+                )
+                finding.evidence.append(
+                    "Ops and shapes agree: only the source lines and the optimizer steps show it."
+                    " It is a warning."
+                )
                 verdicts.append(self._verdict(finding, logs))
         return verdicts
 
 
 def _key(finding: Finding) -> Key:
     group = finding.group
-    return (finding.kind, tuple(finding.culprits), group.name if group else "", tuple(group.ranks) if group else ())
+    return (
+        finding.kind,
+        tuple(finding.culprits),
+        group.name if group else "",
+        tuple(group.ranks) if group else (),
+    )
 
 
 def _is_about(finding: Finding, discrepancy: Discrepancy) -> bool:
@@ -266,19 +350,33 @@ def _is_about(finding: Finding, discrepancy: Discrepancy) -> bool:
 
 
 def _is_overwritten(logs: Sequence[RankLog], discrepancy: Discrepancy) -> bool:
-    """Return whether a rank's ring buffer has overwritten the record. A collective that was never issued is in no ring buffer, either."""
+    """Return whether a rank's ring buffer has overwritten the record. A collective that was never
+    issued is in no ring buffer, either.
+    """
     key, number = discrepancy.channel.key, discrepancy.sequence_number
     for log in logs:
-        numbers = [op.sequence_number for op in log.collectives if op.channel.key == key and op.sequence_number]
+        numbers = [
+            op.sequence_number
+            for op in log.collectives
+            if op.channel.key == key and op.sequence_number
+        ]
         wrapped = log.issued > len(log.collectives)
-        if wrapped and log.rank in discrepancy.channel.group.ranks and min(numbers, default=number + 1) > number:
+        if (
+            wrapped
+            and log.rank in discrepancy.channel.group.ranks
+            and min(numbers, default=number + 1) > number
+        ):
             return True
     return False
 
 
 def _finding_without_records(discrepancy: Discrepancy) -> Finding:
     """Return a finding made from the comparison alone, for records that were overwritten."""
-    answer, group, number = discrepancy.answer, discrepancy.channel.group, discrepancy.sequence_number
+    answer, group, number = (
+        discrepancy.answer,
+        discrepancy.channel.group,
+        discrepancy.sequence_number,
+    )
     assert answer is not None
     ranks = sorted(rank for party in answer.parties for rank in party.ranks)
     culprits = list(answer.minority)
@@ -293,7 +391,10 @@ def _finding_without_records(discrepancy: Discrepancy) -> Finding:
         summary=f"ranks disagree in {where} of {group_phrase(group)}: {answer.detail}",
         explanation="The records have been overwritten since: only their signatures are known.",
         would_raise_confidence="Only signatures are left of the records, without lines.",
-        next_step="increase box_entries, so that the source lines are still recorded when the watcher reads them",
+        next_step=(
+            "increase box_entries, so that the source lines are still recorded when the watcher"
+            " reads them"
+        ),
         group=GroupRef(group.name, group.label, list(group.ranks)),
         collective=CollectiveRef("collective", number),
     )

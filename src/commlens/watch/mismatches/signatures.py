@@ -1,4 +1,6 @@
-"""Interned signatures: ranks that agree compare two small integers instead of the arguments themselves."""
+"""Interned signatures: ranks that agree compare two small integers instead of the arguments
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class SignatureTable:
 
     def __init__(self) -> None:
         self.signatures: dict[SignatureId, Signature] = {}
-        self.needs_more: set[SignatureId] = set()  # reduce op recorded later, or all ranks compared together
+        # reduce op recorded later, or all ranks compared together
+        self.needs_more: set[SignatureId] = set()
         self.needs_all_ranks: set[SignatureId] = set()
         self._digests: dict[SignatureId, int] = {}
         self._ids: dict[bytes | tuple[SignatureId, ...], SignatureId] = {}
@@ -66,7 +69,9 @@ class SignatureTable:
         return self.signatures.get(signature)
 
     def digest(self, signature: SignatureId) -> int:
-        """Return 32 bits of what all ranks of a group must have alike, equal on all nodes; 0 if it is unknown."""
+        """Return 32 bits of what all ranks of a group must have alike, equal on all nodes; 0 if it
+        is unknown.
+        """
         digest = self._digests.get(signature)
         if digest is None:
             known = self.signatures.get(signature)
@@ -91,7 +96,9 @@ class SignatureTable:
             if not isinstance(blob, ArgsJson):
                 return 0
             if len(self._ids) >= CACHE_SIZE:
-                self._ids.clear()  # ids are never reused: an old and a new id of equal signatures are then compared by value
+                # ids are never reused: an old and a new id of equal signatures are then compared by
+                # value
+                self._ids.clear()
             signature = self._ids[payload] = next(self._next_id)
             args = decode_args(blob, 0)
             self.signatures[signature] = Signature(blob, args)
@@ -113,7 +120,11 @@ class SignatureTable:
         signature = self._ids.get(members)
         if signature is None:
             signature = self._ids[members] = next(self._next_id)
-            parts = tuple(part.args for member in members if (part := self.get(member)) is not None and part.args is not None)
+            parts = tuple(
+                part.args
+                for member in members
+                if (part := self.get(member)) is not None and part.args is not None
+            )
             self.signatures[signature] = Signature(None, parts[0] if parts else None, parts)
             if any(member in self.needs_all_ranks for member in members):
                 self.needs_more.add(signature)
@@ -121,9 +132,15 @@ class SignatureTable:
         return signature
 
     def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> CollectiveArgs | None:
-        """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
+        """Return the arguments with the reduce op that was recorded later; None if they are
+        unknown.
+        """
         known = self.get(signature)
-        return decode_args(known.blob, reduce_op) if known is not None and known.blob is not None else None
+        return (
+            decode_args(known.blob, reduce_op)
+            if known is not None and known.blob is not None
+            else None
+        )
 
 
 def _must_agree(args: CollectiveArgs) -> tuple[object, ...]:

@@ -1,4 +1,6 @@
-"""What the watchers of a job's other nodes say about their ranks, in the job's store, asked without taking part."""
+"""What the watchers of a job's other nodes say about their ranks, in the job's store, asked without
+taking part.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run
 
 _MOST: Final = 4096  # nodes
-_ANSWERS_S: Final = 3.0  # a watcher at rest asks the store once a second, and looks for less than one
+# a watcher at rest asks the store once a second, and looks for less than one
+_ANSWERS_S: Final = 3.0
 _POLL_S: Final = 0.1
 _WAITS_S: Final = 2.0  # a shorter wait is part of a step
 _PATIENCE_S: Final = 8.0  # with a store that is busy: it looks up each client's name in DNS
@@ -45,7 +48,8 @@ class Said(NamedTuple):
     """What the nodes' watchers have said in the store."""
 
     beats: Sequence[Beat] = ()  # their last values, this node's included
-    looks: Mapping[int, Look] = MappingProxyType({})  # the answers of those that looked at their ranks, by slot
+    # the answers of those that looked at their ranks, by slot
+    looks: Mapping[int, Look] = MappingProxyType({})
     problem: str = ""  # a sentence: why the store could not be asked
 
 
@@ -55,7 +59,8 @@ def has_other_nodes(logs: Sequence[RankLog]) -> bool:
 
 
 def look_at_other_nodes(job_dir: Path) -> OtherNodes:
-    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a node does not answer, at most twelve.
+    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a
+    node does not answer, at most twelve.
 
     Args:
         job_dir: the folder of the job's black boxes on this node.
@@ -66,14 +71,23 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
         members = roster.current()
         here = [member.rank for member in members]
         said = read_beats(members, looks=True)
-    answered = [remote_evidence.unpack(said.looks[beat.slot].evidence, beat.host) for beat in said.beats if beat.slot in said.looks]
-    lines = [problem for node in answered for problem in node.problems] + ([said.problem] if said.problem else [])
+    answered = [
+        remote_evidence.unpack(said.looks[beat.slot].evidence, beat.host)
+        for beat in said.beats
+        if beat.slot in said.looks
+    ]
+    lines = [problem for node in answered for problem in node.problems] + (
+        [said.problem] if said.problem else []
+    )
     lines += other_node_lines([beat for beat in said.beats if beat.slot not in said.looks], here)
-    return OtherNodes([log for node in answered for log in node.logs if log.rank not in here], lines)
+    return OtherNodes(
+        [log for node in answered for log in node.logs if log.rank not in here], lines
+    )
 
 
 def read_beats(members: Sequence[Member], *, looks: bool = False) -> Said:
-    """Return what the nodes' watchers have said; nothing if there is one node, or no watcher, or no store.
+    """Return what the nodes' watchers have said; nothing if there is one node, or no watcher, or no
+    store.
 
     Args:
         members: this node's ranks.
@@ -92,7 +106,11 @@ def read_beats(members: Sequence[Member], *, looks: bool = False) -> Said:
             counter = client.add(key("nodes"), LOOK if looks else 0)
             beats = _newest_beats(client, counter % LOOK)
             here = {member.rank for member in members}
-            asked = {beat.slot for beat in beats if looks and not beat.finished and not set(beat.ranks) & here}
+            asked = {
+                beat.slot
+                for beat in beats
+                if looks and not beat.finished and not set(beat.ranks) & here
+            }
             end = time.monotonic() + _ANSWERS_S
             while asked - found.keys() and time.monotonic() < end:
                 time.sleep(_POLL_S)
@@ -131,7 +149,8 @@ def _answers(client: Client, slots: Iterable[int], number: int) -> dict[int, Loo
 
 
 def other_node_lines(beats: Sequence[Beat], here: Sequence[int]) -> list[str]:
-    """Return one sentence for each node other than this one: its ranks, how long the longest of them has waited, which of them died.
+    """Return one sentence for each node other than this one: its ranks, how long the longest of
+    them has waited, which of them died.
 
     Args:
         beats: of all nodes.

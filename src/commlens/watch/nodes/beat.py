@@ -1,4 +1,6 @@
-"""What a node tells the other nodes of its job: one small value, overwritten about once a second."""
+"""What a node tells the other nodes of its job: one small value, overwritten about once a
+second.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Request(NamedTuple):
 
 
 LAST: Final = Request(-1, 1)
-"""The request under which a node stores its evidence unasked when it leaves or one of its ranks has died: the store may end at once."""
+"""The request under which a node stores its evidence unasked when it leaves or one of its ranks has
+died: the store may end at once.
+"""
 
 
 class News(msgspec.Struct, frozen=True):
@@ -47,10 +51,13 @@ class Beat(msgspec.Struct, frozen=True):
     disagreements: int = 0  # that its ranks have among themselves, so far
     digests: dict[str, list[Blocks]] = {}  # of the channels that reach other nodes
     pace: list[Sample] = []  # of its ranks; empty while it is not known
-    judgement: Judgement | None = None  # of the reporter: which ranks of the job are slow; None: each node judges its own
+    # of the reporter: which ranks of the job are slow; None: each node judges its own
+    judgement: Judgement | None = None
     finished: bool = False  # it has left in order
     ended: bool = False  # all its ranks have ended
-    ended_at: int = 0  # how many slots had been drawn when its ranks had ended; 0: they have not, or that is not known yet
+    # how many slots had been drawn when its ranks had ended; 0: they have not, or that is not known
+    # yet
+    ended_at: int = 0
     asks: int = 0  # the number of its last request for evidence
     asked_nodes: list[int] = []  # the slots of those that it asks; empty: all
     asked_records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
@@ -62,13 +69,17 @@ class Beat(msgspec.Struct, frozen=True):
     successors: list[int] = []  # of the reporter: the slots of the nodes that would report next
 
     def meets(self, other: Beat) -> bool:
-        """Return whether another node's ranks are of the same incarnation of the job as this node's.
+        """Return whether another node's ranks are of the same incarnation of the job as this
+        node's.
 
-        A node draws a new slot when its workers are restarted, and torchelastic starts nobody's workers before everybody's former ones
-        have ended. So workers with a slot that was drawn after others had ended are of a later incarnation, whatever the restart counts
-        say, which torchelastic increases only on the node whose workers failed.
+        A node draws a new slot when its workers are restarted, and torchelastic starts nobody's
+        workers before everybody's former ones have ended. So workers with a slot that was drawn
+        after others had ended are of a later incarnation, whatever the restart counts say, which
+        torchelastic increases only on the node whose workers failed.
         """
-        if (self.ended_at and other.slot >= self.ended_at) or (other.ended_at and self.slot >= other.ended_at):
+        if (self.ended_at and other.slot >= self.ended_at) or (
+            other.ended_at and self.slot >= other.ended_at
+        ):
             return False
         sizes = {self.world_size, other.world_size} - {0}
         return len(sizes) < 2 and not set(self.ranks) & set(other.ranks) - {-1}
@@ -76,7 +87,9 @@ class Beat(msgspec.Struct, frozen=True):
     def request_to(self, slot: int) -> Request | None:
         """Return the last request of this node if it asks the node with this slot."""
         return (
-            Request(self.slot, self.asks, self.asked_records) if self.asks and (not self.asked_nodes or slot in self.asked_nodes) else None
+            Request(self.slot, self.asks, self.asked_records)
+            if self.asks and (not self.asked_nodes or slot in self.asked_nodes)
+            else None
         )
 
     @property
@@ -94,5 +107,7 @@ def decoded(value: bytes) -> Beat | None:
 
 
 def key(*parts: object) -> str:
-    """Return a key in the store: ``"nodes"``, the number of nodes; ``"node", slot``, a node's value."""
+    """Return a key in the store: ``"nodes"``, the number of nodes; ``"node", slot``, a node's
+    value.
+    """
     return "/".join([_PREFIX, *map(str, parts)])

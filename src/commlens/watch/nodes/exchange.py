@@ -1,8 +1,10 @@
-"""The watchers of a job's nodes, which meet in the job's own store: one of them reports, with the evidence of all.
+"""The watchers of a job's nodes, which meet in the job's own store: one of them reports, with the
+evidence of all.
 
-Each node has one small value in the store, which it overwrites about once a second: its ranks, how long they have waited, which of
-them died. The reporter is the live node with the lowest rank. It asks for evidence by a number in its value; each node answers with
-its ranks' black boxes. What the reporter prints, the other nodes print as one line. See docs/nodes.md.
+Each node has one small value in the store, which it overwrites about once a second: its ranks, how
+long they have waited, which of them died. The reporter is the live node with the lowest rank. It
+asks for evidence by a number in its value; each node answers with its ranks' black boxes. What the
+reporter prints, the other nodes print as one line. See docs/nodes.md.
 
 All traffic is in a thread of its own. If the store cannot be reached, each node speaks for itself.
 """
@@ -34,10 +36,12 @@ log = logging.getLogger("commlens")
 
 BUSY_PERIOD_S: Final = 0.2  # while evidence is gathered, or a rank has died
 MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store does not answer
-EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time, because legal differences stay
+# between comparisons of all nodes' records; doubled each time, because legal differences stay
+EXAMINE_REST_S: Final = 1.0
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
-_BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
+# with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
+_BUSY_NODES: Final = 512
 _REST_NODES: Final = 625  # with more, so does the period at rest
 _REST_MAX_S: Final = 2.0
 _RETRY_MAX_S: Final = 2.0
@@ -57,16 +61,24 @@ class LostStore(NamedTuple):
 
 
 class Nodes:
-    """The other nodes of a job. Its properties may be read and its methods called from the watcher's thread.
+    """The other nodes of a job. Its properties may be read and its methods called from the
+    watcher's thread.
 
     Args:
         host: this machine's name.
         wake: wakes the watcher; called from the thread when there is something to do.
         folder: the meeting place of nodes that reach no store, if it is shared.
-        look: returns this node's evidence for ``commlens status`` on another node; called in a thread of its own.
+        look: returns this node's evidence for ``commlens status`` on another node; called in a
+            thread of its own.
     """
 
-    def __init__(self, host: str, wake: Callable[[], None], folder: Path | None = None, look: Callable[[], bytes] = lambda: b"") -> None:
+    def __init__(
+        self,
+        host: str,
+        wake: Callable[[], None],
+        folder: Path | None = None,
+        look: Callable[[], bytes] = lambda: b"",
+    ) -> None:
         self._look = look
         self._host = host
         self._folder = folder
@@ -81,7 +93,8 @@ class Nodes:
         self._reset()
 
     def _reset(self) -> None:
-        self._mine = Beat(-1, self._host, [], dump_dir=os.path.abspath(self._folder) if self._folder else "")  # noqa: PTH100
+        folder = os.path.abspath(self._folder) if self._folder else ""  # noqa: PTH100
+        self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
         self._count = 0  # of nodes that ever drew a number
         self._looks = Looks(self._look, self._poke.set)
@@ -98,12 +111,16 @@ class Nodes:
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
-        self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
+        # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
+        self._waits: dict[tuple[int, int], int] = {}
 
     # --- the watcher's side
 
-    def meet(self, members: Sequence[Member], digests: Callable[[], dict[str, list[Blocks]]]) -> bool:
-        """Tell the other nodes about this one. Returns False if there are none, or none are known yet.
+    def meet(
+        self, members: Sequence[Member], digests: Callable[[], dict[str, list[Blocks]]]
+    ) -> bool:
+        """Tell the other nodes about this one. Returns False if there are none, or none are known
+        yet.
 
         Args:
             members: this node's ranks.
@@ -121,18 +138,25 @@ class Nodes:
         self._joined = have_joined(members)
         now_ns = time.monotonic_ns()
         everywhere = waits(members) + (self.waits(now_ns) if self.reporter is None else [])
-        oldest_ns = min((wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0)
+        oldest_ns = min(
+            (wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0
+        )
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
         if self.others:
             self.update(digests=digests())
         self.update(
-            ranks=[member.rank for member in members], world_size=max(member.world_size for member in members),
-            wait_id=oldest_ns, wait_s=round(age_s, 1), ended=not any(member.alive for member in members),
-        )  # fmt: skip
+            ranks=[member.rank for member in members],
+            world_size=max(member.world_size for member in members),
+            wait_id=oldest_ns,
+            wait_s=round(age_s, 1),
+            ended=not any(member.alive for member in members),
+        )
         return True
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
-        """Leave: the others no longer wait for this node, but have its last evidence. Returns within a second or so."""
+        """Leave: the others no longer wait for this node, but have its last evidence. Returns
+        within a second or so.
+        """
         if self._thread is None:
             return
         if evidence is not None and self.others:
@@ -148,7 +172,9 @@ class Nodes:
     def update(self, **fields: object) -> None:
         """Change this node's value."""
         with self._lock:
-            changed = {name: value for name, value in fields.items() if getattr(self._mine, name) != value}
+            changed = {
+                name: value for name, value in fields.items() if getattr(self._mine, name) != value
+            }
             if not changed:
                 return
             self._mine = msgspec.structs.replace(self._mine, **changed)
@@ -172,34 +198,55 @@ class Nodes:
         return left | {rank for beat in self.others for rank in beat.ranks}
 
     def host(self, slot: int) -> str:
-        """Return a name for another node: its host, with the slot if several nodes share one host (a container each)."""
+        """Return a name for another node: its host, with the slot if several nodes share one host
+        (a container each).
+        """
         with self._lock:
             return self._known.host(slot, self._host)
 
     def lost(self, after_s: float = LOST_S) -> list[Lost]:
-        """Return the nodes that have been silent for this long without having left; all of them if it is the store that is silent."""
+        """Return the nodes that have been silent for this long without having left; all of them if
+        it is the store that is silent.
+        """
         now = time.monotonic()
         with self._lock:
             without_store = self._refused or now - self._contact > after_s
-            return self._known.lost(self._mine, now, after_s=0.0 if self._refused else after_s, without_store=without_store)
+            return self._known.lost(
+                self._mine,
+                now,
+                after_s=0.0 if self._refused else after_s,
+                without_store=without_store,
+            )
 
     @property
     def unknown(self) -> list[str]:
-        """What is not known of other nodes, in sentences: nodes that fell silent without leaving, or a store that does."""
+        """What is not known of other nodes, in sentences: nodes that fell silent without leaving,
+        or a store that does.
+        """
         lost = self.lost()
         if lost and (self._given_up or self._refused or time.monotonic() - self._contact > LOST_S):
             place = (self._given_up or self._places)[0]
             what = f"{place} " + (
-                "has ended" if self._refused or self._lost_refused else f"has not answered for {min(each.silent_s for each in lost):.0f} s"
+                "has ended"
+                if self._refused or self._lost_refused
+                else f"has not answered for {min(each.silent_s for each in lost):.0f} s"
             )
             if self._given_up:
                 what += f", and they have not come to {self._places[0]}"
-            return [f"Of {ranks_phrase(rank for each in lost for rank in each.beat.ranks)} on other nodes nothing is known: {what}."]
-        return [f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers." for each in lost]
+            return [
+                f"Of {ranks_phrase(rank for each in lost for rank in each.beat.ranks)} on other"
+                f" nodes nothing is known: {what}."
+            ]
+        return [
+            f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers."
+            for each in lost
+        ]
 
     @property
     def lost_store(self) -> LostStore | None:
-        """The store that was lost; None if there is none, or the nodes meet elsewhere, or all that is lost had ended."""
+        """The store that was lost; None if there is none, or the nodes meet elsewhere, or all that
+        is lost had ended.
+        """
         if not self._lost_since or self.others:
             return None
         now = time.monotonic()
@@ -207,13 +254,22 @@ class Nodes:
             living = (known.beat for known in self._known.peers(self._mine) if known.lives)
             beats = [beat for beat in living if not (beat.finished or beat.ended)]
             place = (self._given_up or self._places)[0]
-            return LostStore(place, now - self._lost_since, self._lost_refused, beats) if beats else None
+            return (
+                LostStore(place, now - self._lost_since, self._lost_refused, beats)
+                if beats
+                else None
+            )
 
     @property
     def dead_elsewhere(self) -> list[int]:
         """The ranks of other nodes that died."""
         with self._lock:
-            return sorted(rank for known in self._known.peers(self._mine) if known.lives for rank in known.beat.dead)
+            return sorted(
+                rank
+                for known in self._known.peers(self._mine)
+                if known.lives
+                for rank in known.beat.dead
+            )
 
     @property
     def reporter(self) -> Beat | None:
@@ -221,15 +277,24 @@ class Nodes:
         return reporter_of(self.others, self._mine)
 
     def waits(self, now_ns: int) -> list[Wait]:
-        """Return each other node's oldest wait; if another node reports for the job, its value holds the oldest of all."""
+        """Return each other node's oldest wait; if another node reports for the job, its value
+        holds the oldest of all.
+        """
         reporter = self.reporter
         found: list[Wait] = []
         for beat in self.others if reporter is None else [reporter]:
             if beat.wait_id:
-                # Ages are old by up to a period: keep the first estimate, so that a wait does not seem to begin anew.
-                since_ns = self._waits.setdefault((beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9))
+                # Ages are old by up to a period: keep the first estimate, so that a wait does not
+                # seem to begin anew.
+                since_ns = self._waits.setdefault(
+                    (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
+                )
                 found.append(Wait(since_ns, -1 - beat.slot, "collective"))
-        self._waits = {key: since_ns for key, since_ns in self._waits.items() if any(since_ns == wait.since_ns for wait in found)}
+        self._waits = {
+            key: since_ns
+            for key, since_ns in self._waits.items()
+            if any(since_ns == wait.since_ns for wait in found)
+        }
         return found
 
     @property
@@ -244,7 +309,9 @@ class Nodes:
             news = self._mine.news
             self._announced = time.monotonic()
             number = (news[-1].number if news else 0) + 1
-            self._mine = msgspec.structs.replace(self._mine, news=[*news, News(number, text, kind, abort)][-_NEWS_KEPT:])
+            self._mine = msgspec.structs.replace(
+                self._mine, news=[*news, News(number, text, kind, abort)][-_NEWS_KEPT:]
+            )
         self._poke.set()
 
     def take_news(self) -> list[tuple[str, News]]:
@@ -253,7 +320,9 @@ class Nodes:
             return self._known.take_news(self._mine)
 
     def take_disagreement(self, now: float) -> bool:
-        """Return whether nodes seem to disagree, so that all records should be compared; not too often."""
+        """Return whether nodes seem to disagree, so that all records should be compared; not too
+        often.
+        """
         others = self.others
         told = {beat.slot: beat.disagreements for beat in others}
         if any(count > self._disagreements.get(slot, 0) for slot, count in told.items()):
@@ -281,29 +350,44 @@ class Nodes:
         """Store this node's evidence."""
         with self._lock:
             self._evidence = evidence
-            self._mine = msgspec.structs.replace(self._mine, answered=(request.slot, request.number))
+            self._mine = msgspec.structs.replace(
+                self._mine, answered=(request.slot, request.number)
+            )
         self._poke.set()
 
     def gather(
-        self, read: Callable[[int, bytes], Answer], *, of: Sequence[int] = (), records: int = 0, timeout_s: float = GATHER_S
+        self,
+        read: Callable[[int, bytes], Answer],
+        *,
+        of: Sequence[int] = (),
+        records: int = 0,
+        timeout_s: float = GATHER_S,
     ) -> tuple[dict[int, Answer], list[Beat]]:
-        """Ask the other nodes for their evidence, and read each answer while others are on their way.
+        """Ask the other nodes for their evidence, and read each answer while others are on their
+        way.
 
         Args:
             read: reads the evidence of the node with this slot; called without a lock.
             of: the slots of those to ask; empty: all.
-            records: how many of each rank's newest records to ask for; 0: as many as the size of the job allows.
+            records: how many of each rank's newest records to ask for; 0: as many as the size of
+                the job allows.
             timeout_s: how long to wait for the answers.
 
         Returns:
-            What was read by slot, in the order of the slots, and the nodes that did not answer in time.
+            What was read by slot, in the order of the slots, and the nodes that did not answer in
+            time.
         """
         asked = [beat for beat in self.others if not of or beat.slot in of]
         end = time.monotonic() + timeout_s
         with self._lock:
             self._gathering, self._gathered = True, {}
             if asked:
-                self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
+                self._mine = msgspec.structs.replace(
+                    self._mine,
+                    asks=self._mine.asks + 1,
+                    asked_nodes=list(of),
+                    asked_records=records,
+                )
                 self._poke.set()
         found: dict[int, tuple[bytes, Answer]] = {}
         while True:
@@ -312,10 +396,16 @@ class Nodes:
                 if slot not in found or found[slot][0] is not content:
                     found[slot] = (content, read(slot, content))
             if is_last:
-                return {slot: found[slot][1] for slot in sorted(contents)}, [beat for beat in asked if beat.slot not in contents]
+                return {slot: found[slot][1] for slot in sorted(contents)}, [
+                    beat for beat in asked if beat.slot not in contents
+                ]
 
-    def _wait_for_answers(self, asked: Sequence[Beat], *, more_than: int, end: float) -> tuple[dict[int, bytes], bool]:
-        """Wait for more answers than so many; return the evidence so far, and whether there is nothing more to wait for."""
+    def _wait_for_answers(
+        self, asked: Sequence[Beat], *, more_than: int, end: float
+    ) -> tuple[dict[int, bytes], bool]:
+        """Wait for more answers than so many; return the evidence so far, and whether there is
+        nothing more to wait for.
+        """
         with self._changed:
             while True:
                 left = end - time.monotonic()
@@ -336,7 +426,8 @@ class Nodes:
         me = threading.current_thread()
         silent_since = time.monotonic()
         retry_s = BUSY_PERIOD_S
-        while self._thread is me and not self._closing.is_set():  # leave() may have given up waiting for this thread
+        # leave() may have given up waiting for this thread
+        while self._thread is me and not self._closing.is_set():
             place = self._places[0]
             client: Client | None = None
             try:
@@ -357,7 +448,11 @@ class Nodes:
                 log.debug("commlens: %s: %s", place, error)
                 self._note_error(error)
             except Exception as error:  # never harm the job
-                log.warning("commlens: the watcher no longer meets the other nodes: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "commlens: the watcher no longer meets the other nodes: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
                 return
             finally:
                 if client is not None:
@@ -367,11 +462,14 @@ class Nodes:
             if len(self._places) > 1 and time.monotonic() - silent_since > MOVE_ON_S:
                 slot, silent_since = -1, time.monotonic()
                 self._move_on()
-            self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))  # not all at once
+            # not all at once
+            self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, _RETRY_MAX_S)
 
     def _keep_waiting(self, waited_s: float) -> bool:
-        """Return whether to wait on for a store that does not answer: it is busy, and another connection would make it busier."""
+        """Return whether to wait on for a store that does not answer: it is busy, and another
+        connection would make it busier.
+        """
         self._note_error(TimeoutError())
         if self._thread is not threading.current_thread() or self._closing.is_set():
             return False
@@ -386,19 +484,27 @@ class Nodes:
                     self._changed.notify_all()
 
     def _end(self, client: Client) -> None:
-        """Let the others read the news, because the store may end with this process, and leave no file behind."""
-        time.sleep(LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0)
+        """Let the others read the news, because the store may end with this process, and leave no
+        file behind.
+        """
+        time.sleep(
+            LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0
+        )
         if not self.others:
             client.remove()
 
     def _move_on(self) -> None:
-        """Meet in the next place. The nodes draw new numbers there; those that do not come stay known as lost, by a number below 0."""
+        """Meet in the next place. The nodes draw new numbers there; those that do not come stay
+        known as lost, by a number below 0.
+        """
         with self._lock:
             self._given_up.append(self._places.pop(0))
             self._known.renumber()
             self._gathered, self._disagreements = {}, {}
             self._asked = None
-            self._mine = msgspec.structs.replace(self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0))
+            self._mine = msgspec.structs.replace(
+                self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0)
+            )
 
     def _period_s(self) -> float:
         with self._lock:
@@ -419,15 +525,21 @@ class Nodes:
         with self._lock:
             evidence, self._evidence = self._evidence, None
             self._mine = mine = msgspec.structs.replace(
-                self._mine, count=self._mine.count + 1, successors=self._known.successors(self._mine),
+                self._mine,
+                count=self._mine.count + 1,
+                successors=self._known.successors(self._mine),
                 ended_at=(self._mine.ended_at or count) if self._mine.ended else 0,
-            )  # fmt: skip
+            )
         if evidence is not None:
             client.set(key("evidence", slot), evidence)
         client.set(key("node", slot), msgspec.msgpack.encode(mine))
         self._count = count
         values = client.get(self._to_read(client, count))
-        beats = [beat for beat in map(decoded, values) if beat is not None and (beat.slot in self._known or not beat.finished)]
+        beats = [
+            beat
+            for beat in map(decoded, values)
+            if beat is not None and (beat.slot in self._known or not beat.finished)
+        ]
         now = time.monotonic()
         with self._changed:
             self._contact, self._refused = now, False
@@ -436,11 +548,25 @@ class Nodes:
             self._known.note(beats, now)
             for beat in beats:
                 request = beat.request_to(slot)
-                if request is not None and beat.order < mine.order and mine.meets(beat) and mine.answered != request[:2]:
+                if (
+                    request is not None
+                    and beat.order < mine.order
+                    and mine.meets(beat)
+                    and mine.answered != request[:2]
+                ):
                     self._asked = request
-            asks = self._mine.asks  # gather() may have asked again since this node's value was stored
-            wanted = [beat.slot for beat in beats if asks and beat.answered == (slot, asks) and beat.slot not in self._gathered]
-            left = [beat.slot for beat in beats if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)]
+            # gather() may have asked again since this node's value was stored
+            asks = self._mine.asks
+            wanted = [
+                beat.slot
+                for beat in beats
+                if asks and beat.answered == (slot, asks) and beat.slot not in self._gathered
+            ]
+            left = [
+                beat.slot
+                for beat in beats
+                if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)
+            ]
         if wanted or left:
             values = client.get([key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
@@ -454,7 +580,10 @@ class Nodes:
     def _to_read(self, client: Client, count: int) -> list[str]:
         """Return the keys of the nodes whose values to read."""
         with self._lock:
-            # As of the last values: if the store took long, that is no sign that the others fell silent.
+            # As of the last values: if the store took long, that is no sign that the others fell
+            # silent.
             known, new = self._known.to_read(self._mine, count, self._contact)
         # A node may have drawn its slot and not yet stored its value.
-        return [key("node", other) for other in known] + client.existing([key("node", other) for other in new])
+        return [key("node", other) for other in known] + client.existing(
+            [key("node", other) for other in new]
+        )

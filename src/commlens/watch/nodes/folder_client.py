@@ -1,6 +1,8 @@
-"""A shared folder as the meeting place of nodes that have no store in common: one small file for each key.
+"""A shared folder as the meeting place of nodes that have no store in common: one small file for
+each key.
 
-It offers the calls of :class:`~commlens.watch.nodes.store_client.StoreClient`. A file appears whole or not at all.
+It offers the calls of :class:`~commlens.watch.nodes.store_client.StoreClient`. A file appears whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -38,17 +40,29 @@ class FolderClient:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         with open(descriptor, "wb") as file:  # noqa: PTH123 - of the descriptor
             file.write(value)
         temporary.replace(path)
 
     def add(self, key: str, amount: int) -> int:
-        """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see :mod:`commlens.watch.nodes.looks`."""
-        count = next(number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists())
+        """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see
+        :mod:`commlens.watch.nodes.looks`.
+        """
+        count = next(
+            number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists()
+        )
         while amount:
             try:
-                os.close(os.open(self._path(f"{key}.{count}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                os.close(
+                    os.open(
+                        self._path(f"{key}.{count}"),
+                        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                        0o600,
+                    )
+                )
             except FileExistsError:
                 count += 1
                 continue

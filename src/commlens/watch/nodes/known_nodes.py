@@ -1,4 +1,6 @@
-"""The last value that a node has read of each other node of its job, and what follows from them: who lives, who reports, whom to read."""
+"""The last value that a node has read of each other node of its job, and what follows from them:
+who lives, who reports, whom to read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from commlens.watch.nodes.beat import Beat, News
 
 PERIOD_S: Final = 1.0  # between two values of a node
 LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
-READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successor
+# with more, a node that does not report reads only the values of the reporter and its successor
+READ_ALL_NODES: Final = 32
 _LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
 _SUCCESSORS: Final = 8
 
@@ -39,14 +42,17 @@ class Lost(NamedTuple):
 
 
 class KnownNodes:
-    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.exchange.Nodes` holds its lock around every call.
+    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.exchange.Nodes`
+    holds its lock around every call.
 
-    ``mine`` is always this node's own value: nodes of another incarnation of the job are left out. ``now`` is ``time.monotonic()``.
+    ``mine`` is always this node's own value: nodes of another incarnation of the job are left out.
+    ``now`` is ``time.monotonic()``.
     """
 
     def __init__(self) -> None:
         self._by_slot: dict[int, Known] = {}
-        self._evidence_left: dict[int, bytes] = {}  # by slot: the last evidence of nodes that have left
+        # by slot: the last evidence of nodes that have left
+        self._evidence_left: dict[int, bytes] = {}
         self._read_news: dict[int, int] = {}  # by slot: the highest number
 
     def __contains__(self, slot: int) -> bool:
@@ -63,15 +69,29 @@ class KnownNodes:
 
     def live(self, mine: Beat, now: float) -> list[Beat]:
         """Return the nodes that live, by slot."""
-        return [known.beat for known in self.peers(mine) if now - known.changed <= LOST_S and not known.beat.finished]
+        return [
+            known.beat
+            for known in self.peers(mine)
+            if now - known.changed <= LOST_S and not known.beat.finished
+        ]
 
     def lost(self, mine: Beat, now: float, *, after_s: float, without_store: bool) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left."""
-        silent = [(known.beat, now - known.changed) for known in self.peers(mine) if known.lives and not known.beat.finished]
-        return [Lost(beat, for_s, not without_store or beat.serves_store) for beat, for_s in silent if for_s > after_s]
+        silent = [
+            (known.beat, now - known.changed)
+            for known in self.peers(mine)
+            if known.lives and not known.beat.finished
+        ]
+        return [
+            Lost(beat, for_s, not without_store or beat.serves_store)
+            for beat, for_s in silent
+            if for_s > after_s
+        ]
 
     def host(self, slot: int, own_host: str) -> str:
-        """Return a name for a node: its host, with the slot if several nodes share one host (a container each)."""
+        """Return a name for a node: its host, with the slot if several nodes share one host (a
+        container each).
+        """
         hosts = [own_host, *(beat.host for beat in self.beats)]
         host = self._by_slot[slot].beat.host if slot in self._by_slot else "node"
         return host if hosts.count(host) == 1 else f"{host}-{slot}"
@@ -86,14 +106,23 @@ class KnownNodes:
                 self._by_slot[beat.slot] = Known(beat, now, before is not None)
 
     def _forget_former(self, beat: Beat) -> None:
-        """Forget a node that was known as lost under a number below 0, and has now come to where the nodes meet."""
-        for slot in [slot for slot, known in self._by_slot.items() if slot < 0 and set(known.beat.ranks) & set(beat.ranks)]:
+        """Forget a node that was known as lost under a number below 0, and has now come to where
+        the nodes meet.
+        """
+        for slot in [
+            slot
+            for slot, known in self._by_slot.items()
+            if slot < 0 and set(known.beat.ranks) & set(beat.ranks)
+        ]:
             del self._by_slot[slot]
 
     def renumber(self) -> None:
-        """Keep the nodes under numbers below 0, because all draw new ones in another meeting place. Those that do not come stay lost."""
+        """Keep the nodes under numbers below 0, because all draw new ones in another meeting place.
+        Those that do not come stay lost.
+        """
         former = [
-            known._replace(beat=msgspec.structs.replace(known.beat, slot=-2 - slot, ended_at=0)) for slot, known in self._by_slot.items()
+            known._replace(beat=msgspec.structs.replace(known.beat, slot=-2 - slot, ended_at=0))
+            for slot, known in self._by_slot.items()
         ]
         self._by_slot = {known.beat.slot: known for known in former if known.beat.slot <= -2}
         self._evidence_left, self._read_news = {}, {}
@@ -104,7 +133,11 @@ class KnownNodes:
         """Return the lines of other nodes that were not taken before, each with its node's host."""
         new: list[tuple[str, News]] = []
         for beat in [known.beat for known in self.peers(mine) if known.lives]:
-            new += [(beat.host, news) for news in beat.news if news.number > self._read_news.get(beat.slot, 0)]
+            new += [
+                (beat.host, news)
+                for news in beat.news
+                if news.number > self._read_news.get(beat.slot, 0)
+            ]
             if beat.news:
                 self._read_news[beat.slot] = beat.news[-1].number
         return new
@@ -124,17 +157,22 @@ class KnownNodes:
 
     def ranks_that_left_evidence(self, mine: Beat) -> set[int]:
         """Return the ranks of the nodes that have left their last evidence."""
-        return {rank for slot in self.evidence_left(mine) for rank in self._by_slot[slot].beat.ranks}
+        return {
+            rank for slot in self.evidence_left(mine) for rank in self._by_slot[slot].beat.ranks
+        }
 
     # --- whom to read
 
     def successors(self, mine: Beat) -> list[int]:
         """Return the slots of the nodes that would report after this one."""
-        following = sorted(known.beat.order for known in self.peers(mine) if not known.beat.finished)
+        following = sorted(
+            known.beat.order for known in self.peers(mine) if not known.beat.finished
+        )
         return [slot for _, slot in following[:_SUCCESSORS]]
 
     def to_read(self, mine: Beat, count: int, now: float) -> tuple[list[int], list[int]]:
-        """Return the slots of the known nodes, and of the nodes not yet known, whose values to read.
+        """Return the slots of the known nodes, and of the nodes not yet known, whose values to
+        read.
 
         Args:
             mine: this node's value.
@@ -146,21 +184,35 @@ class KnownNodes:
         known = [slot for slot, one in self._by_slot.items() if slot >= 0 and not one.beat.finished]
         new = [slot for slot in range(count) if slot != mine.slot and slot not in self._by_slot]
         if not self._by_slot:
-            new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
+            # one of them reports, or names the node that does, unless it is this one
+            new = new[:READ_ALL_NODES]
         return known, new
 
     def _leading(self, mine: Beat, now: float) -> list[int]:
-        """Return the slots that matter to a node that does not report: of the reporter and, if it is silent, of those that would be next.
+        """Return the slots that matter to a node that does not report: of the reporter and, if it
+        is silent, of those that would be next.
 
-        Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
+        Empty if this node may have to report. With many nodes, none reads all values only because
+        the store is slow.
         """
-        first = min((known for known in self.peers(mine) if not known.beat.finished), key=lambda known: known.beat.order, default=None)
+        first = min(
+            (known for known in self.peers(mine) if not known.beat.finished),
+            key=lambda known: known.beat.order,
+            default=None,
+        )
         if first is None or mine.order < first.beat.order:
             return []
         silent_s, beat = now - first.changed, first.beat
         reporter = reporter_of(self.live(mine, now), mine)
-        if silent_s > (LOST_S if mine.slot in beat.successors else _LEADERS_LOST_S) and reporter is None:
+        if (
+            silent_s > (LOST_S if mine.slot in beat.successors else _LEADERS_LOST_S)
+            and reporter is None
+        ):
             return []
-        # Its successor, too, because a node that has not seen all others may take itself for the reporter at first.
+        # Its successor, too, because a node that has not seen all others may take itself for the
+        # reporter at first.
         following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
-        return list({beat.slot, *following, *([reporter.slot] if reporter is not None else [])} - {mine.slot})
+        return list(
+            {beat.slot, *following, *([reporter.slot] if reporter is not None else [])}
+            - {mine.slot}
+        )

@@ -1,4 +1,6 @@
-"""Answers to ``commlens status`` on another node: what this node's ranks are doing, as of the moment when it asked."""
+"""Answers to ``commlens status`` on another node: what this node's ranks are doing, as of the
+moment when it asked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import msgspec
 log = logging.getLogger("commlens")
 
 LOOK: Final = 1 << 32
-"""Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it without another request."""
+"""Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it
+without another request.
+"""
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -26,14 +30,16 @@ class Looks:
     """Takes and keeps this node's answers to ``commlens status``.
 
     Args:
-        take: returns this node's evidence, packed; called in a thread of its own, because it takes a while.
+        take: returns this node's evidence, packed; called in a thread of its own, because it takes
+            a while.
         ready: called in that thread when the answer is there.
     """
 
     def __init__(self, take: Callable[[], bytes], ready: Callable[[], None]) -> None:
         self._take = take
         self._ready = ready
-        self._number = -1  # of the last look that was seen; -1: none yet, those before are answered by nobody
+        # of the last look that was seen; -1: none yet, those before are answered by nobody
+        self._number = -1
         self._thread: threading.Thread | None = None
         self._answer: Look | None = None
 
@@ -47,7 +53,9 @@ class Looks:
         if number != before and (self._thread is None or not self._thread.is_alive()):
             self._number = number
             if before >= 0:
-                self._thread = threading.Thread(target=self._look, args=(number,), name="commlens-look", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._look, args=(number,), name="commlens-look", daemon=True
+                )
                 self._thread.start()
 
     def pop(self) -> bytes | None:
@@ -59,6 +67,8 @@ class Looks:
         try:
             self._answer = Look(number, self._take())
         except Exception as error:  # never harm the watcher
-            log.debug("commlens: a look at this node's ranks failed: %s: %s", type(error).__name__, error)
+            log.debug(
+                "commlens: a look at this node's ranks failed: %s: %s", type(error).__name__, error
+            )
             return
         self._ready()

@@ -1,4 +1,6 @@
-"""Where the watchers of a job's nodes can meet: in the job's own store, else in a folder that the nodes share."""
+"""Where the watchers of a job's nodes can meet: in the job's own store, else in a folder that the
+nodes share.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,22 @@ class Store:
 
     host: str
     port: int
-    of_agent: bool = False  # torchrun's agent serves it, which ends after its ranks; else rank 0 does
+    # torchrun's agent serves it, which ends after its ranks; else rank 0 does
+    of_agent: bool = False
 
     def __str__(self) -> str:
         return f"the job's store at {self.host}:{self.port}"
 
     def open(self, keep_waiting: KeepWaiting) -> Client:
         """Connect to it. ``keep_waiting`` is asked every few seconds without an answer."""
-        return StoreClient(self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S, keep_waiting=keep_waiting)
+        return StoreClient(
+            self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S, keep_waiting=keep_waiting
+        )
 
     def ends_with_this_node(self) -> bool:
-        """Return whether it ends only when all ranks of this node have ended: its address is one of this machine."""
+        """Return whether it ends only when all ranks of this node have ended: its address is one of
+        this machine.
+        """
         if not self.of_agent:
             return False
         try:
@@ -75,7 +82,8 @@ Place = Store | Folder
 
 
 def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
-    """Return where this node may meet the others, the best place first; nothing if all ranks are on this node, or may be.
+    """Return where this node may meet the others, the best place first; nothing if all ranks are on
+    this node, or may be.
 
     Args:
         members: the ranks of this node.
@@ -83,29 +91,41 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
     """
     if not any(member.world_size > len(members) for member in members):
         return []
-    # All ranks have joined, and the boxes of some are not here. They may be in another container of this host.
+    # All ranks have joined, and the boxes of some are not here. They may be in another container of
+    # this host.
     elsewhere = any(member.status is not None and member.status.initialised for member in members)
     of_agent, method = _is_of_agent(members), _init_method(members)
     if not of_agent and method is None and not elsewhere:
         return []  # a job that has MASTER_ADDR may still meet in a file
     meeting = meeting_of(members) if not (method or "").startswith("file:") else None
     found: list[Place] = []
-    if meeting is not None and meeting.port.isdecimal() and (elsewhere or meeting.node_size != meeting.world_size):
+    if (
+        meeting is not None
+        and meeting.port.isdecimal()
+        and (elsewhere or meeting.node_size != meeting.world_size)
+    ):
         found.append(Store(meeting.host, int(meeting.port), of_agent))
     if folder is not None and (elsewhere or found):
         name = f"{meeting.host}:{meeting.port}" if meeting is not None else method or _job(members)
-        digest = hashlib.sha256(f"{name} {max(member.world_size for member in members)}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            f"{name} {max(member.world_size for member in members)}".encode()
+        ).hexdigest()[:16]
         found.append(Folder(folder / f".commlens-nodes-{digest}"))
     return found
 
 
 def _is_of_agent(members: Sequence[Member]) -> bool:
     here = next((member for member in members if member.here and member.alive), None)
-    return here is not None and process.environment(here.pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return (
+        here is not None
+        and process.environment(here.pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
 
 
 def _init_method(members: Sequence[Member]) -> str | None:
-    """Return the address or file that a rank has given to ``init_process_group``, empty if it gave none; None: no call is recorded."""
+    """Return the address or file that a rank has given to ``init_process_group``, empty if it gave
+    none; None: no call is recorded.
+    """
     for box in [member.box for member in members if member.box is not None]:
         with contextlib.suppress(FormatError):
             for op in box.log(newest=1).setups:
@@ -115,5 +135,7 @@ def _init_method(members: Sequence[Member]) -> str | None:
 
 
 def _job(members: Sequence[Member]) -> str:
-    """Return the job's name, which the nodes of a job without a store's address have in common, perhaps."""
+    """Return the job's name, which the nodes of a job without a store's address have in common,
+    perhaps.
+    """
     return next((member.box.path.parent.name for member in members if member.box is not None), "")

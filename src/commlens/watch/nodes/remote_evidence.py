@@ -1,4 +1,6 @@
-"""Evidence that travels between the nodes of a job: black boxes, packed, with the observations of their processes."""
+"""Evidence that travels between the nodes of a job: black boxes, packed, with the observations of
+their processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from commlens.processes.observer import Observer
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import have_joined, log_without_records, observe
 
-RECORDS: Final = 1 << 17  # of all ranks together: 20 us each to read and diagnose; in a larger job, each rank sends fewer
+# of all ranks together: 20 us each to read and diagnose; in a larger job, each rank sends fewer
+RECORDS: Final = 1 << 17
 HEAD_RECORDS: Final = 64  # of each rank, for a look of ``commlens status``
 _MORE_RECORDS: Final = RECORDS // 8  # of the culprits' nodes, and of some that wait for them
 _RECORDS_MIN: Final = 16
@@ -40,13 +43,16 @@ class NodeEvidence(msgspec.Struct):
     problems: list[str] = []  # what could not be read, in sentences
 
 
-def pack(members: Sequence[Member], observations: dict[int, Observation], records: int = 0) -> bytes:
+def pack(
+    members: Sequence[Member], observations: dict[int, Observation], records: int = 0
+) -> bytes:
     """Pack the members' boxes.
 
     Args:
         members: of this node.
         observations: by pid.
-        records: how many of each rank's newest records to pack, more if an older one is in flight; 0: as many as a job of this size allows.
+        records: how many of each rank's newest records to pack, more if an older one is in flight;
+            0: as many as a job of this size allows.
     """
     joined = have_joined(members)
     ranks: list[_Rank] = []
@@ -54,7 +60,11 @@ def pack(members: Sequence[Member], observations: dict[int, Observation], record
         box = b""
         if member.box is not None:
             try:
-                box = member.box.packed(newest=_newest(member.box.status(), records or records_of_each(member.world_size)))
+                box = member.box.packed(
+                    newest=_newest(
+                        member.box.status(), records or records_of_each(member.world_size)
+                    )
+                )
             except FormatError:
                 box = b""
         log = log_without_records(member, joined=joined)
@@ -64,7 +74,9 @@ def pack(members: Sequence[Member], observations: dict[int, Observation], record
 
 
 def pack_snapshot(folders: Sequence[Path]) -> bytes:
-    """Look at this node's ranks now, and pack their newest records for ``commlens status`` on another node."""
+    """Look at this node's ranks now, and pack their newest records for ``commlens status`` on
+    another node.
+    """
     with contextlib.closing(Roster(folders)) as roster:
         observations = observe(roster, Observer(), window_s=_LOOK_S)
         return pack(roster.current(), observations, HEAD_RECORDS)
@@ -76,17 +88,23 @@ def records_of_each(ranks: int) -> int:
 
 
 def first_records_of_each(ranks: int) -> int:
-    """Return how many of its newest records each of all ranks may send for a first look, after which some are asked for more."""
+    """Return how many of its newest records each of all ranks may send for a first look, after
+    which some are asked for more.
+    """
     return max(_FIRST_RECORDS_MIN, min(HEAD_RECORDS, RECORDS // 4 // max(ranks, 1)))
 
 
 def more_records_of_each(ranks: int) -> int:
-    """Return how many of its newest records each of some ranks may send, when all others have sent theirs."""
+    """Return how many of its newest records each of some ranks may send, when all others have sent
+    theirs.
+    """
     return max(HEAD_RECORDS, _MORE_RECORDS // max(ranks, 1))
 
 
 def _newest(status: BoxStatus, share: int) -> int | None:
-    """Return how many of a rank's newest records to send, the oldest one in flight among them; None: all."""
+    """Return how many of a rank's newest records to send, the oldest one in flight among them;
+    None: all.
+    """
     if share >= min(status.capacity, status.issued):
         return None
     in_flight = status.issued - status.oldest_index + 1 if status.oldest_index else 0
@@ -99,16 +117,25 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
     try:
         ranks = msgspec.msgpack.decode(content, type=list[_Rank])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return NodeEvidence(host, problems=[f"The evidence of node {host} could not be read: {error}."])
+        return NodeEvidence(
+            host, problems=[f"The evidence of node {host} could not be read: {error}."]
+        )
     for each in ranks:
         place, log = each.log, each.log
         try:
             if each.box:
-                log = read_box(each.box, name=f"rank {place.rank}'s black box on {host}", captured_ns=place.captured_ns)
+                log = read_box(
+                    each.box,
+                    name=f"rank {place.rank}'s black box on {host}",
+                    captured_ns=place.captured_ns,
+                )
                 log.observation = place.observation
         except FormatError as error:
             found.problems.append(str(error))
-        log.job = ""  # nodes that meet in one store have one job, by whatever name: theirs is the reporter's
+        # nodes that meet in one store have one job, by whatever name: theirs is the reporter's
+        log.job = ""
         found.logs.append(log)
-        found.ranks.append(SavedRank(place.rank, place.pid, place.observation, each.box, place.captured_ns))
+        found.ranks.append(
+            SavedRank(place.rank, place.pid, place.observation, each.box, place.captured_ns)
+        )
     return found

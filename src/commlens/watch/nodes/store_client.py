@@ -1,10 +1,13 @@
-"""A client of the job's TCPStore: torch's wire protocol, without torch, which would cost the watcher 200 MB and 1.5 s of CPU.
+"""A client of the job's TCPStore: torch's wire protocol, without torch, which would cost the
+watcher 200 MB and 1.5 s of CPU.
 
-Tried with both servers of torch 2.13 (``tests/unit/test_store_client.py``). With another protocol the calls fail, and each node speaks
-for itself. The connection is its own, so no client of the job ever waits for it. Every call has a timeout.
+Tried with both servers of torch 2.13 (``tests/unit/test_store_client.py``). With another protocol
+the calls fail, and each node speaks for itself. The connection is its own, so no client of the job
+ever waits for it. Every call has a timeout.
 
-For each new connection, torch's server looks up the client's name in DNS, in the only thread that answers all clients. Where DNS is slow,
-that takes seconds. So a client must not answer a slow store with a new connection.
+For each new connection, torch's server looks up the client's name in DNS, in the only thread that
+answers all clients. Where DNS is slow, that takes seconds. So a client must not answer a slow store
+with a new connection.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ _NUMBER: Final = struct.Struct("=q")
 _READY: Final = 0
 _OPTIONS: Final = {
     socket.TCP_NODELAY: 1,
-    socket.TCP_KEEPIDLE: 1,  # seconds without data, after which this machine asks the other whether it is there
+    # seconds without data, after which this machine asks the other whether it is there
+    socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
-    socket.TCP_USER_TIMEOUT: 3000,  # milliseconds without an answer, after which the connection is closed
+    # milliseconds without an answer, after which the connection is closed
+    socket.TCP_USER_TIMEOUT: 3000,
 }
-_RECEIVE: Final = 1 << 16  # bytes to receive at once: a call for each of a thousand values costs the reporter much
-_BATCH: Final = 16  # requests under way at once: if we hang up, torch's server prints a warning for each answer that it cannot send
+# bytes to receive at once: a call for each of a thousand values costs the reporter much
+_RECEIVE: Final = 1 << 16
+# requests under way at once: if we hang up, torch's server prints a warning for each answer that it
+# cannot send
+_BATCH: Final = 16
 VALUE_MAX: Final = 1 << 30
 """Longest value that is read, in bytes; a larger size means that the other side is no store."""
 KeepWaiting = Callable[[float], bool]
@@ -36,24 +44,34 @@ KeepWaiting = Callable[[float], bool]
 class StoreClient:
     """A connection to a TCPStore.
 
-    All methods raise OSError if the store cannot be reached, closes the connection, or does not answer in time; the connection is then
-    useless. A store whose machine no longer answers counts as closed within a few seconds.
+    All methods raise OSError if the store cannot be reached, closes the connection, or does not
+    answer in time; the connection is then useless. A store whose machine no longer answers counts
+    as closed within a few seconds.
 
     Args:
         host: name or address.
         port: TCP port.
         timeout_s: for connecting.
         answer_s: for each answer; ``timeout_s`` if it is None.
-        keep_waiting: returns whether to wait ``answer_s`` longer for an answer, of which it gets the seconds waited so far; None: never.
+        keep_waiting: returns whether to wait ``answer_s`` longer for an answer, of which it gets
+            the seconds waited so far; None: never.
     """
 
     def __init__(
-        self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None, keep_waiting: KeepWaiting | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        timeout_s: float = 1.0,
+        answer_s: float | None = None,
+        keep_waiting: KeepWaiting | None = None,
     ) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
         self._answer_s = timeout_s if answer_s is None else answer_s
         self._keep_waiting = keep_waiting or (lambda waited_s: False)
-        self._unsent: list[bytes] = []  # a value to store, which is sent with the next request: a second packet costs the store as much
+        # a value to store, which is sent with the next request: a second packet costs the store as
+        # much
+        self._unsent: list[bytes] = []
         self._received = bytearray()  # and not read yet
         self._socket.settimeout(self._answer_s)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -62,7 +80,9 @@ class StoreClient:
         self._send(bytes([_VALIDATE]), struct.pack("=I", _MAGIC))
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value: with the next call that gets an answer, or when the connection is closed. An error shows only then."""
+        """Store a value: with the next call that gets an answer, or when the connection is closed.
+        An error shows only then.
+        """
         self._unsent += [bytes([_SET]), _text(key), _SIZE.pack(len(value)), value]
 
     def add(self, key: str, amount: int) -> int:
@@ -80,7 +100,9 @@ class StoreClient:
         return found
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that exist. A key that does not exist may break the connection: see :meth:`existing`."""
+        """Return the values of keys that exist. A key that does not exist may break the connection:
+        see :meth:`existing`.
+        """
         if not keys:
             self._send()
         values: list[bytes] = []
