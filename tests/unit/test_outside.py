@@ -14,11 +14,9 @@ import pytest
 from flight_recorder_dumps import dump, entry
 
 from commlens.commands import main
-from commlens.errors import CommandError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.stack_classes import merge_stacks
-from commlens.outside import inject
 from commlens.outside.calls import SeenFrame, counters, find_call
 from commlens.outside.find_ranks import FoundJob, RankProcess, script_of, short_command_of
 from commlens.outside.hosts import named_hosts
@@ -374,28 +372,6 @@ def test_equal_stacks_are_one_class_and_the_odd_ones_come_first():
         (1, "load_batch"),
         (9_999, "all_reduce"),
     ]
-
-
-def test_recording_from_now_on_is_told_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [
-        RankProcess(rank, 3, rank, 1 << 22 | rank, 1, "python train.py", ()) for rank in range(3)
-    ]
-    job = FoundJob(ranks, [0, 1, 2])
-    assert (
-        inject.described(job, [0, 1, 2], {})
-        == f"Ranks 0-2 of train.py (pid {1 << 22}) are recorded from now on. If the job stalls, the"
-        " verdict is printed among its own output; `commlens status` shows it now."
-    )
-    assert (
-        inject.described(job, [1], {inject.ALREADY: [0], "has not imported torch": [2]})
-        == f"Rank 1 of train.py (pid {1 << 22}) is recorded from now on. Rank 0 is recorded"
-        " already. Rank 2 has not imported torch."
-    )
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(
-        CommandError, match=r"through gdb, which is not installed \(on Debian: apt install gdb\)"
-    ):
-        inject.inject(job, {})
 
 
 def test_hosts_come_from_the_option_and_a_file(tmp_path):

@@ -237,7 +237,6 @@ class BoxReader:
             exception=exception,
             exception_stack=exception_stack,
             initialised=status.initialised,
-            joined=about.get("joined") is True,
             timeout_s=status.timeout_s,
             stall_timeout_s=about_number(about, "stall_timeout"),
             coverage=[text for text in coverage if isinstance(text, str)],

@@ -32,11 +32,9 @@ class Engine:
 _TRACED = "this process traced collectives before, with kernels in Python, which stay installed"
 
 
-def choose(wanted: str, *, joined: bool = False) -> Engine:
+def choose(wanted: str) -> Engine:
     """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was
     asked for cannot be used.
-
-    ``joined``: recording is switched on while the job runs, which only the Python engine can do.
     """
     if wanted != "python":
         module, why = _native_module()
@@ -50,7 +48,7 @@ def choose(wanted: str, *, joined: bool = False) -> Engine:
     return Engine(
         "python",
         BoxWriter,
-        lambda writer, **options: Recorder(writer, Groups(joined=joined), **options),
+        lambda writer, **options: Recorder(writer, Groups(), **options),
     )
 
 

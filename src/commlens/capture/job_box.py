@@ -101,8 +101,6 @@ def make_box(
     folder: str,
     place: Place,
     box_writer: Callable[..., Any],
-    *,
-    joined: bool = False,
 ) -> tuple[Path, Any] | None:
     """Make the black box of a rank in the first folder that has room.
 
@@ -111,7 +109,6 @@ def make_box(
         folder: from :func:`folder_of`.
         place: of the process in its job.
         box_writer: makes the box, given its path and the fields of its header.
-        joined: recording was switched on while the job ran.
 
     Returns:
         The job's folder and the box; None, with one line in the log, if no folder has room.
@@ -131,11 +128,7 @@ def make_box(
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name)
-                    | {
-                        "stall_timeout": settings.stall_timeout,
-                        "joined": joined,
-                    },
+                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout},
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")

@@ -36,11 +36,8 @@ class Session:
         settings: config.Settings,
         make_verifier: Callable[..., Any],
         dump: Callable[[str, Path, config.Settings], Path],
-        *,
-        joins: bool = False,
     ) -> None:
         self.settings = settings
-        self.joins = joins  # a running job, on each rank at another moment
         self.make_verifier = make_verifier
         self.dump = dump
         self.pid = os.getpid()
@@ -104,8 +101,8 @@ class Session:
             from commlens.capture.setups import Setups
             from commlens.capture.watchdog import Watchdog
 
-            made = engine.choose(settings.engine, joined=self.joins)
-            box = job_box.make_box(settings, folder, place, made.box_writer, joined=self.joins)
+            made = engine.choose(settings.engine)
+            box = job_box.make_box(settings, folder, place, made.box_writer)
             if box is None:
                 return
             self.job_dir, self.writer = box

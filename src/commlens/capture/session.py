@@ -40,7 +40,6 @@ def start(
     *,
     make_verifier: Callable[..., Any],
     dump: Callable[[str, Path, config.Settings], Path],
-    joins: bool = False,
 ) -> None:
     """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at
     once if it has already run.
@@ -54,8 +53,6 @@ def start(
             arguments.
         dump: dumps into a directory the job whose boxes are in a folder, with these settings, and
             returns the dump's folder.
-        joins: each rank does this at another moment of a running job. Needs the Python engine, and
-            verifies nothing.
     """
     global _session
     if _session is not None and _session.pid == os.getpid():
@@ -71,9 +68,7 @@ def start(
 
     if settings.box_entries == 0 or not dist.is_available():
         return
-    if joins:
-        settings = dataclasses.replace(settings, engine="python", debug=False)
-    _session = Session(settings, make_verifier, dump, joins=joins)
+    _session = Session(settings, make_verifier, dump)
     hook_init(session)
     if dist.is_initialized():
         _session.begin_late()

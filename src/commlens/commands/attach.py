@@ -61,20 +61,10 @@ class AttachCommand:
         )
         # for --hosts, which asks each machine for them
         parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)
-        parser.add_argument(
-            "--inject",
-            action="store_true",
-            help=(
-                "do not look, but switch recording on in the running job, through gdb, which stops"
-                " each rank for about a second"
-            ),
-        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         if not 0.2 <= arguments.window <= 3600:
             raise CommandError(f"--window takes 0.2 to 3600 seconds, not {arguments.window:g}.")
-        if arguments.inject:
-            return _inject(arguments)
         if arguments.samples:
             import msgspec
 
@@ -96,26 +86,6 @@ class AttachCommand:
                 verdict = judge_with_dumps(hosts)
         _show(arguments, hosts, verdict)
         return exit_status(verdict)
-
-
-def _inject(arguments: argparse.Namespace) -> int:
-    from commlens.commands.progress import working
-    from commlens.config import DEFAULT, load_settings
-    from commlens.outside.inject import ALREADY, described, inject
-
-    if arguments.hosts or arguments.hostfile:
-        raise CommandError("--inject works on this machine: run it on each node of the job.")
-    resolved = load_settings()
-    settings = {
-        name: getattr(resolved.settings, name)
-        for name, origin in resolved.origins.items()
-        if origin != DEFAULT
-    }
-    job = _find(arguments)
-    with working("Switching recording on"):
-        recorded, failed = inject(job, settings)
-    print(described(job, recorded, failed))
-    return 0 if failed.keys() <= {ALREADY} else 3
 
 
 def _look(arguments: argparse.Namespace) -> list[HostSamples]:

@@ -14,7 +14,6 @@ from commlens.diagnosis.findings.stuck_inside import completed_on
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
-from commlens.diagnosis.index.joined_numbers import without_contradicted_numbers
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
@@ -103,8 +102,6 @@ def examine_logs(
     chosen, notes = select_job(logs)
     if not chosen:
         return _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
-    chosen, more = without_contradicted_numbers(chosen)
-    notes += more
     examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes], unread)
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
@@ -355,11 +352,6 @@ def _missing_evidence(job: JobIndex) -> list[str]:
         f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}."
         for rank, log in sorted(job.strangers.items())
     ]
-    if any(view.log.joined and view.pairs for view in job.views.values()):
-        notes.append(
-            "Recording was switched on while the job ran: which send belongs to which receive is"
-            " not known."
-        )
     if job.elsewhere and job.meets_here:
         notes.append(f"{capital(ranks_phrase(job.elsewhere))} of {job.size} left no record.")
     elif job.elsewhere:

@@ -147,7 +147,7 @@ def start_from_environment() -> None:
     start(resolved.settings)
 
 
-def start(settings: config.Settings, *, joins: bool = False) -> None:
+def start(settings: config.Settings) -> None:
     """Record with these settings; :func:`commlens.capture.session.start` has the details."""
     if (
         not session.is_started()
@@ -157,7 +157,7 @@ def start(settings: config.Settings, *, joins: bool = False) -> None:
         log.warning("commlens: %s", alone)
     if settings.box_entries:
         torch_recorder.switch_on_here()
-    session.start(settings, make_verifier=_make_verifier, dump=_dump, joins=joins)
+    session.start(settings, make_verifier=_make_verifier, dump=_dump)
 
 
 def lone_worker(environ: Mapping[str, str]) -> str | None:

@@ -114,8 +114,6 @@ class RankLog(msgspec.Struct):
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
     initialised: bool = False  # init_process_group has returned
-    # recording was switched on while the job ran, on each rank at another moment
-    joined: bool = False
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)

@@ -89,8 +89,8 @@ class Channel:
         self.device = device
         self.blob = 0  # position of its description in the side table
         self.busy = 0  # native id of the thread that is issuing on it right now
-        self.backend_number = number = _number_of_backend(group, device)
-        self.next_number = (lambda: number() + 1) if group.joined else numbers()
+        self.backend_number = _number_of_backend(group, device)
+        self.next_number = numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
         self.backend = group.behaviour(device)
         # Whether a synchronous call returns before the op is done. Then no Work is kept, since it
@@ -103,9 +103,7 @@ class Channel:
         counter = self.pairs.get((peer, op))
         if counter is None:
             # setdefault: two threads that come here at once must get the same counter
-            counter = self.pairs.setdefault(
-                (peer, op), numbers() if not self.group.joined else lambda: 0
-            )
+            counter = self.pairs.setdefault((peer, op), numbers())
         return counter
 
     def describe(self) -> dict[str, Any]:
@@ -131,17 +129,13 @@ class Group:
         "channels",
         "description",
         "incarnation",
-        "joined",
         "mesh_dim",
         "name",
         "ranks",
         "ref",
     )
 
-    def __init__(
-        self, process_group: Any, incarnation: int, mesh_dims: dict[str, str], joined: bool
-    ) -> None:
-        self.joined = joined  # see Groups
+    def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str]) -> None:
         # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
         self.name = str(process_group.group_name)
@@ -201,15 +195,9 @@ def _global_ranks(process_group: Any) -> tuple[int, ...]:
 
 
 class Groups:
-    """The groups seen so far.
+    """The groups seen so far."""
 
-    Args:
-        joined: recording was switched on while the job ran, on each rank at another moment:
-            collectives have the backend's numbers, and messages none.
-    """
-
-    def __init__(self, *, joined: bool = False) -> None:
-        self.joined = joined
+    def __init__(self) -> None:
         self.by_name: dict[str, Group] = {}
         self._by_id: dict[int, Group] = {}
         self._lock = threading.Lock()
@@ -226,7 +214,7 @@ class Groups:
         with self._lock:
             group = self._by_id.get(id(process_group))
             if group is None or group.ref() is not process_group:
-                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims, self.joined)
+                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
                 self.by_name[group.name] = self._by_id[id(process_group)] = group
         return group
 

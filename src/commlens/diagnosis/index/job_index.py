@@ -419,7 +419,7 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
         main_thread=(main.thread if main is not None else 0) or log.pid,
         history=log.collectives,
     )
-    view.wrapped = log.issued > len(log.collectives) or bool(log.problems) or log.joined
+    view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
     view.head_lost = log.head_lost
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
