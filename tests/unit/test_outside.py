@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from flight_recorder_dumps import dump, entry
 
@@ -22,7 +21,6 @@ from commlens.outside.find_ranks import FoundJob, RankProcess, script_of, short_
 from commlens.outside.hosts import named_hosts
 from commlens.outside.look import why_refused
 from commlens.outside.sample import HostSamples, RankSample
-from commlens.outside.tensors import tensor_words
 from commlens.outside.torch_dumps import take_dumps, telling_lines
 from commlens.outside.verdict import judge
 from commlens.outside.verdict_with_dumps import judge_with_dumps
@@ -260,44 +258,6 @@ def test_of_two_that_wait_for_each_other_the_one_ahead_left_something_out():
 def test_a_rank_in_another_round_of_the_loop():
     found = verdict(*[call("all_reduce", 81)] * 3, call("all_reduce", 81, step=7))
     assert (found.culprits, found.confidence) == ([3], "low")
-
-
-@pytest.mark.parametrize(
-    ("tensors", "kind", "culprits"),
-    [
-        (["float32[8, 4]"] * 3 + ["float32[8, 3]"], "mismatch/shape", [3]),
-        (["float32[8]", "bfloat16[8]", "float32[8]", "float32[8]"], "mismatch/dtype", [1]),
-        (["float32[8]"] * 2 + ["float32[4]"] * 2, "mismatch/shape", []),
-        (["float32[8]", "float32[2, 4]", "float32[8]", "float32[8]"], "stuck-inside", []),
-        (["float32[8]", "", "float32[4]", "float32[8]"], "stuck-inside", []),
-    ],
-)
-def test_tensors_of_one_collective(tensors: list[str], kind: str, culprits: list[int]):
-    samples = [sample(rank, call("all_reduce", 81)) for rank in range(4)]
-    for one, tensor in zip(samples, tensors, strict=True):
-        one.call = msgspec.structs.replace(one.call, tensor=tensor)
-    found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
-    assert (found.kind, found.culprits) == (kind, culprits)
-
-
-def test_a_tensors_shape_is_read_from_memory():
-    torch = pytest.importorskip("torch")
-    tensors = [
-        torch.ones(3, 5, dtype=torch.bfloat16),
-        torch.ones(10, 20)[2:, 3:].t(),
-        torch.nn.Parameter(torch.ones(7)),
-        torch.ones(1) > 0,
-    ]
-    read = [tensor_words(os.getpid(), id(tensor)) for tensor in tensors]
-    truth = ["bfloat16[3, 5]", "float32[17, 8]", "float32[7]", "bool[1]"]
-    assert all(words in ("", right) for words, right in zip(read, truth, strict=True)), read
-    if torch.__version__.startswith("2.13."):
-        assert read == truth
-    assert [tensor_words(os.getpid(), id(other)) for other in ([1, 2], "x" * 100, object())] == [
-        "",
-        "",
-        "",
-    ]
 
 
 def test_a_job_that_moves():

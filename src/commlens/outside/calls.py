@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
 from commlens.outside.sample import DEFAULT_GROUP, Call
-from commlens.outside.tensors import tensor_words
 
 Locals = Mapping[str, str]
 
@@ -109,13 +108,13 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
     # no user frame at all: a library's own loop; its outermost library frame stands for the line
     if line is None:
         line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line, pid) or _elsewhere(
+    return _in_distributed(inner, outer, line) or _elsewhere(
         inner, line, outer[0].values if outer else {}, pid
     )
 
 
 def _in_distributed(
-    inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None, pid: int
+    inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None
 ) -> Call | None:
     """Recognise torch.distributed's functions; of nested ones, the outermost: it is the one that
     the user called.
@@ -133,7 +132,6 @@ def _in_distributed(
                 _MESSAGES[name],
                 _group(inner[position:], outer),
                 peer=_peer(seen),
-                tensor=_tensor(seen, pid),
                 line=line,
             )
         elif name in _COLLECTIVES and (found is None or found.kind in ("request", "collective")):
@@ -143,7 +141,6 @@ def _in_distributed(
                 _COLLECTIVES[name],
                 group,
                 root=_root(seen),
-                tensor=_tensor(seen, pid),
                 line=line,
             )
         elif name in _REQUESTS and found is None:
@@ -211,22 +208,6 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
             ):
                 return name
     return ""
-
-
-def _tensor(seen: SeenFrame, pid: int) -> str:
-    """Return dtype and shape of the tensor that a rank contributes to a call, else of the one that
-    it receives.
-    """
-    names = ("input_tensor", "tensor", "output")
-    found = next(
-        (
-            name
-            for name in names
-            if seen.values.get(name, "").startswith(("<Tensor at", "<Parameter at"))
-        ),
-        None,
-    )
-    return tensor_words(pid, seen.addresses[found]) if found is not None else ""
 
 
 def _peer(seen: SeenFrame) -> int | None:

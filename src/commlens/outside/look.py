@@ -238,9 +238,6 @@ def _sample(
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
     values = compared[-1] if compared else last
     sample.call = _call(values.threads, one.pid)
-    # the address may be that of another object by now
-    if sample.call is not None and sample.moved is not False:
-        sample.call = msgspec.structs.replace(sample.call, tensor="")
     main = values.threads[0]
     sample.counters = counters(main.seen)
     sample.holds_gil = _holds_gil(good, seen)

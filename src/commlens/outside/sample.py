@@ -25,8 +25,6 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str = ""
     peer: int | None = None  # messages: the other global rank
     root: int | None = None
-    # "float32[1024]": the rank's contribution, else what it receives; empty: unknown
-    tensor: str = ""
     line: Frame | None = None  # the user's line that calls it
 
     @property
@@ -45,11 +43,6 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind == "device":
             return f"{self.op}, for the device"
         return f"{self.op or 'torch.distributed'}{of}{root}"
-
-    @property
-    def described(self) -> str:
-        """The phrase with the tensor."""
-        return f"{self.phrase} ({self.tensor})" if self.tensor else self.phrase
 
 
 DEFAULT_GROUP = "the default group"

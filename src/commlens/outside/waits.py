@@ -4,12 +4,10 @@ rank does.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from commlens.model.ops import UNEVEN
 from commlens.model.verdict import Finding, Kind
 from commlens.outside.sample import DEFAULT_GROUP, Call, RankSample
 from commlens.text import capital, duration, frame_phrase, joined, ranks_and_verb, ranks_phrase
@@ -233,9 +231,6 @@ def _all_inside(waits: Waits) -> Finding:
             ),
             odd,
         )
-    mismatch = _tensor_mismatch(waits)
-    if mismatch is not None:
-        return mismatch
     if waits.busy:
         evidence.insert(
             0,
@@ -251,7 +246,7 @@ def _all_inside(waits: Waits) -> Finding:
             victims=ranks_of(waits.members),
             confidence="low",
             summary=f"{_stands(waits.members)}, and none has left it within {waits.window_s:.1f} s",
-            explanation="All ranks stand at the same line." + _same_tensors(waits.members),
+            explanation="All ranks stand at the same line.",
             next_step=(
                 "look again with --window 30; if they still stand there, compare the tensors'"
                 " shapes, and look at the network"
@@ -260,71 +255,6 @@ def _all_inside(waits: Waits) -> Finding:
             would_raise_confidence=_MORE,
         ),
         first,
-    )
-
-
-def _tensor_mismatch(waits: Waits) -> Finding | None:
-    """Report ranks that are in the same collective of all ranks with tensors of different dtypes or
-    numbers of elements.
-    """
-    calls = [one.call for one in waits.members if one.call is not None]
-    comparable = all(
-        needs_all(call) and call.tensor and call.op not in UNEVEN and call.kind == "collective"
-        for call in calls
-    )
-    classes: dict[tuple[str, int], list[RankSample]] = defaultdict(list)
-    for one in waits.members if comparable else ():
-        assert one.call is not None
-        dtype, _, shape = one.call.tensor.rstrip("]").partition("[")
-        classes[(dtype, math.prod(map(int, shape.split(", "))))].append(one)
-    if len(classes) < 2:
-        return None
-    ordered = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
-    odd, most = ordered[0], ordered[-1]
-    decided = len(ordered) == 2 and len(odd) < len(most)
-    dtypes = {dtype for dtype, _ in classes}
-    passed = joined(
-        [
-            f"{ranks_phrase(ranks_of(each))} with {each[0].call.tensor}"
-            for each in ordered
-            if each[0].call is not None
-        ]
-    )
-    why = (
-        "The majority decides which of them is wrong."
-        if decided
-        else "Which of them is wrong cannot be decided."
-    )
-    return locate(
-        Finding(
-            kind="mismatch/dtype" if len(dtypes) > 1 else "mismatch/shape",
-            why="in-collective",
-            root_cause=True,
-            culprits=ranks_of(odd) if decided else [],
-            victims=ranks_of(most if decided else waits.members),
-            confidence="medium" if decided else "low",
-            summary=f"{_stands(waits.members)}, {passed}",
-            explanation=(
-                f"The tensors of one collective must agree on all ranks. {why}"
-                f" {unmoved(waits.members, waits.window_s)}"
-            ),
-            next_step=(
-                f"compare the tensors at {frame_phrase(odd[0].line)} on"
-                f" {ranks_phrase([odd[0].rank, most[0].rank])}"
-            ),
-            evidence=places(waits.members),
-            would_raise_confidence=_MORE,
-        ),
-        odd[0],
-    )
-
-
-def _same_tensors(members: Sequence[RankSample]) -> str:
-    tensors = {one.call.tensor for one in members if one.call is not None}
-    return (
-        f" They all pass {tensors.pop()}."
-        if len(tensors) == 1 and "" not in tensors
-        else " Their tensors could not be compared."
     )
 
 
@@ -398,7 +328,7 @@ def places(members: Sequence[RankSample], otherwise: Mapping[int, str] | None = 
     for one in members:
         where = f" at {frame_phrase(one.line)}" if one.line is not None else ""
         text = (
-            f"in {one.call.described}{where}"
+            f"in {one.call.phrase}{where}"
             if one.call is not None
             else (otherwise or {}).get(one.rank, "in no call")
         )
