@@ -90,14 +90,12 @@ _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "verify": "launch.recording",
     "verify_operation": "verification.operation",
 }
-_FORMER = dict.fromkeys(("assert_comms", "assert_matches_golden"), "traces.assertions")
-"""Names that moved to :mod:`commlens.testing`."""
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    home = _FROM.get(name) or _FORMER.get(name)
+    home = _FROM.get(name)
     if home is None:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")
     value = getattr(import_module(f"commlens.{home}"), name)

@@ -294,7 +294,7 @@ def test_a_pipelines_message_has_its_microbatch():
         and "backward of Stage (microbatch 3), at train.py:12" in times.slowest[0].sentence
     )
     with pytest.raises(AssertionError, match=r"backward of Stage \(microbatch 3\)"):
-        commlens.assert_comms(trace, {}, max_bytes=0)
+        assert_collectives(trace, {}, bytes_at_most=0)
 
 
 def test_a_masked_partial_placement_is_told_by_its_kind():

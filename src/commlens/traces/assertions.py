@@ -134,20 +134,6 @@ def assert_collectives(
         raise AssertionError(_message(problems, only))
 
 
-def assert_comms(
-    trace: Any,
-    counts: Mapping[Any, int] | int | None = None,
-    *,
-    max_bytes: int | None = None,
-    **more: Any,
-) -> None:
-    """Call :func:`assert_collectives` under its former name; ``max_bytes`` is its
-    ``bytes_at_most``.
-    """
-    __tracebackhide__ = True
-    assert_collectives(trace, counts, bytes_at_most=max_bytes, **more)
-
-
 def assert_matches_golden(
     trace: Any, path: str | os.PathLike[str], *, update: bool | None = None
 ) -> None:
