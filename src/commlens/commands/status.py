@@ -36,9 +36,6 @@ class StatusCommand:
             help="show where a step's communication time goes instead",
         )
         parser.add_argument(
-            "--watch", action="store_true", help="show it live, as commlens top does"
-        )
-        parser.add_argument(
             "--json", action="store_true", help="print the verdict and the rows of each job as JSON"
         )
 
@@ -47,10 +44,6 @@ class StatusCommand:
 
         from commlens.config import load_settings
 
-        if arguments.watch:
-            from commlens.commands.top import TopCommand
-
-            return TopCommand().run(argparse.Namespace(job=arguments.job, interval=1.0))
         jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
         if arguments.step:
             return _show_steps(jobs, as_json=arguments.json)
