@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import shlex
 import statistics
 import subprocess
 import sys
@@ -310,8 +311,8 @@ def check_pair(case: str, stall_s: float) -> Callable[[Bench], Finds]:
             "abort",
             "--on-mismatch",
             "abort",
-            "--verdict-log",
-            str(log),
+            "--on-verdict",
+            f"cat >> {shlex.quote(str(log))}",
             "--dump-dir",
             str(folder / "dumps"),
             program,

@@ -171,7 +171,7 @@ def run(
             COMMLENS_ON_STALL="abort",
             COMMLENS_ON_MISMATCH="abort",
             COMMLENS_DUMP_DIR=str(folder / "dumps"),
-            COMMLENS_VERDICT_LOG="verdicts.jsonl",  # in the node's folder
+            COMMLENS_ON_VERDICT="cat >> verdicts.jsonl",  # in the node's folder
         )
         hit = disturb(event, made, rng, began)
         wait([node for node in made if node is not hit], max(1.0, began + JOB_S - time.monotonic()))

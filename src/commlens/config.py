@@ -102,9 +102,8 @@ class Settings:
     timing: bool = False  # record durations
     dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
     dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
-    # a command, or a function as "module:function", that gets each verdict as JSON
+    # a command, or a function as "module:function", that gets each verdict as a line of JSON
     on_verdict: str | None = None
-    verdict_log: str | None = None  # a file to which each verdict is appended as a line of JSON
     metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
     metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
     # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
@@ -170,9 +169,7 @@ def load_settings(
     return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
 
 
-_PATHS: Final = frozenset(
-    {"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log", "metrics_file"}
-)
+_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "metrics_file"})
 
 
 def settings_environment(settings: Settings) -> dict[str, str]:
@@ -364,7 +361,6 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "on_verdict": Accepts(
         _command, "a command, or a function of an importable module as MODULE:FUNCTION"
     ),
-    "verdict_log": Accepts(_path, "a file"),
     "metrics_file": Accepts(_path, "a file or a folder"),
     "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),

@@ -128,7 +128,7 @@ def test_a_late_and_a_killed_rank(tmp_path: Path, start: Start, count: int) -> N
                 {
                     "COMMLENS_STALL_TIMEOUT": "1.5",
                     "COMMLENS_DUMP_DIR": str(tmp_path / "dumps"),
-                    "COMMLENS_VERDICT_LOG": "verdicts",
+                    "COMMLENS_ON_VERDICT": "cat >> verdicts",
                 },
             )
             wait(made, 100)

@@ -43,9 +43,8 @@ OPTIONS: Final = {
     "keep_dumps": ("N", "keep the dumps of this many jobs (default 10)"),
     "on_verdict": (
         "COMMAND",
-        "run this for each verdict, with the verdict as JSON on its standard input",
+        "run this for each verdict, with the verdict as a line of JSON on its standard input",
     ),
-    "verdict_log": ("FILE", "append each verdict to this file, as a line of JSON"),
     "dump_mode": (
         "MODE",
         "the permissions of a dump's files (default 0600, with a folder of 0700)",

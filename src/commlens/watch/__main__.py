@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     from commlens.watch.watcher import Watcher
 
     settings = load_settings(strict=False).settings
-    named = {name: getattr(settings, name) for name in ("dump_dir", "verdict_log", "metrics_file")}
+    named = {name: getattr(settings, name) for name in ("dump_dir", "metrics_file")}
     paths: dict[str, Any] = {
         name: absolute(path) for name, path in named.items() if path is not None
     }

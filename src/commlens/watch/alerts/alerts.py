@@ -1,4 +1,4 @@
-"""Passes each verdict on to other systems: a file of JSON lines, a command, or a Python function.
+"""Passes each verdict on to other systems: to a command or a Python function.
 
 All of it happens in threads of the watcher and in processes of its own, so that neither the job nor
 the watcher waits for it.
@@ -37,9 +37,7 @@ _CALL: Final = (
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A verdict with its circumstances: one line of ``verdict_log``, and the standard input of
-    ``on_verdict``.
-    """
+    """A verdict with its circumstances: the standard input of ``on_verdict``."""
 
     time: str  # ISO 8601, UTC
     job: str
@@ -50,7 +48,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class Alerts:
-    """Passes verdicts on as the settings ``verdict_log`` and ``on_verdict`` say.
+    """Passes verdicts on as the setting ``on_verdict`` says.
 
     Args:
         settings: of the watcher.
@@ -59,7 +57,6 @@ class Alerts:
     """
 
     def __init__(self, settings: Settings, host: str, say: Callable[[str], Any]) -> None:
-        self._log = Path(settings.verdict_log) if settings.verdict_log else None
         self._command = settings.on_verdict or ""
         self._host = host
         self._say = say
@@ -72,7 +69,7 @@ class Alerts:
 
     def send(self, verdict: Verdict, *, job: str, dump: Path | None) -> None:
         """Pass a verdict on. Returns at once; errors are printed, never raised."""
-        if self._log is None and not self._command:
+        if not self._command:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         alert = msgspec.json.encode(
@@ -103,29 +100,10 @@ class Alerts:
 
     def _pass_on(self, alert: bytes) -> None:
         try:
-            if self._log is not None:
-                self._append(self._log, alert + b"\n")
-            if self._command:
-                self._run(alert)
+            # A line, so that `cat >> FILE` makes a file of JSON lines.
+            self._run(alert + b"\n")
         except Exception as error:
             self._tell(f"the verdict was not passed on: {type(error).__name__}: {error}")
-
-    def _append(self, path: Path, line: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # One write to a file opened for appending: jobs that share the file do not mix their
-            # lines.
-            descriptor = os.open(
-                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
-            )
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            self._tell(
-                f"the verdict was not written to verdict_log ({path}): {error.strerror or error}"
-            )
 
     def _run(self, alert: bytes) -> None:
         command: list[str] = ["/bin/sh", "-c", self._command]
