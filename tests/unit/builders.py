@@ -398,3 +398,46 @@ class Job:
                 else still
             )
         return [one.log for one in self.ranks]
+
+
+def training(
+    fault: Callable[[Job, int, int], Iterator[object] | None], steps: int = 8
+) -> Callable[[Job, int], Iterator[object]]:
+    """A data parallel loop: load, all_reduce at line 20, all_gather of the loss at line 30.
+    ``fault`` may replace a step's part.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(steps):
+            replaced = fault(job, rank, i)
+            if replaced is None:
+                yield all_reduce(job.world, 100, line=20)
+            else:
+                yield from replaced
+            yield collective("all_gather", job.world, 1, line=30)
+            yield Step()
+
+    return program
+
+
+def at(
+    rank: int, step: int, *actions: object
+) -> Callable[[Job, int, int], Iterator[object] | None]:
+    return lambda job, r, i: (
+        iter([a(job) if callable(a) else a for a in actions]) if (r, i) == (rank, step) else None
+    )
+
+
+def mixed(
+    fault: Callable[[Job, int, int], Iterator[object] | None],
+) -> Callable[[Job, int], Iterator[object]]:
+    """Collectives of every rank, and messages round the ring."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            yield from fault(job, rank, i) or [all_reduce(job.world, 100, line=20)]
+            yield send(job.world, (rank + 1) % 4, 10, line=30)
+            yield recv(job.world, (rank + 3) % 4, 10, line=31)
+            yield Step()
+
+    return program

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 from boxes import busy_box
-from builders import Job, Stay
+from builders import Job, Stay, at, training
 from flight_recorder_dumps import dump, entry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_diagnose_findings import at, training
 
 from commlens import commands
 from commlens.formats.rank_log_columns import columns_from_log

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 from boxes import busy_box
-from builders import Job, Stay
-from test_convert_flight_recorder import mixed
-from test_diagnose_findings import at
+from builders import Job, Stay, at, mixed
 
 from commlens import commands
 from commlens.formats.rank_log_columns import columns_from_log

@@ -7,34 +7,18 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import Job, Op, Stay, Step, all_reduce, recv, send, spec
-from test_diagnose_findings import at
+from builders import Job, Op, Stay, Step, all_reduce, at, mixed, spec
 
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.collective import CollectiveArgs
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
-
-
-def mixed(
-    fault: Callable[[Job, int, int], Iterator[object] | None],
-) -> Callable[[Job, int], Iterator[object]]:
-    """Collectives of every rank, and messages round the ring."""
-
-    def program(job: Job, rank: int) -> Iterator[object]:
-        for i in range(5):
-            yield from fault(job, rank, i) or [all_reduce(job.world, 100, line=20)]
-            yield send(job.world, (rank + 1) % 4, 10, line=30)
-            yield recv(job.world, (rank + 3) % 4, 10, line=31)
-            yield Step()
-
-    return program
 
 
 def every_op(job: Job, rank: int) -> Iterator[object]:

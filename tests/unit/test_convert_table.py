@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from builders import Job, Stay
-from test_convert_flight_recorder import mixed
-from test_diagnose_findings import at
+from builders import Job, Stay, at, mixed
 
 from commlens.errors import MissingDependency
 from commlens.formats.columns import RankColumns

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from boxes import busy_box
-from builders import Job, Stay
-from test_diagnose_findings import at, training
+from builders import Job, Stay, at, training
 
 from commlens import commands
 from commlens.dumps.read import Evidence

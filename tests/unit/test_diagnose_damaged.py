@@ -9,8 +9,7 @@ import random
 import jsonschema
 import msgspec
 import pytest
-from builders import Die, Job, Stay, all_reduce, recv, send
-from test_diagnose_findings import at, training
+from builders import Die, Job, Stay, all_reduce, at, recv, send, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Collective, State

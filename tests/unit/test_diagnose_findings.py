@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 import jsonschema
 import msgspec
 import pytest
-from builders import Die, Job, S, Stay, Step, Wait, all_reduce, collective, recv, send
+from builders import Die, Job, S, Stay, Step, Wait, all_reduce, at, collective, recv, send, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.findings.mismatch import _and_so_on
@@ -41,34 +41,6 @@ def judge(logs: list[RankLog], **options: object) -> Verdict:
 
 def blame(verdict: Verdict) -> tuple[str, str, list[int], str | None]:
     return verdict.kind, verdict.why, verdict.culprits, verdict.source
-
-
-def training(
-    fault: Callable[[Job, int, int], Iterator[object] | None], steps: int = 8
-) -> Callable[[Job, int], Iterator[object]]:
-    """A data parallel loop: load, all_reduce at line 20, all_gather of the loss at line 30.
-    ``fault`` may replace a step's part.
-    """
-
-    def program(job: Job, rank: int) -> Iterator[object]:
-        for i in range(steps):
-            replaced = fault(job, rank, i)
-            if replaced is None:
-                yield all_reduce(job.world, 100, line=20)
-            else:
-                yield from replaced
-            yield collective("all_gather", job.world, 1, line=30)
-            yield Step()
-
-    return program
-
-
-def at(
-    rank: int, step: int, *actions: object
-) -> Callable[[Job, int, int], Iterator[object] | None]:
-    return lambda job, r, i: (
-        iter([a(job) if callable(a) else a for a in actions]) if (r, i) == (rank, step) else None
-    )
 
 
 SLEEP = Stay(57, "load_batch")

@@ -10,9 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 from boxes import busy_box
-from builders import Job, Stay
+from builders import Job, Stay, at, training
 from flight_recorder_dumps import dump, entry
-from test_diagnose_findings import at, training
 
 from commlens import commands
 from commlens.diagnosis.views.dump_diff import Position, compare_positions, other_job, position_of

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from builders import Job
-from test_diagnose_findings import training
+from builders import Job, training
 
 from commlens.dumps.discover import DumpFiles, discover
 from commlens.dumps.parallel import reduce_foreign

@@ -7,8 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 
-from builders import Job, Stay, Step, all_reduce, recv, send
-from test_diagnose_findings import at, training
+from builders import Job, Stay, Step, all_reduce, at, recv, send, training
 
 from commlens.diagnosis.examine import diagnose_logs, examine_logs
 from commlens.diagnosis.views.entries import (

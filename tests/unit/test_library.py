@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from boxes import busy_box
-from builders import Job, Stay
+from builders import Job, Stay, at, training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_diagnose_findings import at, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.verdict import Finding, Verdict

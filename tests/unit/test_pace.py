@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from builders import DISPATCHER, MS, SCRIPT, START
+from builders import MS, SCRIPT, START
+from paced_jobs import job
 
 from commlens.commands import main
 from commlens.diagnosis.examine import examine_logs
 from commlens.diagnosis.straggler import find_stretch, straggler_verdict
 from commlens.model.collective import (
-    Channel,
-    Collective,
-    CollectiveArgs,
     Frame,
     FrameKind,
-    LearnedHow,
-    ProcessGroup,
-    State,
 )
-from commlens.model.ranklog import Observation, RankLog
+from commlens.model.ranklog import RankLog
 from commlens.processes import profile
 from commlens.speed import pace
 from commlens.speed.job_pace import judge, packed
@@ -35,69 +29,6 @@ from commlens.speed.pace import (
     measure,
     recent,
 )
-
-Compute = Callable[[int, int], float]
-"""(rank, step) to milliseconds of own work before the step's first collective."""
-
-
-def job(
-    ranks: int,
-    steps: int,
-    compute: Compute,
-    *,
-    how: str = "wait",
-    device: str = "cpu",
-    timed: bool = True,
-) -> list[RankLog]:
-    """A job that issues two all_reduces a step: the first after ``compute``, the second 2 ms later.
-
-    Args:
-        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which
-            nobody records.
-        device: on an accelerator, the host never waits.
-        timed: durations on the device are known.
-    """
-    group = ProcessGroup("0", tuple(range(ranks)), "default_pg", "gloo", incarnation=1)
-    logs = [
-        RankLog(rank=rank, world_size=ranks, host="node", pid=100 + rank) for rank in range(ranks)
-    ]
-    now = [START] * ranks
-    for step in range(steps):
-        for line, work in ((10, None), (20, 2.0)):
-            arrived = [
-                now[rank] + int(MS * (compute(rank, step) if work is None else work))
-                for rank in range(ranks)
-            ]
-            end = max(arrived) + MS // 2
-            for rank, log in enumerate(logs):
-                op = Collective(
-                    len(log.collectives) + 1,
-                    Channel(group, device),
-                    len(log.collectives) + 1,
-                    CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]),
-                    State.COMPLETED,
-                    arrived[rank],
-                    step=step,
-                    stack=(Frame(SCRIPT, line, "train"),),
-                    returned_ns=arrived[rank] + 1000,
-                )
-                if device != "cpu":
-                    op.duration_ns = end - arrived[rank] if timed else None
-                elif how == "wait":
-                    op.wait_began_ns, op.wait_ended_ns, op.learned_how = (
-                        arrived[rank] + 2000,
-                        end,
-                        LearnedHow.WAIT,
-                    )
-                else:
-                    op.learned_how = LearnedHow.POLL
-                log.collectives.append(op)
-                now[rank] = end if how == "wait" or line == 20 else arrived[rank]
-    for rank, log in enumerate(logs):
-        log.captured_ns, log.steps = max(now), steps
-        log.observation = Observation(seen_ns=max(now))
-        assert rank == log.rank
-    return logs
 
 
 def samples(logs: list[RankLog], number: int = 6, least: int = 2) -> list[Pace]:

@@ -8,10 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import Job, Stay
+from builders import Job, Stay, at, mixed
 from chrome_trace import violations
-from test_convert_flight_recorder import mixed
-from test_diagnose_findings import at
 from traces import training
 
 import commlens

@@ -8,28 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from boxes import busy_box
+from watch_ranks import member
 
-from commlens.blackbox import job_dirs, layout
-from commlens.blackbox.reader import OpenBox
+from commlens.blackbox import layout
 from commlens.model.ranklog import End, Observation
-from commlens.processes import process
 from commlens.watch.nodes import remote_evidence
-from commlens.watch.roster import Member, Worker
 from commlens.watch.snapshot import read_logs
-
-
-def member(folder: Path, rank: int, *, box: bool = True, **options: int) -> Member:
-    pid = os.getpid() if rank == 2 else 4000 + rank
-    found = Member.of(Worker(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
-    if box:
-        path = folder / job_dirs.box_name(rank, pid)
-        content = busy_box(rank, pid=pid, **options)
-        content.word(layout.PHASE, layout.PHASE_INITIALISED)
-        path.write_bytes(content.bytes())
-        found.box = OpenBox(path)
-        found.status = found.box.status()
-    return found
 
 
 def test_the_logs_of_another_node_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,8 @@ import io
 import time
 
 import pytest
-from builders import Job, Stay
+from builders import Job, Stay, at, training
 from rich.console import Console
-from test_diagnose_findings import at, training
 
 from commlens.diagnosis.views.status import (
     HEADINGS,

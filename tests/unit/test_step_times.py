@@ -9,7 +9,7 @@ import pytest
 from builders import MS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pace import job
+from paced_jobs import job
 
 from commlens.model.collective import LearnedHow
 from commlens.model.ranklog import RankLog

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_remote_evidence import member
+from watch_ranks import member
 
 from commlens.blackbox import layout
 from commlens.watch.nodes import ask as other_nodes

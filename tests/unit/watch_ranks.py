@@ -11,6 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+from boxes import busy_box
+
+from commlens.blackbox import job_dirs, layout
+from commlens.blackbox.reader import OpenBox
+from commlens.processes import process
+from commlens.watch.roster import Member, Worker
+
 CHILD = r"""
 import json, os, signal, sys, threading, time
 from pathlib import Path
@@ -122,3 +129,16 @@ def eventually(condition: object, timeout_s: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.02)
+
+
+def member(folder: Path, rank: int, *, box: bool = True, **options: int) -> Member:
+    pid = os.getpid() if rank == 2 else 4000 + rank
+    found = Member.of(Worker(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
+    if box:
+        path = folder / job_dirs.box_name(rank, pid)
+        content = busy_box(rank, pid=pid, **options)
+        content.word(layout.PHASE, layout.PHASE_INITIALISED)
+        path.write_bytes(content.bytes())
+        found.box = OpenBox(path)
+        found.status = found.box.status()
+    return found
