@@ -49,7 +49,7 @@ native-check: $(VENV)/.ready ## Test what the native engine does to shared memor
 	@$(VENV)/bin/python tests/native/native_check.py
 
 explore: $(VENV)/.ready ## Run the randomised tests on new random examples
-	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit $(WORKERS) -k "random or damage or dumps or trace_files or trace_compare" $(ARGS)
+	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit -m hypothesis $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .
@@ -111,7 +111,7 @@ gallery: $(VENV)/.ready ## Run every scenario, and write what commlens says abou
 	$(VENV)/bin/python docs/make/gallery.py
 
 schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their types
-	$(VENV)/bin/python tests/unit/make_schemas.py
+	$(VENV)/bin/python tests/unit/support/make_schemas.py
 
 clean: ## Remove the virtual environments
 	rm -rf .venv .venv-dist .venv-frameworks .venv-torch-*

@@ -50,7 +50,7 @@ from commlens.watch.nodes.remote_evidence import (
 )
 from commlens.watch.reporting import WAITERS_ASKED
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "support"))
 RANKS = 8
 CHANNELS = 8
 REST_S = 20.0

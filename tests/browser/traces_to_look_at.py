@@ -17,10 +17,10 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def _unit_traces() -> ModuleType:
-    """tests/unit/traces.py, which stands on the path only when the unit tests are collected, too."""
+    """tests/unit/support/traces.py, which stands on the path only when the unit tests are collected, too."""
     if "traces" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
-            "traces", REPOSITORY / "tests" / "unit" / "traces.py"
+            "traces", REPOSITORY / "tests" / "unit" / "support" / "traces.py"
         )
         assert spec is not None and spec.loader is not None
         module = sys.modules["traces"] = importlib.util.module_from_spec(spec)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import atheris
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "support")]
 
 with atheris.instrument_imports(
     include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]
@@ -28,7 +29,8 @@ with atheris.instrument_imports(
     from commlens.formats.torch_log import read_torch_log
 
 from flight_recorder_dumps import dump, entry  # noqa: E402
-from test_flight_recorder_readers import all_read_alike  # noqa: E402
+
+from unit.formats.flight_recorder.test_native_entries import all_read_alike  # noqa: E402
 
 
 def look(data: bytes) -> None:

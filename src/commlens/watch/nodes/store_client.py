@@ -1,9 +1,9 @@
 """A client of the job's TCPStore: torch's wire protocol, without torch, which would cost the
 watcher 200 MB and 1.5 s of CPU.
 
-Tried with both servers of torch 2.13 (``tests/unit/test_store_client.py``). With another protocol
-the calls fail, and each node speaks for itself. The connection is its own, so no client of the job
-ever waits for it. Every call has a timeout.
+Tried with both servers of torch 2.13 (``tests/unit/watch/nodes/test_store_client.py``). With
+another protocol the calls fail, and each node speaks for itself. The connection is its own, so no
+client of the job ever waits for it. Every call has a timeout.
 
 For each new connection, torch's server looks up the client's name in DNS, in the only thread that
 answers all clients. Where DNS is slow, that takes seconds. So a client must not answer a slow store

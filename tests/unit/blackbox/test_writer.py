@@ -126,7 +126,7 @@ def writer(path: Path, loop: str = "write_for_ever") -> Iterator[subprocess.Pope
     command = [
         sys.executable,
         "-c",
-        f"import test_blackbox_live; test_blackbox_live.{loop}({str(path)!r})",
+        f"import test_writer; test_writer.{loop}({str(path)!r})",
     ]
     environ = {
         **os.environ,

@@ -12,7 +12,9 @@ from builders import Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_boxes import Node, all_reduce
-from test_diagnose_random import (
+
+from commlens.model.verdict import Verdict
+from unit.diagnosis.test_examine_random import (
     FAULT_STEP,
     SLOW,
     STEPS,
@@ -23,8 +25,6 @@ from test_diagnose_random import (
     sizes,
     steps,
 )
-
-from commlens.model.verdict import Verdict
 
 CAPACITIES = st.sampled_from([32, 64, 1024])
 

@@ -76,7 +76,7 @@ class Rank:
     """One such process."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, **options: object) -> None:
-        source = str(Path(__file__).parents[2] / "src")
+        source = str(Path(__file__).parents[3] / "src")
         environ = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
