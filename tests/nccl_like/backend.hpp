@@ -541,13 +541,11 @@ class Backend : public c10d::Backend {
 
   // --- what each collective exchanges
 
-  Collective plain(OpType type, const at::Tensor& tensor, int64_t root = -1, const c10d::ReduceOp* how = nullptr) const {
+  Collective plain(OpType type, const at::Tensor& tensor, int64_t root = -1) const {
     Collective made;
     made.header.kind = static_cast<int64_t>(type);
-    made.header.dtype = static_cast<int64_t>(tensor.scalar_type());
     made.header.root = root;
     made.header.count = tensor.numel();
-    if (how) made.header.reduce_op = static_cast<int64_t>(how->op_);
     made.to.assign(size_, 0);
     made.from.assign(size_, 0);
     return made;
@@ -559,7 +557,7 @@ class Backend : public c10d::Backend {
 
   Collective make_allreduce(const at::Tensor& tensor, const c10d::ReduceOp& how) const {
     check_reduction(tensor, how);
-    Collective made = plain(OpType::ALLREDUCE, tensor, -1, &how);
+    Collective made = plain(OpType::ALLREDUCE, tensor);
     const auto bytes = static_cast<int64_t>(bytes_of(tensor));
     made.to.assign(size_, bytes);
     made.from.assign(size_, bytes);
@@ -580,7 +578,7 @@ class Backend : public c10d::Backend {
 
   Collective make_reduce(const at::Tensor& input, const at::Tensor& output, int64_t root, const c10d::ReduceOp& how) const {
     check_reduction(input, how);
-    Collective made = plain(OpType::REDUCE, input, root, &how);
+    Collective made = plain(OpType::REDUCE, input, root);
     const auto bytes = static_cast<int64_t>(bytes_of(input));
     made.to[root] = bytes;
     if (rank_ == root) made.from.assign(size_, bytes);
@@ -609,7 +607,7 @@ class Backend : public c10d::Backend {
   Collective make_reduce_scatter(const Tensors& inputs, const at::Tensor& output, const c10d::ReduceOp& how, OpType type) const {
     TORCH_CHECK(inputs.size() == static_cast<size_t>(size_), "reduce_scatter needs an input for each rank");
     check_reduction(output, how);
-    Collective made = plain(type, output, -1, &how);
+    Collective made = plain(type, output);
     const auto bytes = static_cast<int64_t>(bytes_of(output));
     made.to.assign(size_, bytes);
     made.from.assign(size_, bytes);

@@ -129,7 +129,6 @@ class Run {
   static Header header_of(const PointToPoint& message) {
     Header header;
     header.kind = static_cast<int64_t>(c10d::OpType::SEND);
-    header.dtype = static_cast<int64_t>(message.tensor.scalar_type());
     (message.is_send ? header.to_you : header.from_you) = static_cast<int64_t>(bytes_of(message.tensor));
     return header;
   }

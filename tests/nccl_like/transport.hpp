@@ -24,14 +24,14 @@ namespace nccl_like {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// What two ranks must agree on before data moves. The kernel of a rank that finds another header never ends, as NCCL's does.
+// What two ranks must agree on before data moves. The kernel of a rank that finds another header never ends, as NCCL's does. NCCL does
+// not send the type and the reduction: each rank applies its own to the bytes that it gets, so ranks that differ in them get wrong values.
 struct Header {
-  int64_t kind = 0, dtype = 0, root = -1, reduce_op = -1, count = 0;
+  int64_t kind = 0, root = -1, count = 0;
   int64_t to_you = 0, from_you = 0;  // bytes
 
   bool agrees_with(const Header& theirs) const {
-    return kind == theirs.kind && dtype == theirs.dtype && root == theirs.root && reduce_op == theirs.reduce_op && count == theirs.count &&
-        to_you == theirs.from_you && from_you == theirs.to_you;
+    return kind == theirs.kind && root == theirs.root && count == theirs.count && to_you == theirs.from_you && from_you == theirs.to_you;
   }
 };
 

@@ -51,7 +51,7 @@ PROGRAM = """
 import json, os
 import torch, torch.distributed as dist
 names = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
 entries = len(json.loads(dump()).get("entries", [])) if dump else None
