@@ -1,0 +1,332 @@
+"""The test of a module lies at the module's path: ``src/commlens/watch/stall.py`` is tested by
+``tests/unit/watch/test_stall.py``, or by files whose names begin so, such as
+``test_stall_certain.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from conftest import SOURCE
+
+UNIT = Path(__file__).parent
+PACKAGE = SOURCE / "commlens"
+
+NOT_YET = {
+    "integration/test_accelerate.py": """
+        verification/accelerate
+    """,
+    "integration/test_attach.py": """
+        commands/attach commands/stacks launch/joining reports/stacks_terminal
+    """,
+    "integration/test_background_build.py": """
+        launch/background_build native/attempts
+    """,
+    "integration/test_call_site.py": """
+        verification/call_site
+    """,
+    "integration/test_capture.py": """
+        capture/completion capture/dump_signal capture/engine capture/graphs capture/init_hooks
+        capture/rank_environment capture/rank_session capture/recorder capture/session
+        capture/setups capture/thread_id tap/rejections tap/tap tap/token tap/torch_patches
+    """,
+    "integration/test_comm_debug_mode.py": """
+        tracing/comm_debug/json_dump tracing/comm_debug/mode tracing/comm_debug/modules
+        tracing/comm_debug/sections tracing/comm_debug/table tracing/comm_debug/user_hooks
+    """,
+    "integration/test_launch.py": """
+        commands/launch launch/torchrun launch/worker
+    """,
+    "integration/test_native_records.py": """
+        capture/native_recorder tap/interned_args
+    """,
+    "integration/test_nccl_like.py": """
+        tap/backends
+    """,
+    "integration/test_nccl_like_recorded.py": """
+        tap/cuda_graphs
+    """,
+    "integration/test_preview.py": """
+        commands/preview reports/trace_short tracing/preview/cuda tracing/preview/dtensor_caches
+        tracing/preview/objects tracing/preview/pipelining tracing/preview/preview
+        tracing/preview/store tracing/preview/tensors tracing/preview/world
+    """,
+    "integration/test_pytest_plugin.py": """
+        testing testing/observation testing/observer_client testing/plugin testing/rank_process
+        testing/ranks
+    """,
+    "integration/test_scenarios.py": """
+        scenarios/lab scenarios/registry scenarios/throttle scenarios/truth
+    """,
+    "integration/test_slow_rank.py": """
+        watch/slowness
+    """,
+    "integration/test_strict_nodes.py": """
+        verification/whereabouts
+    """,
+    "integration/test_trace_attribution.py": """
+        tracing/attribution/causes tracing/attribution/mesh_dims
+        tracing/attribution/module_calls tracing/attribution/modules
+        tracing/attribution/op_names tracing/attribution/owners tracing/attribution/parameters
+        tracing/attribution/pipelines tracing/attribution/recomputations
+        tracing/attribution/stacks tracing/backend_times tracing/backward_waits
+        tracing/fake_tensors tracing/ops tracing/patches tracing/raw_event tracing/session
+        tracing/trace_events tracing/tracer
+    """,
+    "integration/test_trace_command.py": """
+        launch/trace_summary launch/trace_worker tracing/api tracing/script
+    """,
+    "integration/test_verify_strict.py": """
+        verification/announcer verification/channels verification/comparison
+        verification/messages verification/operation verification/rendezvous
+        verification/waiting
+    """,
+    "integration/test_verify_switches.py": """
+        commands/run
+    """,
+    "integration/test_watch.py": """
+        commands/dump commands/status commands/top
+    """,
+    "unit/blackbox/test_packed.py": """
+        blackbox/copy blackbox/header
+    """,
+    "unit/blackbox/test_reader.py": """
+        blackbox/rank_log
+    """,
+    "unit/blackbox/test_reader_damaged.py": """
+        blackbox/layout
+    """,
+    "unit/blackbox/test_tail.py": """
+        blackbox/blobs
+    """,
+    "unit/boards/test_board_native.py": """
+        boards/refusal_log
+    """,
+    "unit/capture/test_device_queues.py": """
+        capture/torch_progress
+    """,
+    "unit/capture/test_job_box.py": """
+        blackbox/rank_claims dumps/folder
+    """,
+    "unit/capture/test_uncaught.py": """
+        error_file
+    """,
+    "unit/commands/test_convert.py": """
+        commands/selecting formats/rank_log_columns
+    """,
+    "unit/commands/test_demo.py": """
+        commands/table
+    """,
+    "unit/commands/test_trace.py": """
+        reports/trace_csv traces/files
+    """,
+    "unit/diagnosis/align/test_call_paths.py": """
+        diagnosis/align/routine
+    """,
+    "unit/diagnosis/align/test_out_of_step.py": """
+        diagnosis/index/column_differences
+    """,
+    "unit/diagnosis/findings/test_startup_and_exit.py": """
+        diagnosis/graph/store_keys
+    """,
+    "unit/diagnosis/test_api_library.py": """
+        model/verdict_html
+    """,
+    "unit/diagnosis/test_examine.py": """
+        diagnosis/align/alignment diagnosis/align/peer_order diagnosis/align/rounds
+        diagnosis/align/swapped_order diagnosis/findings/context diagnosis/findings/cycle
+        diagnosis/findings/dead diagnosis/findings/find_all diagnosis/findings/missing
+        diagnosis/findings/named diagnosis/findings/sides diagnosis/findings/straggler
+        diagnosis/findings/stuck_inside diagnosis/findings/twins diagnosis/findings/unwritten
+        diagnosis/graph/build diagnosis/graph/wait_graph diagnosis/index/dump_index
+        diagnosis/index/first_steps diagnosis/index/job_index diagnosis/index/process_exit
+        diagnosis/live diagnosis/select/job model/collective model/ranklog
+    """,
+    "unit/diagnosis/views/test_dump_diff.py": """
+        model/movement
+    """,
+    "unit/diagnosis/views/test_entries.py": """
+        model/entries reports/entries_terminal
+    """,
+    "unit/diagnosis/views/test_status.py": """
+        diagnosis/views/process_words reports/top_screen
+    """,
+    "unit/dumps/test_parallel.py": """
+        dumps/discover
+    """,
+    "unit/dumps/test_read.py": """
+        dumps/detect dumps/save
+    """,
+    "unit/dumps/test_sources.py": """
+        dumps/sources/archives dumps/sources/compression dumps/sources/remote
+        dumps/sources/source dumps/sources/walk
+    """,
+    "unit/formats/flight_recorder/test_native_entries.py": """
+        formats/flight_recorder/entries formats/flight_recorder/pickle_data
+        formats/flight_recorder/table formats/flight_recorder/to_columns
+    """,
+    "unit/formats/flight_recorder/test_reader.py": """
+        diagnosis/index/columns formats/flight_recorder/json_data formats/flight_recorder/names
+    """,
+    "unit/formats/test_torch_log.py": """
+        formats/columns formats/torch_log/lines formats/torch_log/log_parser
+    """,
+    "unit/formats/test_trace_json.py": """
+        atomic_write formats/comm_debug_json model/trace model/trace_changes model/trace_summary
+    """,
+    "unit/launch/test_new_warnings.py": """
+        launch/environment
+    """,
+    "unit/matching/test_collectives.py": """
+        matching/answer matching/point_to_point matching/splits matching/tensors model/ops
+    """,
+    "unit/matching/test_error_claims.py": """
+        matching/error_texts
+    """,
+    "unit/native/test_build.py": """
+        commands/build_native native/cache
+    """,
+    "unit/outside/test_verdict.py": """
+        model/stack_classes outside/calls outside/find_ranks outside/hosts outside/inject
+        outside/look outside/sample outside/tensors outside/torch_dumps
+        outside/verdict_with_dumps outside/waits
+    """,
+    "unit/processes/test_memory.py": """
+        processes/cgroup
+    """,
+    "unit/processes/test_observer.py": """
+        processes/pyspy
+    """,
+    "unit/processes/test_process.py": """
+        processes/early_handles
+    """,
+    "unit/reports/converted/test_perfetto.py": """
+        reports/trace_perfetto
+    """,
+    "unit/reports/test_terminal.py": """
+        model/verdict model/wrapping reports/console
+    """,
+    "unit/reports/test_trace_page.py": """
+        commands/view
+    """,
+    "unit/reports/test_verdict_page.py": """
+        reports/verdict_page/data reports/verdict_page/job reports/verdict_page/rank_grids
+        reports/verdict_page/source_lines reports/verdict_page/stacks
+        reports/verdict_page/tables reports/verdict_page/timeline
+        reports/verdict_page/wait_graph
+    """,
+    "unit/speed/test_pace.py": """
+        diagnosis/straggler processes/profile speed/job_pace
+    """,
+    "unit/speed/test_step_times.py": """
+        model/spans reports/step_table
+    """,
+    "unit/test_commands.py": """
+        commands/doctor
+    """,
+    "unit/test_config.py": """
+        commands/config launch/options launch/recording
+    """,
+    "unit/test_docs.py": """
+        errors
+    """,
+    "unit/traces/test_diff.py": """
+        commands/compare traces/diff_ranks traces/page traces/ranks traces/stages
+    """,
+    "unit/traces/test_network.py": """
+        model/network reports/network_terminal
+    """,
+    "unit/traces/test_times.py": """
+        formats/kineto model/trace_times traces/profile traces/time_changes
+    """,
+    "unit/traces/test_trace.py": """
+        model/wire_bytes reports/trace_notebook reports/trace_terminal traces/fields traces/rows
+        traces/summarise traces/wording
+    """,
+    "unit/verification/relay/test_node_relay.py": """
+        verification/relay/connection
+    """,
+    "unit/verification/test_cycles.py": """
+        verification/peers verification/refusals
+    """,
+    "unit/verification/test_verifier_start.py": """
+        verification/link verification/sampling
+    """,
+    "unit/watch/mismatches/test_deferred_verification.py": """
+        watch/mismatches/channel_progress watch/mismatches/comparison
+        watch/mismatches/message_stream watch/mismatches/record_reader watch/mismatches/report
+        watch/mismatches/signatures
+    """,
+    "unit/watch/nodes/test_exchange.py": """
+        watch/nodes/ask watch/nodes/beat watch/nodes/known_nodes watch/nodes/looks
+        watch/nodes/lost_store watch/nodes/meeting_places
+    """,
+    "unit/watch/nodes/test_remote_evidence.py": """
+        watch/snapshot
+    """,
+    "unit/watch/nodes/test_store_client.py": """
+        watch/nodes/folder_client
+    """,
+    "unit/watch/test_death.py": """
+        watch/death_report watch/roster
+    """,
+    "unit/watch/test_jobs.py": """
+        blackbox/job_dirs commands/naming_jobs
+    """,
+    "unit/watch/test_reporting.py": """
+        dumps/garbage watch/nodes/lost
+    """,
+    "unit/watch/test_watcher.py": """
+        diagnosis/index/activity watch/job_abort
+    """,
+}
+"""Test -> the modules that it tests, which have no test of their own. It may only shrink."""
+
+
+def holds_code(path: Path) -> bool:
+    return bool(re.search(r"^(def|class|async def) ", path.read_text(encoding="utf-8"), re.M))
+
+
+def module_of(path: Path) -> Path:
+    """A package is the module beside its folder."""
+    return path.parent if path.name == "__init__.py" else path.with_suffix("")
+
+
+MODULES = {
+    module_of(path.relative_to(PACKAGE))
+    for path in PACKAGE.rglob("*.py")
+    if holds_code(path) and path.name != "__main__.py" and path.parent.name != "programs"
+} - {Path()}
+PACKAGES = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py")} - {Path()}
+
+
+def has_test(module: Path) -> bool:
+    folder = UNIT / module.parent
+    names = {path.stem for path in folder.glob("test_*.py")}
+    return any(
+        name == f"test_{module.name}" or name.startswith(f"test_{module.name}_") for name in names
+    )
+
+
+def test_every_module_has_a_test_at_its_path():
+    listed = {module for modules in NOT_YET.values() for module in modules.split()}
+    without = {module.as_posix() for module in MODULES if not has_test(module)}
+    assert without <= listed, "write a test at the path of each of these modules"
+    assert listed <= without, "these have a test, or are gone: take them out of NOT_YET"
+    for test in NOT_YET:
+        assert (UNIT.parent / test).exists(), f"NOT_YET: {test} is gone"
+
+
+def test_every_test_lies_at_the_path_of_a_module():
+    """Tests of the whole package lie at the top, beside the folders of the rooms."""
+    strays = []
+    for path in UNIT.rglob("*/test_*.py"):
+        relative = path.relative_to(UNIT)
+        if len(relative.parts) > 1 and not any(
+            module.parent == relative.parent
+            and f"{relative.stem}_".startswith(f"test_{module.name}_")
+            for module in MODULES | PACKAGES
+        ):
+            strays.append(str(relative))
+    assert not strays
