@@ -1,6 +1,6 @@
 // Builds one script and one stylesheet for each page into the Python package. `make page` calls it; `npm run build` type-checks first.
 //
-// Each asset names the hash of the sources that it was made from; tests/unit/test_page_assets.py computes the same one.
+// Each asset names the hash of the sources that it was made from; tests/unit/reports/test_page.py computes the same one.
 import { createHash } from "node:crypto";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { dirname, join, relative, sep } from "node:path";
