@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,16 @@ demo: $(VENV)/.ready ## Watch a real 4-process training job hang and get its dia
 # after the other.
 WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.ready $(VENV)/.browser ## Run all tests (ARGS="-k name" to select)
-	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
+RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
+
+test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about ten minutes on two cores (ARGS="-k name" to select among all)
+	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --junitxml=$(VENV)/tests.xml)
+
+test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs
+	HYPOTHESIS_PROFILE=all $(RUN_TESTS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
-	$(VENV)/bin/python -m pytest tests/unit -m "not launches" $(WORKERS) $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(WORKERS) $(ARGS)
 
 frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray Train and DeepSpeed, which are installed for it (1.8 GB)
 	$(VENV)-frameworks/bin/python -m pytest tests/integration/test_frameworks.py -rs $(ARGS)

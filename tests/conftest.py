@@ -19,8 +19,9 @@ import hypothesis
 import pytest
 
 # The same examples each time, so that a run says something of the change that it tests. `make
-# explore` draws new ones.
-hypothesis.settings.register_profile("same", derandomize=True)
+# test-all` draws three times as many, `make explore` new ones.
+hypothesis.settings.register_profile("same", derandomize=True, max_examples=35)
+hypothesis.settings.register_profile("all", derandomize=True)
 hypothesis.settings.register_profile("explore", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import long
 
 import commlens
 from commlens.model.trace import Phase
@@ -302,8 +303,15 @@ def test_strings_of_a_file_stay_text(open_page, tmp_path):
     )
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(1280, False, id="1280-light"),
+        pytest.param(390, True, id="390-dark"),
+        long(1280, True, id="1280-dark"),
+        long(390, False, id="390-light"),
+    ],
+)
 def test_it_fits_and_can_be_used_by_everybody(usual, serious_faults, dark, width):
     page = usual(dark=dark, width=width, anchor="collective=2")
     page.get_by_label("Details", exact=True).wait_for()

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from builders import Job, Stay, Step, all_reduce, collective
+from chosen import long
 from flight_recorder_dumps import dump, entry
 
 from commlens.diagnosis.api import examine_paths
@@ -76,8 +77,15 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("stuck"), Job(8).run(mesh).logs())
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(1280, False, id="1280-light"),
+        pytest.param(390, True, id="390-dark"),
+        long(1280, True, id="1280-dark"),
+        long(390, False, id="390-light"),
+    ],
+)
 def test_it_opens_in_both_themes_and_widths_without_a_serious_fault(
     open_page: OpenPage, serious_faults, stuck: Path, dark: bool, width: int
 ):

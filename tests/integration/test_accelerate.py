@@ -214,6 +214,7 @@ class TestTogether:
             assert with_it["collectives"] <= without["collectives"]
 
 
+@pytest.mark.long
 def test_accelerate_launch_with_several_processes_on_a_cpu(tmp_path: Path):
     command = (
         "accelerate.commands.launch",

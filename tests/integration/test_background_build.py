@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from launching import Bench, Program
 
 pytest.importorskip("torch")
@@ -135,6 +136,7 @@ def test_the_next_launch_is_native(
     assert compiler.calls == 1
 
 
+@pytest.mark.long
 def test_launchers_that_start_at_once_build_once(bench: Bench) -> None:
     compiler = compiling_with(bench, "sleep 2\nexit 1")
     programs = [bench.launch("engine.py", "0") for _ in range(3)]
@@ -145,6 +147,7 @@ def test_launchers_that_start_at_once_build_once(bench: Bench) -> None:
     assert compiler.calls == 1
 
 
+@pytest.mark.long
 def test_a_failure_is_remembered_with_its_reason_until_something_changes(
     bench: Bench, run_commlens: RunCommlens
 ) -> None:
@@ -185,7 +188,11 @@ def test_old_failures_and_a_success_are_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"COMMLENS_AUTO_BUILD": "off"}, {"COMMLENS_ENGINE": "python"}, {"COMMLENS_BOX_ENTRIES": "0"}],
+    [
+        {"COMMLENS_AUTO_BUILD": "off"},
+        long({"COMMLENS_ENGINE": "python"}),
+        long({"COMMLENS_BOX_ENTRIES": "0"}),
+    ],
 )
 def test_nothing_is_built_if_the_user_does_not_want_it(
     bench: Bench, setting: dict[str, str]
@@ -198,6 +205,7 @@ def test_nothing_is_built_if_the_user_does_not_want_it(
     assert compiler.calls == 0 and not folder_of(bench).exists()
 
 
+@pytest.mark.long
 def test_a_rank_under_another_launcher_builds_nothing(bench: Bench) -> None:
     compiler = compiling_with(bench, "exit 1")
     program = bench.torchrun("engine.py", "0", COMMLENS="1")
@@ -258,6 +266,7 @@ def test_scarce_memory_keeps_a_launch_from_building(
     assert compiler.calls == 0
 
 
+@pytest.mark.long
 def test_no_build_is_an_error_of_the_launch(bench: Bench) -> None:
     """The cache cannot be written, and there is no compiler."""
     (bench.folder / "nothing.py").write_text("")

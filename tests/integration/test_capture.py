@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from chosen import NATIVE_FIRST
 from processes import Ended, Ranks
 
 from commlens.blackbox import job_dirs
@@ -97,6 +98,9 @@ print("recorded by", type(recorder).__name__)
 assert not recorder.held()
 dist.destroy_process_group()
 """
+
+
+pytestmark = NATIVE_FIRST
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chosen import long
 from emulated_nodes import Node, nodes, wait
 
 HERE = Path(__file__).parent
@@ -115,7 +116,8 @@ def words(node: Node) -> str:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("start", "count"), [(srun, 2), (mpirun, 2), (spawn, 1), (torchrun_c10d, 2), (pytorchjob, 2)]
+    ("start", "count"),
+    [(srun, 2), long(mpirun, 2), long(spawn, 1), long(torchrun_c10d, 2), long(pytorchjob, 2)],
 )
 def test_a_late_and_a_killed_rank(tmp_path: Path, start: Start, count: int) -> None:
     with nodes(count, tmp_path) as made:

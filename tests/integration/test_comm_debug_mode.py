@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from chosen import long
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -807,7 +808,7 @@ class Averaged(nn.Module):
         return funcol.all_reduce(self.linear(x), "sum", dist.group.WORLD) + 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", long("inductor")])
 def test_torch_compile_stays_on_and_its_collectives_count(mesh, backend):
     if backend == "inductor" and TORCH < (2, 13):
         pytest.skip("slow to build there")
@@ -890,6 +891,7 @@ def test_the_example_shows_everything(tmp_path):
             )
 
 
+@pytest.mark.long
 def test_the_example_on_gloo(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     shown = example("--model", "mlp", "--noise-level", "0", launcher=launcher, folder=tmp_path)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from launching import Bench
 
 pytest.importorskip("torch")
@@ -100,7 +101,9 @@ os.write(1, b"finished\\n")
 """
 
 
-@pytest.mark.parametrize("options", [["--debug"], ["--trace=all"]], ids=["verified", "traced"])
+@pytest.mark.parametrize(
+    "options", [long(["--debug"]), ["--trace=all"]], ids=["verified", "traced"]
+)
 def test_a_recorded_rank_asks_for_no_device(tmp_path: Path, options: list[str]) -> None:
     bench = Bench(tmp_path)
     (tmp_path / "watched.py").write_text(WATCHED)

@@ -19,6 +19,8 @@ from flight_recorder_dumps import dump, entry
 
 from conftest import MARK, REPOSITORY
 
+pytestmark = pytest.mark.long
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

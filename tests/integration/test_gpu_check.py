@@ -76,6 +76,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_dry_run_goes_through_the_ranks(tmp_path: Path) -> None:
     only = ["states, p", "CPU", "graph, p", "ring, p", "cost", "watcher", "driver", "fork"]
     done = run(

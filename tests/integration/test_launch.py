@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from launching import Bench, Program
 
 pytest.importorskip("torch")
@@ -44,10 +45,9 @@ def tells_bench(folder: Path, *, is_installed: bool = True) -> Bench:
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
-    """By exit status of the script, and "module": what a script sees under torchrun itself."""
+    """By exit status of the script: what it sees under torchrun itself."""
     bench = tells_bench(tmp_path_factory.mktemp("torchrun"))
     runs = {code: bench.torchrun("tells.py", code, *ARGUMENTS) for code in CODES}
-    runs["module"] = bench.torchrun("-m", "tells", "0", "a")
     for run in runs.values():
         run.end()
     yield runs
@@ -59,7 +59,9 @@ def seen_by_ranks(run: Program) -> list[list[object]]:
     return sorted(json.loads(line.replace(run.folder, "FOLDER")) for line in run.out)
 
 
-@pytest.mark.parametrize("is_installed", [True, False], ids=["entry point", "only on the path"])
+@pytest.mark.parametrize(
+    "is_installed", [True, long(False)], ids=["entry point", "only on the path"]
+)
 def test_the_script_sees_what_it_sees_under_torchrun(
     tmp_path: Path, under_torchrun: dict[str, Program], is_installed: bool
 ) -> None:
@@ -90,9 +92,10 @@ def test_the_script_sees_what_it_sees_under_torchrun(
     bench.close()
 
 
-def test_a_module(tmp_path: Path, under_torchrun: dict[str, Program]) -> None:
+@pytest.mark.long
+def test_a_module(tmp_path: Path) -> None:
     bench = tells_bench(tmp_path)
-    ours, theirs = bench.launch("-m", "tells", "0", "a"), under_torchrun["module"]
+    ours, theirs = bench.launch("-m", "tells", "0", "a"), bench.torchrun("-m", "tells", "0", "a")
     assert (ours.end(), theirs.end()) == (0, 0)
     assert seen_by_ranks(ours) == seen_by_ranks(theirs)
     bench.close()
@@ -107,7 +110,7 @@ def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:
     assert not bench.dumps.exists()
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "exit"])
+@pytest.mark.parametrize("how", [long("kill"), "raise", long("exit")])
 def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str) -> None:
     program = bench.launch("train.py", how)
     assert program.end() == 1
@@ -149,6 +152,7 @@ def test_a_stall_is_reported_in_time_and_aborted(bench: Bench, tmp_path: Path) -
     assert bench.boxes_left == []
 
 
+@pytest.mark.long
 def test_a_late_rank_and_the_end_of_the_wait(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "1.5", "train.py", "late")
     assert program.end() == 0
@@ -156,7 +160,7 @@ def test_a_late_rank_and_the_end_of_the_wait(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGTERM)])
 def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> None:
     ours, theirs = bench.launch("train.py", "sleep"), bench.torchrun("train.py", "sleep")
     for program in (ours, theirs):
@@ -168,6 +172,7 @@ def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> Non
     assert bench.boxes_left == []
 
 
+@pytest.mark.long
 def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> None:
     # torchrun's workers otherwise share one store over all starts, in which gloo finds the
     # addresses of the run before: of 21 such jobs (torch 2.13), in turns, 13 did not come back

@@ -21,6 +21,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.long
 def test_readers_meet_whole_records_only(driver: Path):
     said = stepped.run([driver, "crowd", "2000"])
     assert said.count("records by 4 threads") == 2

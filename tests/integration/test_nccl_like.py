@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import long
 from harness import exit_status
 from launching import Bench, fsdp2_runs_on_cpu
 from zygote_client import Zygote, has_ended
@@ -112,7 +113,7 @@ def job(library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     zygote.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, long(3)])
 def test_results_are_those_of_gloo(job, ranks):
     ended = job("results", ranks=ranks)
     assert ended.statuses == [0] * ranks
@@ -182,7 +183,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", [long(name, when=name != "skipped") for name in HANGS])
 def test_a_hang_ends_with_dumps_that_commlens_reads(job, run_commlens, tmp_path, name):
     verdict, statuses = HANGS[name]
     ended = job(name, fr=tmp_path)
@@ -207,7 +208,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "commlens"])
+@pytest.mark.parametrize("launcher", [long("torchrun"), "commlens"])
 def test_any_program_runs_on_it_unchanged(library, tmp_path, launcher):
     """Through the entry point of the folder ``site``, with torch's launcher, and with commlens
     beside it.

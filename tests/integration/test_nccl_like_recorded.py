@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import NATIVE_FIRST
 
 pytest.importorskip("torch")
 
@@ -221,6 +222,7 @@ def bare(
     return said(ranks.run(TRAINING, tmp_path_factory.mktemp("bare"), RECORD="0", **emulation))
 
 
+@NATIVE_FIRST
 def test_recording_changes_no_bit_holds_no_work_and_queries_nothing(
     ranks, emulation, bare, engine_environment, tmp_path
 ):
@@ -233,6 +235,7 @@ def test_recording_changes_no_bit_holds_no_work_and_queries_nothing(
         assert all(works for _, works, _ in found.values())
 
 
+@NATIVE_FIRST
 def test_nothing_is_queried_while_a_graph_is_captured(
     ranks, emulation, engine_environment, tmp_path
 ):

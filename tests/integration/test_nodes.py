@@ -116,6 +116,7 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
     assert (verdict.kind, verdict.culprits, verdict.missing_evidence) == ("missing", [3], [])
 
 
+@pytest.mark.long
 def test_a_death_on_the_second_node_is_told_on_both(two: list[Node]):
     start(two, "kill")
     codes = wait(two, 60)
@@ -130,6 +131,7 @@ def test_a_death_on_the_second_node_is_told_on_both(two: list[Node]):
     assert (first + second).count("VERDICT") == 1
 
 
+@pytest.mark.long
 def test_a_healthy_job_on_two_nodes_says_nothing(two: list[Node]):
     start(two, "wait", COMMLENS_STALL_TIMEOUT="10")
     assert wait(two, 60) == [0, 0], two[0].output
@@ -177,6 +179,7 @@ os.write(1, seen)
 """
 
 
+@pytest.mark.long
 def test_the_next_node_speaks_if_the_first_is_killed(two: list[Node], tmp_path: Path):
     start(two, "stall")
     until(two[1], "Rank 3 never reached all_reduce #41", timeout_s=60)

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+from chosen import long
 
 pytest.importorskip("torch")
 
@@ -175,7 +176,7 @@ def children() -> set[int]:
                 'raise ValueError("bad batch")',
             ],
         ),
-        (
+        long(
             "leave",
             [
                 "Rank 0 failed first: RuntimeError: ",
@@ -183,7 +184,9 @@ def children() -> set[int]:
                 "Neither a majority nor",
             ],
         ),
-        ("hang", ["still running after 20 s", "rank 1 never reached all_reduce #2", "load_batch"]),
+        long(
+            "hang", ["still running after 20 s", "rank 1 never reached all_reduce #2", "load_batch"]
+        ),
     ],
 )
 def test_a_failure_names_the_rank_and_leaves_nothing(how: str, words: list[str]) -> None:

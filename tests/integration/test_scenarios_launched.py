@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from harness import Harness, harness
 
 from commlens.blackbox import job_dirs
@@ -53,7 +54,12 @@ def skip_where_impossible(name: str) -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("data-loader", 4), ("dies-exception", 2), ("mismatch-reduce-op", 4), ("healthy-plain", 2)],
+    [
+        ("data-loader", 4),
+        long("dies-exception", 2),
+        long("mismatch-reduce-op", 4),
+        long("healthy-plain", 2),
+    ],
 )
 def test_demo_finds_the_truth(tmp_path: Path, name: str, world_size: int) -> None:
     skip_where_impossible(name)
@@ -97,6 +103,7 @@ def test_demo_refuses_unknown_scenarios_and_sizes(
     assert words in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
     """The same output and status as torchrun's, nothing said, nothing left."""
@@ -124,7 +131,7 @@ def jobs() -> Iterator[Harness]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("name", ["data-loader", "dies-sigkill", "swap-two-groups"])
+@pytest.mark.parametrize("name", ["dies-sigkill", long("data-loader"), long("swap-two-groups")])
 def test_detached_watcher_reports_the_fault(jobs: Harness, tmp_path: Path, name: str) -> None:
     skip_where_impossible(name)
     """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the

@@ -59,6 +59,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_ranks_of_a_test_suite_are_recorded_without_a_word_and_leave_nothing(
     tmp_path: Path,
 ) -> None:

@@ -1720,6 +1720,7 @@ def test_both_depths_tell_the_same(gloo: None, make: Callable[[], nn.Module]) ->
 # --- what the trace must not disturb
 
 
+@pytest.mark.long
 def test_torch_compile_is_as_fast_afterwards(fake: None) -> None:
     """No recompilation, neither for the trace nor after it."""
     from torch._dynamo.utils import counters
@@ -1828,6 +1829,7 @@ def test_compiled_code_is_not_kept(fake: None) -> None:
     assert [graph() for graph in graphs if graph() is not None] == []
 
 
+@pytest.mark.long
 def test_memory_is_bounded(fake: None) -> None:
     """300 steps of a tensor-parallel model, of which 5 are kept whole. (tracemalloc makes each of
     them slow.)

@@ -4,7 +4,6 @@ without strict verification.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 import families
+from chosen import NATIVE_FIRST, chosen, long
 from legal_programs import AT_FOUR, ODDITIES
 from test_verify_strict import launch
 
@@ -37,32 +37,27 @@ CASES = [
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-MIXED = [("oddities", 2), ("oddities", 4), RANDOM[1]]
-"""These also run with the two engines on alternating ranks."""
-
-
-ON_TWO_NODES = [(("oddities", 4), "nodes"), (RANDOM[1], "nodes"), (RANDOM[1], "sample")]
-"""These also run with the ranks on two nodes in turns, and verified in samples."""
-
-
 @pytest.fixture(scope="module")
 def launched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """Run all jobs in all ways. One process imports torch for all of them."""
+    """Run the jobs of all tests in their ways, and without verification. One process imports torch
+    for all of them.
+    """
     out, environ = tmp_path_factory.mktemp("legal"), {}
-    wanted = [(job, way) for job in JOBS for way in ("bare", "python")]
-    with contextlib.suppress(pytest.skip.Exception):
+    jobs = {
+        f"{job}:{size}:{way or engine or 'mixed'}": f"{job}:{size}:bare"
+        for job, size, way, engine in chosen(request, "job", "size", "way", "engine_environment")
+    }
+    try:
         environ["COMMLENS_NATIVE_DIR"] = str(request.getfixturevalue("native_cache"))
-        wanted += [
-            *((job, "native") for job in JOBS),
-            *((job, "mixed") for job in MIXED),
-            *ON_TWO_NODES,
-        ]
+    except pytest.skip.Exception:
+        jobs = {job: bare for job, bare in jobs.items() if job.endswith(":python")}
     return out, launch(
         out,
         "legal_programs",
-        *(f"{name}:{size}:{way}" for (name, size), way in wanted),
+        *dict.fromkeys(jobs.values()),
+        *jobs,
         environ=environ,
         timeout_s=TIMEOUT_S,
     )
@@ -75,11 +70,19 @@ def reported(folder: Path, size: int) -> list[dict[str, Any]]:
     ]
 
 
-IDS = [f"{name}-{job}-{size}" for job, size, name in CASES]
-AMONG_BOTH = [case for case in CASES if case[:2] in MIXED]
+def cases(jobs: list[tuple[str, int]], usual: list[tuple[str, int]]) -> list[Any]:
+    """Return the rows of these jobs; those that are not usual are long."""
+    return [
+        long(*case, when=case[:2] not in usual, id=f"{case[2]}-{case[0]}-{case[1]}")
+        for case in CASES
+        if case[:2] in jobs
+    ]
 
 
-@pytest.mark.parametrize(("job", "size", "name"), CASES, ids=IDS)
+@NATIVE_FIRST
+@pytest.mark.parametrize(
+    ("job", "size", "name"), cases(JOBS, [("families", 2), ("oddities", 2), RANDOM[1]])
+)
 def test_legal_program(
     launched: tuple[Path, str], engine_environment: dict[str, str], job: str, size: int, name: str
 ) -> None:
@@ -87,7 +90,7 @@ def test_legal_program(
 
 
 @pytest.mark.parametrize(
-    ("job", "size", "name"), AMONG_BOTH, ids=[IDS[CASES.index(case)] for case in AMONG_BOTH]
+    ("job", "size", "name"), cases([("oddities", 2), ("oddities", 4), RANDOM[1]], [RANDOM[1]])
 )
 @pytest.mark.usefixtures("native_cache")
 def test_legal_program_with_both_engines(
@@ -96,16 +99,19 @@ def test_legal_program_with_both_engines(
     judge(launched, "mixed", job, size, name)
 
 
-TWO_NODES = [(way, *case) for job, way in ON_TWO_NODES for case in CASES if case[:2] == job]
-
-
-@pytest.mark.parametrize(
-    ("way", "job", "size", "name"),
-    TWO_NODES,
-    ids=[f"{name}-{job}-{way}" for way, job, _, name in TWO_NODES],
-)
+@pytest.mark.parametrize("way", ["nodes"])
+@pytest.mark.parametrize(("job", "size", "name"), cases([("oddities", 4), RANDOM[1]], [RANDOM[1]]))
 @pytest.mark.usefixtures("native_cache")
 def test_legal_program_on_two_nodes(
+    launched: tuple[Path, str], way: str, job: str, size: int, name: str
+) -> None:
+    judge(launched, way, job, size, name)
+
+
+@pytest.mark.parametrize("way", ["sample"])
+@pytest.mark.parametrize(("job", "size", "name"), cases([RANDOM[1]], [RANDOM[1]]))
+@pytest.mark.usefixtures("native_cache")
+def test_legal_program_verified_in_samples(
     launched: tuple[Path, str], way: str, job: str, size: int, name: str
 ) -> None:
     judge(launched, way, job, size, name)

@@ -17,14 +17,20 @@ pytest.importorskip("torch")
 
 import verify_cases
 import verify_forked
+from chosen import NATIVE_FIRST, chosen, long
 from launching import fsdp2_runs_on_cpu, says_whether_a_call_waits
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
 from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 200  # takes about 50 s on two cores
-PROGRAMS = ("caught:2", "caught:4", "repeated:2", "repeated:4")
-JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
+JOBS = [
+    long(case.name, size, when=size != 2, id=f"{case.name}-{size}")
+    for case in CASES.values()
+    for size in case.sizes
+]
+CAUGHT_AT = pytest.mark.parametrize(("name", "size"), [("caught", 2), long("caught", 4)])
+REPEATED_AT = pytest.mark.parametrize(("name", "size"), [("repeated", 2), long("repeated", 4)])
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
@@ -67,15 +73,21 @@ def launch(
 
 @pytest.fixture(scope="module")
 def launched(
-    tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    engine_environment: dict[str, str],
 ) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict")
-    names = [f"{name}:{size}" for name, size in JOBS]
+    engine = engine_environment["COMMLENS_ENGINE"]
+    names = [
+        f"{name}:{size}"
+        for name, size, wanted in chosen(request, "name", "size", "engine_environment")
+        if wanted == engine
+    ]
     return out, launch(
         out,
         "verify_forked",
-        engine_environment["COMMLENS_ENGINE"],
-        *PROGRAMS,
+        engine,
         *names,
         environ=engine_environment,
     )
@@ -96,15 +108,14 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def launched_mixed(
-    tmp_path_factory: pytest.TempPathFactory, native_cache: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native_cache: Path
 ) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("mixed")
-    names = [f"{name}:2" for name in MIXED]
+    names = [f"{name}:{size}" for name, size in chosen(request, "name", "size")]
     return out, launch(
         out,
         "verify_forked",
         "mixed",
-        *PROGRAMS,
         *names,
         environ={"COMMLENS_NATIVE_DIR": str(native_cache)},
     )
@@ -122,7 +133,8 @@ def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
     return DETECTED if any(ranks[rank]["issued"] for rank in involved) else PREVENTED
 
 
-@pytest.mark.parametrize(("name", "size"), JOBS, ids=[f"{name}-{size}" for name, size in JOBS])
+@NATIVE_FIRST
+@pytest.mark.parametrize(("name", "size"), JOBS)
 def test_fault(
     launched: tuple[Path, str], engine_environment: dict[str, str], name: str, size: int
 ) -> None:
@@ -134,9 +146,11 @@ def test_fault(
     }
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_fault_between_ranks_of_both_engines(launched_mixed: tuple[Path, str], name: str) -> None:
-    ranks = judge(*launched_mixed, name, 2)
+@pytest.mark.parametrize(("name", "size"), [(name, 2) for name in MIXED])
+def test_fault_between_ranks_of_both_engines(
+    launched_mixed: tuple[Path, str], name: str, size: int
+) -> None:
+    ranks = judge(*launched_mixed, name, size)
     assert all(record["engine"] == verify_forked.MIXED[rank] for rank, record in ranks.items())
 
 
@@ -202,14 +216,17 @@ def judge(
     return ranks
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_groups_are_usable_after_caught_refusals(launched: tuple[Path, str], size: int) -> None:
+@NATIVE_FIRST
+@CAUGHT_AT
+def test_groups_are_usable_after_caught_refusals(
+    launched: tuple[Path, str], name: str, size: int
+) -> None:
     judge_caught(*launched, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@CAUGHT_AT
 def test_groups_are_usable_after_caught_refusals_with_both_engines(
-    launched_mixed: tuple[Path, str], size: int
+    launched_mixed: tuple[Path, str], name: str, size: int
 ) -> None:
     judge_caught(*launched_mixed, size)
 
@@ -230,16 +247,17 @@ def judge_caught(out: Path, printed: str, size: int, nodes: int = 1) -> None:
         assert json.loads(report.read_text())["seen"] == expected, f"rank {rank}\n{output[-4000:]}"
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@NATIVE_FIRST
+@REPEATED_AT
 def test_the_native_engine_verifies_repeated_collectives_without_python(
-    launched: tuple[Path, str], size: int
+    launched: tuple[Path, str], name: str, size: int
 ) -> None:
     judge_repeated(*launched, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@REPEATED_AT
 def test_repeated_collectives_with_both_engines(
-    launched_mixed: tuple[Path, str], size: int
+    launched_mixed: tuple[Path, str], name: str, size: int
 ) -> None:
     judge_repeated(*launched_mixed, size)
 

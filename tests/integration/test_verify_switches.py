@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 
 pytest.importorskip("torch")
 
@@ -350,6 +351,7 @@ class TestRegions:
         assert raised is not None and raised[0] == "mismatch/shape"
 
 
+@pytest.mark.long
 def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
     (tmp_path / "settings.yaml").write_text("debug: true\n")
     arguments = ("--no-debug", "--config-file", str(tmp_path / "settings.yaml"), "SCRIPT")
@@ -363,6 +365,7 @@ def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
     assert outcome.both("late") is None and outcome.code == 0
 
 
+@pytest.mark.long
 def test_under_torchrun(tmp_path: Path):
     outcome = run(
         tmp_path,
@@ -388,7 +391,7 @@ def test_under_torchrun(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("who", ["all", long("one")])
 def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, who: str):
     outcome = run(tmp_path, LATE, "SCRIPT", who, launcher="torchrun")
     assert outcome.code == 0, outcome.program.report()

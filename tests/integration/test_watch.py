@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from launching import Bench
 
 from commlens.processes import pyspy
@@ -48,6 +49,7 @@ def gone(bench: Bench, timeout_s: float = 5.0) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_switched_on_by_the_environment(bench: Bench) -> None:
     """Its working directory is removed before it initialises."""
     leave = (
@@ -65,7 +67,7 @@ def test_switched_on_by_the_environment(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["the environment", "commlens run", "commlens run without the entry point"]
+    "how", [long("the environment"), "commlens run", long("commlens run without the entry point")]
 )
 def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> None:
     environ = {"COMMLENS_STALL_TIMEOUT": "2"}
@@ -93,6 +95,7 @@ def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> No
     assert bench.dumped == ["rank0", "rank1"]
 
 
+@pytest.mark.long
 def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     """Rank 0 starts the watcher and is killed. The other rank sleeps and notices nothing."""
     program = bench.torchrun("train.py", "sleep", COMMLENS="1")
@@ -112,6 +115,7 @@ def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
+@pytest.mark.long
 def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before(
     bench: Bench,
 ) -> None:
@@ -142,6 +146,7 @@ def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before
     assert gone(bench)
 
 
+@pytest.mark.long
 def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Bench) -> None:
     bench.script.write_text(
         "import os, sys, torch, torch.distributed as dist\nif os.environ['RANK'] == '0':"
@@ -227,6 +232,7 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     os.kill(int(pid), signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_a_rank_that_rank_0_starts_is_one_of_the_job(bench: Bench) -> None:
     """As Lightning starts its ranks: without RANK, and before rank 0 has a box. A worker of a rank
     is none.

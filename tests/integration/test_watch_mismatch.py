@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chosen import long
 from launching import Bench
 
 pytest.importorskip("torch")
@@ -105,6 +106,7 @@ def test_a_reduce_op_mismatch_is_reported_once_while_the_job_runs(bench: Bench) 
     assert bench.boxes_left == []
 
 
+@pytest.mark.long
 def test_abort_ends_the_job(bench: Bench) -> None:
     program = bench.launch("--on-mismatch", "abort", "train.py", "transposed", "600")
     odd = program.until("odd step done")
@@ -122,6 +124,7 @@ def test_abort_ends_the_job(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
+@pytest.mark.long
 def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
     # longer than the watcher may take to start
     program = bench.torchrun("train.py", "partial", "150", COMMLENS="1")
@@ -132,7 +135,7 @@ def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
     assert "float32[1,2,5]" in program.error
 
 
-@pytest.mark.parametrize("how", ["skipped", "swapped"])
+@pytest.mark.parametrize("how", ["skipped", long("swapped")])
 def test_ranks_out_of_step_are_warned_of_and_never_ended(bench: Bench, how: str) -> None:
     program = bench.launch("--on-mismatch", "abort", "train.py", how, "110")
     told = program.until("VERDICT", stream="err")

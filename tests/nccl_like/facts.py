@@ -789,7 +789,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", choices=["nccl_like", "nccl"], default="nccl_like")
-    parser.add_argument("--only", metavar="NAME", help="a part of the names to run")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", help="a part of the names to run (several times)"
+    )
     parser.add_argument(
         "--ranks",
         type=int,
@@ -803,7 +805,8 @@ def main() -> int:
     rows = []
     for chosen in FACTS:
         left_out = chosen.ranks > limit or (chosen.only_emulated and arguments.backend == "nccl")
-        if left_out or (arguments.only and arguments.only not in chosen.name):
+        unwanted = arguments.only and not any(part in chosen.name for part in arguments.only)
+        if left_out or unwanted:
             continue
         rows.append(run(chosen, arguments.backend))
         print(

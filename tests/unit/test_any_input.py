@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from boxes import busy_box
 from builders import Job, Stay, at, training
+from chosen import examples
 from flight_recorder_dumps import dump, entry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,7 +114,7 @@ def files(draw: st.DrawFn) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("command", ["diagnose", "convert", "compare"])
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -237,7 +238,7 @@ def flight_recorders(draw: st.DrawFn) -> dict[str, object]:
 
 @pytest.mark.parametrize("json_too", [False, True], ids=["terminal", "page and json"])
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -261,7 +262,9 @@ def test_any_flight_recorder_dump(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     arguments=st.lists(

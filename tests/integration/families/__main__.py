@@ -1,5 +1,5 @@
 """Runs families, traced and not, and writes what came of it: ``python -m families OUT fake:8
-fake:1024 gloo:2 ... [--only NAME]``.
+fake:1024 gloo:2:tp_mlp,moe ...``.
 
 With this folder's parent and the package on PYTHONPATH.
 
@@ -240,8 +240,7 @@ def run_job(backend: str, size: int, only: list[str], out: Path) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("jobs", nargs="+", help="BACKEND:WORLD_SIZE")
-    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("jobs", nargs="+", help="BACKEND:WORLD_SIZE[:FAMILY,FAMILY...]")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     families.load()
@@ -250,8 +249,9 @@ def main() -> None:
     gc.freeze()
     failed = False
     for job in arguments.jobs:
-        backend, size = job.split(":")
-        codes = run_job(backend, int(size), arguments.only, arguments.out)
+        backend, size, *names = job.split(":")
+        only = names[0].split(",") if names else []
+        codes = run_job(backend, int(size), only, arguments.out)
         if any(codes):
             failed = True
             print(f"{job}: the ranks ended with {codes}", file=sys.stderr)

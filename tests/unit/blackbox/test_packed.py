@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from boxes import MONO, Box, busy_box
+from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,7 +119,7 @@ def test_cut_off_anywhere(full: Path):
 SMALL = busy_box(records=40)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 255)), min_size=1, max_size=4))
 def test_damage_is_never_taken_for_a_record(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from boxes import MONO, Box, busy_box
+from chosen import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,9 @@ USED = [
     (GOOD.evidence_at, GOOD.evidence_at + 300),
 ]
 
-relaxed = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(
+    deadline=None, max_examples=examples(120), suppress_health_check=[HealthCheck.too_slow]
+)
 places = st.sampled_from(USED).flatmap(lambda part: st.integers(part[0], part[1] - 1))
 
 

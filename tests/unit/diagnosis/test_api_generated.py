@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from _diagnosing import commlens, grade
+from chosen import long
 from dumpgen import MESHES, Conditions, Job
 from dumpgen.faults import Fault, Injection, Site, Truth, by_name, possible, swapped
 from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES, Mesh
@@ -177,7 +178,9 @@ def test_faults_are_found_without_history_stacks_and_common_clocks(
     )
 
 
-@pytest.mark.parametrize("mesh", [MEGATRON_MESHES[16], FLAT_MESHES[16]], ids=["megatron", "flat"])
+@pytest.mark.parametrize(
+    "mesh", [long(MEGATRON_MESHES[16]), FLAT_MESHES[16]], ids=["megatron", "flat"]
+)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jsonschema
 import msgspec
 from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
+from chosen import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ STEPS = 7
 FAULT_STEP = 4
 
 SLOW = settings(
-    max_examples=50,
+    max_examples=examples(50),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -184,7 +185,7 @@ def test_legal_programs_are_healthy_at_any_moment(
 FAULTS = ["sleep", "die", "skip", "size", "dtype", "op", "root", "reduce_op", "swap"]
 
 
-@settings(SLOW, max_examples=150)
+@settings(SLOW, max_examples=examples(150))
 @given(st.sampled_from(FAULTS), sizes, steps(plain=True), st.data(), st.integers(0, 1 << 30))
 def test_the_rank_with_the_fault_is_named(
     fault: str, size: int, items: tuple[Item, ...], data: st.DataObject, seed: int
@@ -297,7 +298,7 @@ def broken(
 TIES = ["skip", "size", "dtype", "op", "reduce_op", "swap"]
 
 
-@settings(SLOW, max_examples=200)
+@settings(SLOW, max_examples=examples(200))
 @given(
     st.sampled_from(TIES),
     sizes,

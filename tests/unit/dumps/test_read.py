@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from boxes import MONO, UNIX, Box, busy_box
+from chosen import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -490,7 +491,9 @@ class TestReading:
         assert run(code).strip() == "[]"
 
     @settings(
-        deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        deadline=None,
+        max_examples=examples(40),
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
     def test_damage_of_any_file_of_a_dump(self, tmp_path: Path, data: st.DataObject) -> None:

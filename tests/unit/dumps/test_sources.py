@@ -21,6 +21,7 @@ from typing import ClassVar
 import fsspec
 import pytest
 import zstandard
+from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,7 +206,7 @@ class TestCompressed:
         assert list(open_sources([tmp_path], problems)) == []
         assert "pip install 'commlens[zstd]'" in problems[0]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(
         st.binary(max_size=300),
         st.sampled_from(sorted(PACKERS)),
@@ -330,7 +331,7 @@ class TestArchives:
         )
         assert taken(tmp_path)[0] == contents, "each walk has its own allowance"
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.sampled_from(["tar", "gz", "zip"]), st.integers(0, 3000), st.binary(max_size=40))
     def test_any_damage(self, kind: str, at: int, noise: bytes) -> None:
         held = io.BytesIO()

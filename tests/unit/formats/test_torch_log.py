@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from chosen import examples
 from flight_recorder_dumps import operation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -296,7 +297,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=30))
 def test_any_text_is_read(parts):
     for rows in read_torch_log(io.BytesIO("".join(parts).encode("utf-8", "surrogateescape")), "x"):

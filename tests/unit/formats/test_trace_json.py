@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
+from chosen import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traces import one_event, training
@@ -116,7 +117,7 @@ def published(name: str) -> dict[str, object]:
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -290,7 +291,9 @@ def test_files_that_are_none(tmp_path):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_damage_is_a_sentence_or_harmless(tmp_path: Path, data: st.DataObject):

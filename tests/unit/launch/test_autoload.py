@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import long
 
 from conftest import REPOSITORY, SOURCE
 
@@ -143,7 +144,7 @@ def test_bad_settings_are_warnings(tmp_path):
     )
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("switch", [long("0"), "1"])
 def test_with_the_package_gone_torch_can_be_imported(tmp_path, switch):
     done = import_torch(
         half_installed(tmp_path / "site", package=False, autoload=True), COMMLENS=switch
@@ -196,6 +197,7 @@ def test_torchs_own_switch_leaves_it_out(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_an_interrupted_install_or_removal_never_leaves_the_metadata_without_the_module(tmp_path):
     """pip unpacks a wheel in the archive's order, and removes files in the order of their names."""
     wheels = tmp_path / "wheels"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Recorder, block, training
@@ -255,7 +256,7 @@ def test_summarised_and_whole_traces_are_equal():
     assert sentences(summarised) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(0, 31), max_size=6, unique=True),
     st.lists(st.integers(0, 31), max_size=6, unique=True),

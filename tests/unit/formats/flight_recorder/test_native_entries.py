@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chosen import examples
 from flight_recorder_dumps import dump, entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,7 +163,7 @@ def test_what_is_odd_python_reads_alone_or_nobody(data):
 DATA = [pickle.dumps(a_dump(3), protocol) for protocol in (2, 4)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_damaged_files(data):
     damaged = bytearray(data.draw(st.sampled_from(DATA)))
@@ -206,7 +207,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.dictionaries(

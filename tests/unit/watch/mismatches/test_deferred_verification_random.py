@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from builders import Job
+from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_boxes import Node, all_reduce
@@ -72,7 +73,7 @@ def test_legal_programs_are_not_reported(
     assert not any(node.verification._comparison.disagreement_counts.values())
 
 
-@settings(SLOW, max_examples=120)
+@settings(SLOW, max_examples=examples(120))
 @given(
     st.sampled_from(["size", "dtype", "op", "root", "reduce_op"]),
     sizes,
