@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast durations frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world 
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(WORKERS) $(ARGS)
+
+durations: $(VENV)/.ready ## Write tests/durations.md from the last "make test"
+	@$(VENV)/bin/python tests/durations.py $(VENV)/tests.xml
 
 frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray Train and DeepSpeed, which are installed for it (1.8 GB)
 	$(VENV)-frameworks/bin/python -m pytest tests/integration/test_frameworks.py -rs $(ARGS)
