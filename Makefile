@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast durations frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast durations coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,14 @@ test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need n
 
 durations: $(VENV)/.ready ## Write tests/durations.md from the last "make test"
 	@$(VENV)/bin/python tests/durations.py $(VENV)/tests.xml
+
+coverage: $(VENV)/.ready $(VENV)/.browser ## Show which lines and branches the tests reach, in subprocesses, too (ARGS="tests/unit/watch" for a part)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'coverage>=7.10'
+	@rm -f $(VENV)/.coverage*
+	COVERAGE_FILE=$(CURDIR)/$(VENV)/.coverage COMMLENS_TEST_NATIVE=$(VENV)/native-cache \
+		$(VENV)/bin/python -m coverage run -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),-m "not long") || echo "Some tests failed: the table shows what was reached."
+	@COVERAGE_FILE=$(CURDIR)/$(VENV)/.coverage $(VENV)/bin/python -m coverage combine --quiet
+	@COVERAGE_FILE=$(CURDIR)/$(VENV)/.coverage $(VENV)/bin/python -m coverage report $(if $(ARGS),--fail-under=0)
 
 frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray Train and DeepSpeed, which are installed for it (1.8 GB)
 	$(VENV)-frameworks/bin/python -m pytest tests/integration/test_frameworks.py -rs $(ARGS)
