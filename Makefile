@@ -88,9 +88,20 @@ soak: $(VENV)/.ready ## Run random jobs with and without faults, and count what 
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache COMMLENS_TEST_NATIVE=$(VENV)/native-cache \
 		$(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-compat: ## Run all tests on another torch, in a separate environment: make compat TORCH=2.15.0
-	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
-	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH_VERSION=$(TORCH) test
+# What differs between Pythons: syntax, the standard library, stacks, torch's build. A few scenarios start real processes.
+COMPAT_TESTS := tests/unit tests/integration/test_scenarios.py tests/integration/test_launch.py tests/integration/test_capture.py
+ASKED_PYTHON := $(if $(filter command environment,$(origin PYTHON)),$(PYTHON))
+# pyenv runs only the versions that are switched on; PYENV_VERSION switches on the one that is asked for.
+ifneq ($(filter python3.%,$(ASKED_PYTHON)),)
+export PYENV_VERSION := $(ASKED_PYTHON:python%=%)
+endif
+PYTHON_NAME = $(shell PYENV_VERSION=$(PYENV_VERSION) $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+compat: ## Test another Python (a part, in minutes) or torch (all tests), each in an environment of its own: make compat PYTHON=python3.12, make compat TORCH=2.6.0
+	@test -n "$(TORCH)$(ASKED_PYTHON)" || { echo "Which Python or torch? For example: make compat PYTHON=python3.12, make compat TORCH=2.6.0"; exit 2; }
+	@$(MAKE) --no-print-directory PYTHON=$(PYTHON) TORCH_VERSION=$(or $(TORCH),$(PINNED_TORCH)) \
+		VENV=.venv$(if $(ASKED_PYTHON),-python-$(PYTHON_NAME))$(if $(TORCH),-torch-$(TORCH)) \
+		test $(if $(or $(TORCH),$(ARGS)),,ARGS='$(COMPAT_TESTS) -m "not launches and not long"')
 
 NATIVE :=
 dist: $(VENV)-dist/.ready ## Build the sdist and the wheel into dist/, and check them (NATIVE=FOLDER adds the native engine's builds in it: docs/native.md)
@@ -130,7 +141,7 @@ schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their t
 	$(VENV)/bin/python tests/unit/support/make_schemas.py
 
 clean: ## Remove the virtual environments
-	rm -rf .venv .venv-dist .venv-frameworks .venv-torch-*
+	rm -rf .venv .venv-*
 
 # torch is installed first. A torch other than the pinned one chooses the versions of its own dependencies.
 $(VENV)/.ready: pyproject.toml constraints.txt
