@@ -22,11 +22,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "error_file": set(),
     "atomic_write": {"errors"},
+    "launchers": set(),
     "config": {"blackbox", "errors"},
     "model": set(),
     "text": {"model"},
     "matching": {"model", "text"},
-    "blackbox": {"errors", "model", "text"},
+    "blackbox": {"errors", "launchers", "model", "text"},
     "boards": {"blackbox"},
     "speed": {"model", "text"},
     "formats": {"atomic_write", "errors", "model", "text"},
@@ -49,7 +50,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "speed",
         "text",
     },
-    "outside": {"blackbox", "diagnosis", "errors", "model", "processes", "text", "watch"},
+    "outside": {
+        "blackbox",
+        "diagnosis",
+        "errors",
+        "launchers",
+        "model",
+        "processes",
+        "text",
+        "watch",
+    },
     "native": {"blackbox", "boards", "errors"},
     "tap": {"blackbox", "matching", "model", "text"},
     "capture": {
@@ -57,13 +67,23 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "error_file",
         "errors",
+        "launchers",
         "model",
         "native",
         "tap",
         "text",
         "version",
     },
-    "verification": {"blackbox", "boards", "errors", "matching", "model", "tap", "text"},
+    "verification": {
+        "blackbox",
+        "boards",
+        "errors",
+        "launchers",
+        "matching",
+        "model",
+        "tap",
+        "text",
+    },
     "tracing": {"errors", "model", "native", "tap", "traces", "version"},
     "launch": {
         "blackbox",
@@ -71,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "error_file",
         "errors",
+        "launchers",
         "native",
         "processes",
         "reports",
@@ -147,6 +168,7 @@ STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",
     "commlens/errors.py",
+    "commlens/launchers.py",
     "commlens/version.py",
     "commlens/blackbox/layout.py",
     "commlens/blackbox/job_dirs.py",
@@ -326,7 +348,12 @@ def test_no_file_looks_up_our_own_modules():
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
 def test_what_a_worker_always_loads_is_standard_library_only(name):
     # the last: inside commlens_autoload.start
-    allowed = {"commlens.errors", "commlens.blackbox.layout", "commlens.launch.recording"}
+    allowed = {
+        "commlens.errors",
+        "commlens.launchers",
+        "commlens.blackbox.layout",
+        "commlens.launch.recording",
+    }
     for module, line in imports(SOURCE / name):
         if name == "commlens/config.py" and module == "yaml":
             continue  # only when there is a file to read

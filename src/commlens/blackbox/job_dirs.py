@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from commlens import launchers
 from commlens.blackbox import layout as L
 
 _MEMORY_BACKED = frozenset({"tmpfs", "ramfs"})
@@ -132,26 +133,9 @@ def job_identity(environ: Mapping[str, str], meeting: str = "") -> str:
     """
     if environ.get("COMMLENS_JOB"):
         return safe_name(environ["COMMLENS_JOB"])
-    parts: list[str] = []
-    for name in (
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "OMPI_MCA_ess_base_jobid",
-        "PMIX_NAMESPACE",
-        "PMI_JOBID",
-        "LSB_JOBID",
-        "PBS_JOBID",
-        "TORCHELASTIC_RUN_ID",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-    ):
-        if environ.get(name):
-            parts.append(f"{name}={environ[name]}")
-    if not any(
-        part.startswith(("SLURM_STEP", "OMPI", "PMIX", "PMI_", "TORCHELASTIC_RUN"))
-        for part in parts
-    ):
+    known = (*launchers.PLACES, *launchers.STARTS, "TORCHELASTIC_RESTART_COUNT")
+    parts = [f"{name}={environ[name]}" for name in known if environ.get(name)]
+    if not any(environ.get(name) for name in launchers.STARTS):
         parts.append(f"meeting={meeting or os.getpgrp()}")
         with contextlib.suppress(OSError):
             # containers may share the memory but not the address

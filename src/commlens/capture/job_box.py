@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commlens import config
+from commlens import config, launchers
 from commlens.blackbox import job_dirs, rank_claims
 from commlens.capture import rank_environment
 from commlens.capture.rank_environment import Place
@@ -241,9 +241,9 @@ def _about(job: str) -> dict[str, Any]:
         "job": job,
         "host": platform.node(),
         **job_dirs.this_machine()._asdict(),
-        "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
-        "launcher": rank_environment.launcher(),
-        "env_world_size": max(rank_environment.number("WORLD_SIZE"), 0),
+        "restart": launchers.number(os.environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
+        "launcher": launchers.launcher_of(os.environ),
+        "env_world_size": launchers.number(os.environ, ["WORLD_SIZE"], 0),
         "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[
             :300
         ],

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from commlens import launchers
+
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
-_LOCAL_RANK_VARIABLES = (
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PALS_LOCAL_RANKID",
-)
-
-
-def number(*names: str) -> int:
-    """Return the first of these variables that holds an integer; -1 if none does."""
-    for name in names:
-        with contextlib.suppress(KeyError, ValueError):
-            return int(os.environ[name])
-    return -1
 
 
 def local_rank() -> int:
     """Return the rank within this node; -1 if it is not known."""
-    return number(*_LOCAL_RANK_VARIABLES)
+    return launchers.number(os.environ, launchers.LOCAL_RANK)
 
 
 class Place(NamedTuple):
@@ -61,11 +47,11 @@ def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProx
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         meeting = f"tcp://{host}:{port}" if host and port else ""
     return Place(
-        rank if isinstance(rank, int) and rank >= 0 else number("RANK"),
+        rank if isinstance(rank, int) and rank >= 0 else launchers.number(os.environ, ["RANK"]),
         (
             world_size
             if isinstance(world_size, int) and world_size >= 0
-            else max(number("WORLD_SIZE"), 0)
+            else launchers.number(os.environ, ["WORLD_SIZE"], 0)
         ),
         meeting,
         str(given.get("backend") or ""),
@@ -87,25 +73,7 @@ def ranks_of_this_node(rank: int) -> range:
     """Return the ranks of this node, or all ranks if the environment does not say."""
     import torch.distributed as dist
 
-    local, size = local_rank(), number("LOCAL_WORLD_SIZE")
-    return (
-        range(rank - local, rank - local + size)
-        if local >= 0 and size > 0
-        else range(dist.get_world_size())
-    )
-
-
-def launcher() -> str:
-    """Return the launcher that made this process a rank; empty if the environment shows none.
-    Accelerate uses torchrun's.
-    """
-    names = {
-        "TORCHELASTIC_RUN_ID": "torchrun",
-        "SLURM_PROCID": "srun",
-        "OMPI_COMM_WORLD_RANK": "mpirun",
-        "PMI_RANK": "mpirun",
-    }
-    return next((launcher for name, launcher in names.items() if os.environ.get(name)), "")
+    return launchers.ranks_of_node(os.environ, rank) or range(dist.get_world_size())
 
 
 def default_timeout_ms() -> int:

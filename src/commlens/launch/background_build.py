@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from commlens import native
+from commlens import launchers, native
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.native import attempts, build, cache
@@ -47,7 +47,6 @@ FREE_TO_GO_ON: Final = 1 << 30
 """Bytes of memory that must be free, of the machine's and of the container's."""
 
 _LOOK_S: Final = 1.0
-_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def start(settings: Settings) -> str:
@@ -113,8 +112,7 @@ def _folder() -> Path:
 
 
 def _start(lock: int) -> None:
-    # it is no rank
-    environ = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    environ = launchers.without_rank(os.environ)
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     environ.pop("COMMLENS", None)
     source = str(Path(__file__).parents[2])

@@ -8,17 +8,8 @@ import os
 import zlib
 from collections.abc import Iterable
 
-from commlens.capture.rank_environment import number
+from commlens import launchers
 from commlens.config import WARNED_VARIABLE
-
-_RANKS = (
-    "RANK",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-)
 
 
 def new_warnings(warnings: Iterable[str]) -> list[str]:
@@ -33,4 +24,4 @@ def new_warnings(warnings: Iterable[str]) -> list[str]:
     new = {mark: text for mark, text in by_mark.items() if mark not in printed}
     if new:
         os.environ[WARNED_VARIABLE] = " ".join([*printed, *new])
-    return list(new.values()) if number(*_RANKS) <= 0 else []
+    return list(new.values()) if launchers.number(os.environ, launchers.RANK) <= 0 else []

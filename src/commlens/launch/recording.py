@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commlens import config
+from commlens import config, launchers
 from commlens.capture import session
 from commlens.capture.session import expect_slow
 from commlens.errors import CommandError, ConfigError, MissingDependency
@@ -165,18 +165,13 @@ def lone_worker(environ: Mapping[str, str]) -> str | None:
 
     ``accelerate launch --cpu --num_processes 2`` does that without mpirun (Accelerate 1.15).
     """
-    ranks = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "PMI_SIZE",
-        "OMPI_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_SIZE",
-    )
+    # Slurm's variables are those of a batch script, too, which is one process.
+    ranks = {*launchers.RANK, *launchers.WORLD_SIZE, *launchers.LOCAL_RANK}
+    ranks = {name for name in ranks if not name.startswith("SLURM_")}
     if (
         "ACCELERATE_MIXED_PRECISION" not in environ
         or "MASTER_PORT" not in environ
-        or any(name in environ for name in ranks)
+        or ranks & environ.keys()
     ):
         return None
     return (

@@ -7,54 +7,18 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
 from commlens.text import INLINE_CODE, count, printable, ranks_phrase
 from commlens.watch.strangers import has_torch
 
-_RANK: Final = (
-    "RANK",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-)
-_WORLD: Final = (
-    "WORLD_SIZE",
-    "SLURM_NTASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-)
-_LOCAL_RANK: Final = (
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-)
-_JOB_NAMES: Final = (
-    "TORCHELASTIC_RUN_ID",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "JOB_NAME",
-)
-_SAME_JOB: Final = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "PMIX_NAMESPACE",
-)
+_SAME_JOB: Final = ("WORLD_SIZE", *launchers.PLACES, *launchers.STARTS)
 _LAUNCHERS: Final = re.compile(
     r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens"
     r" launch)\b"
@@ -74,7 +38,7 @@ class RankProcess(NamedTuple):
 
     rank: int
     world_size: int
-    local_rank: int | None
+    local_rank: int  # -1: unknown
     pid: int
     start_ticks: int
     command: str
@@ -196,9 +160,7 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
             " of them has loaded torch."
         )
     ranks = [
-        RankProcess(
-            -1, 0, None, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch)
-        )
+        RankProcess(-1, 0, -1, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch))
         for one in with_torch
     ]
     return FoundJob(ranks, [])
@@ -262,28 +224,24 @@ def _runs_python(pid: int) -> bool:
 
 
 def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
-    rank = _number(environ, _RANK)
+    rank = launchers.number(environ, launchers.RANK)
     stat = process.read_stat(pid)
-    if rank is None or stat is None or stat.ended:
+    if rank < 0 or stat is None or stat.ended:
         return None
     command = command_of(pid)
     if _OUR_OWN.search(command) or (_LAUNCHERS.search(command) and not has_torch(pid)):
         return None
     return RankProcess(
         rank,
-        _number(environ, _WORLD) or 0,
-        _number(environ, _LOCAL_RANK),
+        launchers.number(environ, launchers.WORLD_SIZE, 0),
+        launchers.number(environ, launchers.LOCAL_RANK),
         pid,
         stat.start_ticks,
         command,
-        tuple(filter(None, (environ.get(name, "") for name in _JOB_NAMES))),
-        _number(environ, ("LOCAL_WORLD_SIZE",)) or 0,
-        _number(environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
+        tuple(filter(None, (environ.get(name, "") for name in launchers.JOB_NAMES))),
+        launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0),
+        launchers.number(environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
     )
-
-
-def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
 
 
 def _one_of_each(candidates: list[RankProcess]) -> list[RankProcess]:
@@ -327,11 +285,10 @@ def _with_expected(job: FoundJob) -> FoundJob:
     node follow each other.
     """
     first = job.ranks[0]
-    if not first.local_world_size or first.local_rank is None:
+    if not first.local_world_size or first.local_rank < 0:
         return job
     start = first.rank - first.local_rank
-    launchers = {job_dirs.parent_of(one.pid) for one in job.ranks}
-    if len(launchers) > 1:  # several nodes on one machine
+    if len({job_dirs.parent_of(one.pid) for one in job.ranks}) > 1:  # several nodes on one machine
         return job
     return job._replace(expected=list(range(start, start + first.local_world_size)))
 

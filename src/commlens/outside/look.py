@@ -217,7 +217,7 @@ def _sample(
         world_size=one.world_size,
         host=os.uname().nodename,
         pid=one.pid,
-        local_rank=one.local_rank,
+        local_rank=one.local_rank if one.local_rank >= 0 else None,
         restart=one.restart,
         captured_ns=time.time_ns(),
         script=script_of(one.command),

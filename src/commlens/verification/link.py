@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.boards import refusal_log
 from commlens.boards.refusal_log import RefusalLog
@@ -53,7 +54,7 @@ class Link:
 
         world_size = dist.get_world_size()
         here = self._ranks_here()
-        if world_size in (len(here), _number("LOCAL_WORLD_SIZE")):
+        if world_size in (len(here), launchers.number(os.environ, [launchers.LOCAL_WORLD_SIZE])):
             return False
         if self._rank == min(here):
             self._start_relay(world_size)
@@ -174,12 +175,6 @@ def _reachable(published: str, store_host: str) -> list[str]:
     if published.startswith(_LOOPBACK) and store_host and not store_host.startswith(_LOOPBACK):
         return [store_host]
     return [*dict.fromkeys([published, store_host or published])]
-
-
-def _number(variable: str) -> int:
-    with contextlib.suppress(KeyError, ValueError):
-        return int(os.environ[variable])
-    return -1
 
 
 def _default_store() -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.boards import board as B
 from commlens.boards.board import PeerBoard
@@ -92,7 +93,7 @@ class Peers:
 
         gloo's groups come to be only when all ranks are there; NCCL's do not.
         """
-        here = _ranks_of_this_node(self.rank)
+        here = launchers.ranks_of_node(os.environ, self.rank)
         missing = {
             rank
             for rank in members
@@ -222,7 +223,7 @@ class Peers:
 
     def warn_about(self, members: Iterable[int], peers: list[int]) -> None:
         """Warn once of each rank on this node whose collectives are not compared."""
-        here = _ranks_of_this_node(self.rank)
+        here = launchers.ranks_of_node(os.environ, self.rank)
         new = [
             rank
             for rank in members
@@ -252,11 +253,3 @@ class Peers:
         new = [rank for rank in ranks if rank not in self._warned]
         self._warned.update(new)
         return new
-
-
-def _ranks_of_this_node(rank: int) -> range:
-    try:
-        local, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return range(0)
-    return range(rank - local, rank - local + size)

@@ -1,0 +1,107 @@
+"""The environment variables by which launchers and schedulers place a process in its job. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+
+class Launcher(NamedTuple):
+    """The variables that a launcher sets for each process; empty where it has none."""
+
+    name: str
+    sign: str  # is set by no other launcher
+    rank: str
+    world_size: str = ""
+    local_rank: str = ""
+
+
+# torchrun comes first, because another launcher may have started it; srun comes before the MPIs,
+# whose variables it also sets.
+LAUNCHERS: Final = (
+    Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    Launcher(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+    ),
+    Launcher("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher("mpirun", "PMIX_RANK", "PMIX_RANK"),
+    # MPICH and Intel MPI
+    Launcher("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    Launcher(
+        "mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+    Launcher("mpiexec", "PALS_RANKID", "PALS_RANKID", "", "PALS_LOCAL_RANKID"),
+)
+
+RANK: Final = tuple(launcher.rank for launcher in LAUNCHERS)
+WORLD_SIZE: Final = tuple(filter(None, (launcher.world_size for launcher in LAUNCHERS)))
+LOCAL_RANK: Final = tuple(filter(None, (launcher.local_rank for launcher in LAUNCHERS)))
+LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"  # of torchrun: the ranks on one node are consecutive
+
+# The same on all ranks of one start of a program, and another one at the next start.
+STARTS: Final = (
+    "SLURM_STEP_ID",
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "PALS_APID",
+    "FLUX_JOB_ID",
+    "TORCHELASTIC_RUN_ID",
+)
+# The same on all ranks, but several programs may run there, one after the other or at once.
+PLACES: Final = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "MASTER_ADDR", "MASTER_PORT")
+# By which a person calls a job.
+JOB_NAMES: Final = (
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "JOB_NAME",
+)
+
+
+def number(environ: Mapping[str, str], names: Iterable[str], default: int = -1) -> int:
+    """Return the first of these variables that holds a number from 0 on."""
+    return next(
+        (int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default
+    )
+
+
+def launcher_of(environ: Mapping[str, str]) -> str:
+    """Return the launcher that made a process a rank; empty if its environment shows none.
+
+    Accelerate uses torchrun's.
+    """
+    return next((launcher.name for launcher in LAUNCHERS if environ.get(launcher.sign)), "")
+
+
+def ranks_of_node(environ: Mapping[str, str], rank: int) -> range:
+    """Return the ranks on the node of a rank with this environment; empty if it does not say."""
+    local, size = number(environ, LOCAL_RANK), number(environ, [LOCAL_WORLD_SIZE], 0)
+    return range(rank - local, rank - local + size) if local >= 0 else range(0)
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a program that is no rank."""
+    own = {*RANK, *WORLD_SIZE, *LOCAL_RANK, LOCAL_WORLD_SIZE}
+    return {name: value for name, value in environ.items() if name not in own}

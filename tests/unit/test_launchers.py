@@ -1,0 +1,38 @@
+"""The environment variables of launchers, in one table."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens import launchers
+
+
+@pytest.mark.parametrize("launcher", launchers.LAUNCHERS, ids=lambda launcher: launcher.rank)
+def test_each_launcher_places_its_ranks(launcher: launchers.Launcher) -> None:
+    environ = {launcher.sign: "7", launcher.rank: "3"}
+    if launcher.world_size:
+        environ[launcher.world_size] = "8"
+    if launcher.local_rank:
+        environ[launcher.local_rank] = "1"
+    assert launchers.launcher_of(environ) == launcher.name
+    assert launchers.number(environ, launchers.RANK) == 3
+    assert launchers.number(environ, launchers.WORLD_SIZE, 8) == 8
+    assert launchers.number(environ, launchers.LOCAL_RANK, 1) == 1
+    assert launchers.without_rank({**environ, "PATH": "/bin"}).keys() <= {
+        "PATH",
+        "TORCHELASTIC_RUN_ID",
+    }
+
+
+def test_torchrun_decides_where_srun_started_it() -> None:
+    environ = {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1", "RANK": "5", "LOCAL_RANK": "1"}
+    assert launchers.launcher_of(environ) == "torchrun"
+    assert launchers.number(environ, launchers.RANK) == 5
+    assert launchers.ranks_of_node({**environ, "LOCAL_WORLD_SIZE": "4"}, 5) == range(4, 8)
+
+
+def test_a_variable_that_holds_no_number_is_as_good_as_none() -> None:
+    assert launchers.number({"RANK": "", "PMI_RANK": "2"}, launchers.RANK) == 2
+    assert launchers.number({"RANK": "-1"}, launchers.RANK) == -1
+    assert not launchers.ranks_of_node({"LOCAL_WORLD_SIZE": "4"}, 5)
+    assert not launchers.ranks_of_node({"LOCAL_RANK": "1"}, 5)
