@@ -1,10 +1,11 @@
-"""One wording each for durations, sizes, counts, sets of ranks, groups, collectives, tensors and
-source lines.
+"""One wording each for signals, durations, sizes, counts, sets of ranks, groups, collectives,
+tensors and source lines.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,21 @@ _UNCLEAN_JSON: Final = re.compile(
 )
 """Escapes and bytes that may stand for control characters, which a terminal would obey."""
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+
+
+def signal_name(number: int) -> str:
+    """``9 -> "SIGKILL"``; a real-time signal has no name and stays a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_phrase(returncode: int) -> str:
+    """``"exited with status 3"``, ``"was killed by SIGKILL"``, from a return code of subprocess."""
+    if returncode < 0:
+        return f"was killed by {signal_name(-returncode)}"
+    return f"exited with status {returncode}"
 
 
 def duration(ns: float) -> str:

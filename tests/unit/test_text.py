@@ -94,3 +94,9 @@ def test_a_group_has_one_name_in_refusals_and_in_verdicts(
 ) -> None:
     group = ProcessGroup(name, (0, 1), description, "gloo", mesh_dim)
     assert text.group_phrase(group) == f"{group_name(group)} [0-1]"
+
+
+def test_the_end_of_a_process():
+    assert text.exit_phrase(3) == "exited with status 3"
+    assert text.exit_phrase(-9) == "was killed by SIGKILL"
+    assert text.signal_name(40) == "signal 40"

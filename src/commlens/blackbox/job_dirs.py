@@ -22,6 +22,8 @@ from commlens.blackbox import layout as L
 
 _MEMORY_BACKED = frozenset({"tmpfs", "ramfs"})
 _SILENT_S = 60.0
+# States in /proc/PID/stat. A zombie has ended: its parent has just not reaped it yet.
+ENDED = frozenset("ZXx")
 _BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(L.SUFFIX)}")
 
 
@@ -256,7 +258,7 @@ def process_has_ended(pid: int, start_ticks: int) -> bool:
     parent has reaped it.
     """
     fields = stat_fields(pid)
-    return int(fields[19]) != start_ticks or fields[0] in "ZXx"
+    return int(fields[19]) != start_ticks or fields[0] in ENDED
 
 
 def start_ticks(pid: int) -> int:

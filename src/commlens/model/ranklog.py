@@ -73,6 +73,11 @@ class Observation(msgspec.Struct):
     stacks: list[ThreadStack] = []
     stacks_note: str | None = None  # why there are no stacks, in words
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, or was for most of the window."""
+        return self.proc_state in ("T", "t") or (self.stopped_fraction or 0.0) > 0.5
+
 
 class RankLog(msgspec.Struct):
     """One rank's black box, joined with the observation of its process."""

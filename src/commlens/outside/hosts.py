@@ -16,7 +16,7 @@ import msgspec
 
 from commlens.errors import CommandError, MissingDependency
 from commlens.outside.sample import HostSamples
-from commlens.text import clean, sentence
+from commlens.text import clean, exit_phrase, sentence
 
 _AT_ONCE: Final = 32
 _CONNECT_S: Final = 10
@@ -90,7 +90,7 @@ def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
         return HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
-            f"ssh exited with {done.returncode}"
+            f"ssh {exit_phrase(done.returncode)}"
         ]
         return HostSamples(
             host, notes=[sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")]

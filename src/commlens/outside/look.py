@@ -272,7 +272,7 @@ def _holds_gil(looks: Sequence[Look], seen: Observation) -> bool:
     return (
         len(looks) > 1
         and idle
-        and seen.proc_state not in ("T", "t")
+        and not seen.is_stopped
         and all(look.threads[0].owns_gil for look in looks)
     )
 

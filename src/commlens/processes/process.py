@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commlens.blackbox import job_dirs
+from commlens.text import signal_name
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -51,8 +52,8 @@ class Stat:
 
     @property
     def ended(self) -> bool:
-        """Whether it no longer runs. A zombie has ended: its parent has just not reaped it yet."""
-        return self.state in ("Z", "X", "x")
+        """Whether it no longer runs."""
+        return self.state in job_dirs.ENDED
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,6 @@ class Ending:
         if number:
             return cls(signal=signal_name(number))
         return cls(exit_code=(status >> 8) & 0xFF)
-
-
-def signal_name(number: int) -> str:
-    """Return a signal's name: ``9 -> "SIGKILL"``; a real-time signal has none and stays a
-    number.
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def read_text(path: str | Path) -> str | None:
@@ -112,7 +103,7 @@ def is_ending(pid: int) -> bool:
     if not pending or any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending):
         return True
     fields = job_dirs.stat_fields(pid)
-    return fields[0] in "ZXx" or bool(int(fields[6]) & _EXITING)
+    return fields[0] in job_dirs.ENDED or bool(int(fields[6]) & _EXITING)
 
 
 def are_running_under_torchrun(pids: Collection[int]) -> bool:

@@ -22,7 +22,7 @@ from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, MissingDependency, RanksFailed
 from commlens.model.verdict import Verdict
-from commlens.text import ranks_phrase, verb
+from commlens.text import exit_phrase, ranks_phrase, verb
 
 BACKENDS: Final = ("gloo", "fake")
 _JOB: Final = "ranks"
@@ -50,12 +50,8 @@ class Rank:
             return result
         except OSError:
             code = self.process.returncode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit status {code}"
-        )
-        return {"error": "", "at": 0.0, "kind": f"its process {how} before the function returned"}
+        kind = f"its process {exit_phrase(code)} before the function returned"
+        return {"error": "", "at": 0.0, "kind": kind}
 
 
 def run_on_ranks(

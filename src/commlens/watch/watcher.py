@@ -26,7 +26,7 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.observer import WINDOW_S, Observer
-from commlens.text import ranks_phrase, verb
+from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.death_report import lines_at_end, report_death
@@ -545,7 +545,7 @@ class Watcher:
             ending = (
                 process.Ending(exit_code=exit_code)
                 if exit_code >= 0
-                else process.Ending(signal=process.signal_name(-exit_code))
+                else process.Ending(signal=signal_name(-exit_code))
             )
             member = self._roster.find(pid, 0)
             if member is not None:

@@ -24,7 +24,6 @@ NET_WORKING = 1024  # bytes per second
 _RUNNABLE = 0.3  # of the samples: the process works or, on a busy machine, would if it got a core
 _WINDOW_S = 0.4  # shorter observations say nothing about movement
 _THROTTLED = 0.5
-_STOPPED = 0.5
 _LEAVING_NS = 10_000_000_000  # an interpreter with torch in it may take seconds to shut down
 _PRESSURE = 20.0  # percent of the last 10 s in which all tasks of the cgroup waited for memory
 
@@ -140,7 +139,7 @@ def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity |
     for the GIL.
     """
     where = frame_phrase(frame)
-    if seen.proc_state in ("T", "t") or (seen.stopped_fraction or 0.0) > _STOPPED:
+    if seen.is_stopped:
         if seen.proc_state == "t":
             return Activity("stopped", False, DEBUGGED, frame, ["its process is in state t"], True)
         return Activity(

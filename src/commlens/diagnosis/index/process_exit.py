@@ -14,6 +14,7 @@ from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_r
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
+from commlens.text import exit_phrase
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed
@@ -83,7 +84,7 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
         if log.closed or log.left:
             return ProcessExit("clean", "finished", at, "finished")
         return ProcessExit("gone", "unknown", at, "is gone; how it ended was not observed")
-    text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
+    text = exit_phrase(seen.exit_code) if seen.exit_code is not None else "failed"
     if is_refusal(failure):
         return ProcessExit(
             "peer", "exception", at, f"{text} after a DistributedOperationException", refused=True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.text import exit_phrase
 
 _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "in uninterruptible I/O",
-    "T": "stopped",
-    "t": "stopped by a debugger",
     "I": "idle",
 }
 
@@ -20,17 +19,13 @@ def process_words(log: RankLog) -> str:
     if seen.end is End.KILLED:
         return f"killed by {seen.signal}"
     if seen.end is End.FAILED:
-        return (
-            f"exited with {seen.exit_code}"
-            if seen.exit_code is not None
-            else "died of an exception"
-        )
+        return exit_phrase(seen.exit_code) if seen.exit_code is not None else "died of an exception"
     if seen.end in (End.CLEAN, End.GONE, End.UNKNOWN):
         return {End.CLEAN: "finished", End.GONE: "gone", End.UNKNOWN: "not visible from here"}[
             seen.end
         ]
-    if seen.stopped_fraction is not None and seen.stopped_fraction >= 0.5:
-        return "stopped"
+    if seen.is_stopped:
+        return "stopped by a debugger" if seen.proc_state == "t" else "stopped"
     if seen.holds_gil:
         return "holds the GIL"
     if seen.cpu_s and seen.window_s and seen.cpu_s / seen.window_s > 0.5:

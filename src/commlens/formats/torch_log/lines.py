@@ -10,11 +10,10 @@ from __future__ import annotations
 import calendar
 import json
 import re
-import signal
 import time
 from typing import Final, NamedTuple
 
-from commlens.text import clean, printable
+from commlens.text import clean, printable, signal_name
 
 INTERESTING: Final = re.compile(
     rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error| "
@@ -273,14 +272,6 @@ def parse_launcher_signal(text: str) -> str:
     found = _LAUNCHER_SIGNAL.search(text)
     name = (found[1] or found[2]) if found else ""
     return signal_name(int(name)) if name.isdecimal() else name
-
-
-def signal_name(number: int) -> str:
-    """Return ``"SIGKILL"`` for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def parse_remark(text: str) -> tuple[str, int] | None:

@@ -28,7 +28,7 @@ from commlens.model.ops import (
     watchdog_wire_op,
 )
 from commlens.model.ranklog import End, Observation
-from commlens.text import count
+from commlens.text import count, signal_name
 
 _RANKS_MAX: Final = 100_000
 _NOTES_MAX: Final = 20  # sentences per rank
@@ -273,7 +273,7 @@ class LogParser:
             about.observation = Observation(
                 end=End.KILLED if code < 0 else End.FAILED,
                 exit_code=code if code >= 0 else None,
-                signal=L.signal_name(-code) if code < 0 else None,
+                signal=signal_name(-code) if code < 0 else None,
                 ended_ns=L.parse_torchrun_time(self._worker.get("time", "")),
             )
             self._worker = {}

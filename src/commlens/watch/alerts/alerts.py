@@ -24,6 +24,7 @@ import msgspec
 
 from commlens.config import SWITCH, Settings
 from commlens.model.verdict import Verdict
+from commlens.text import exit_phrase
 
 TIMEOUT_S: Final = 30.0
 """A command that takes longer is killed."""
@@ -139,12 +140,8 @@ class Alerts:
                 last = (
                     errors.read(10_000).decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
                 )
-                how = (
-                    f"status {process.returncode}"
-                    if process.returncode > 0
-                    else f"signal {-process.returncode}"
-                )
-                self._tell(f"on_verdict ended with {how}" + (f": {last}" if last else "."))
+                how = exit_phrase(process.returncode)
+                self._tell(f"on_verdict {how}" + (f": {last}" if last else "."))
 
     def _tell(self, line: str) -> None:
         if line not in self._printed:

@@ -41,7 +41,7 @@ def test_a_line_in_a_file(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (line,) = sent(tmp_path, on_verdict=f"cat >> {tmp_path}/absent/log")
-    assert line.startswith("on_verdict ended with status ") and f"{tmp_path}/absent/log" in line
+    assert line.startswith("on_verdict exited with status ") and f"{tmp_path}/absent/log" in line
 
 
 def test_a_command_gets_the_verdict(tmp_path: Path) -> None:
@@ -63,16 +63,16 @@ def test_a_function_gets_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sent(tmp_path, on_verdict="my_alerts:To.page") == []
     assert (tmp_path / "got").read_text() == "train-1"
     (line,) = sent(tmp_path, on_verdict="my_alerts:absent")
-    assert line.startswith("on_verdict ended with status 1: AttributeError"), (
+    assert line.startswith("on_verdict exited with status 1: AttributeError"), (
         "the last line of what it printed"
     )
 
 
 def test_a_command_that_fails(tmp_path: Path) -> None:
     assert sent(tmp_path, on_verdict="echo not reachable >&2; exit 7") == [
-        "on_verdict ended with status 7: not reachable"
+        "on_verdict exited with status 7: not reachable"
     ]
-    assert sent(tmp_path, on_verdict="kill -9 $$") == ["on_verdict ended with signal 9."]
+    assert sent(tmp_path, on_verdict="kill -9 $$") == ["on_verdict was killed by SIGKILL."]
 
 
 def test_commands_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
