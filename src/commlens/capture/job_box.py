@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commlens import config, launchers
+from commlens import config, helper_process, launchers
 from commlens.blackbox import job_dirs, rank_claims
 from commlens.capture import rank_environment
 from commlens.capture.rank_environment import Place
@@ -311,35 +310,8 @@ class WatcherReplacement:
 
 
 def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
-    environ = {
-        **os.environ,
-        **config.settings_environment(settings),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    environ.pop("COMMLENS", None)
-    # Through a shell that ends at once: a program that waits for its children must not meet a child
-    # of ours.
-    shell = subprocess.run(
-        [
-            "/bin/sh",
-            "-c",
-            '"$@" >/dev/null & echo $!',
-            "sh",
-            sys.executable,
-            "-m",
-            "commlens.watch",
-            str(job_dir),
-        ],
-        env=environ,
-        cwd=_directory(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        close_fds=True,
-        timeout=10,
-        check=True,
-    )
-    return int(shell.stdout)
+    environ = helper_process.environment({**os.environ, **config.settings_environment(settings)})
+    return helper_process.start("commlens.watch", str(job_dir), environ=environ)
 
 
 def end_watcher(pid: int, job_dir: Path | None) -> None:
@@ -356,16 +328,6 @@ def _command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _directory() -> str:
-    """Return the working directory; "/" if it has been removed, because Python does not start
-    there.
-    """
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except OSError:
-        return "/"
 
 
 def _claim(path: Path) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from commlens import helper_process
 from commlens.commands.table import print_table
 from commlens.errors import CommandError, MissingDependency
 from commlens.model.verdict import Verdict
@@ -144,7 +145,7 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "COMMLENS_AUTO_BUILD": "0",
-        "PYTHONPATH": _python_path(),
+        "PYTHONPATH": helper_process.python_path(),
     }
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.stdout.isatty():  # the launcher's output passes through a pipe
@@ -212,13 +213,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(10)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _python_path() -> str:
-    """Return a PYTHONPATH on which the workers find this commlens, installed or not."""
-    return os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-    )
 
 
 def read_verdict(dump_dir: Path) -> Verdict | None:

@@ -21,14 +21,13 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from commlens import launchers, native
+from commlens import helper_process, launchers, native
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.native import attempts, build, cache
@@ -112,26 +111,15 @@ def _folder() -> Path:
 
 
 def _start(lock: int) -> None:
-    environ = launchers.without_rank(os.environ)
-    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    environ.pop("COMMLENS", None)
-    source = str(Path(__file__).parents[2])
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environ.get("PYTHONPATH", ""))))
-    subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "commlens.launch.background_build",
-            str(lock),
-            str(os.getpid()),
-            str(job_dirs.start_ticks(os.getpid())),
-        ],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    environ = helper_process.environment(launchers.without_rank(os.environ))
+    helper_process.start(
+        "commlens.launch.background_build",
+        str(lock),
+        str(os.getpid()),
+        str(job_dirs.start_ticks(os.getpid())),
+        environ={**environ, "PYTHONPATH": helper_process.python_path()},
         pass_fds=(lock,),
+        is_silent=True,
     )
 
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from commlens import helper_process
 from commlens.errors import NativeEngineError
 from commlens.native import attempts
 from commlens.native.cache import (
@@ -316,12 +317,7 @@ def _try_to_load(library: Path, checksum: str) -> None:
         "import sys; from pathlib import Path; from commlens.native import cache;"
         " cache.check(Path(sys.argv[1]), sys.argv[2])"
     )
-    source = str(Path(__file__).parents[2])
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
-    }
-    environ.pop("COMMLENS", None)
+    environ = helper_process.environment(os.environ)
     try:
         ended = subprocess.run(
             [sys.executable, "-c", program, str(library), checksum],
@@ -329,7 +325,7 @@ def _try_to_load(library: Path, checksum: str) -> None:
             text=True,
             errors="replace",
             timeout=_LOAD_S,
-            env=environ,
+            env={**environ, "PYTHONPATH": helper_process.python_path()},
         )
     except subprocess.TimeoutExpired:
         raise NativeEngineError(f"The build did not load within {_LOAD_S:.0f} s.") from None

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from commlens import config
+from commlens import config, helper_process
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, MissingDependency
 
@@ -80,12 +80,11 @@ class ObserverClient:
         """Start the observer."""
         if not self._observes:
             return
-        environ = {name: value for name, value in os.environ.items() if name != config.SWITCH}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "commlens.testing.observer", str(self.box_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environ,
+            env=helper_process.environment(os.environ),
             start_new_session=True,
         )
 

@@ -13,14 +13,12 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, Final
 
-from commlens import launchers
+from commlens import helper_process, launchers
 from commlens.blackbox import job_dirs
 from commlens.boards import refusal_log
 from commlens.boards.refusal_log import RefusalLog
@@ -84,35 +82,21 @@ class Link:
         # The name of this machine may lead to its loopback device here, while other nodes reach it
         # by that name.
         listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
-        # In the job's folder, since the working directory may be gone, or hold modules with the
-        # names of Python's own.
-        environ = {name: value for name, value in os.environ.items() if name != "COMMLENS"}
-        environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=_python_path())
+        environ = helper_process.environment(os.environ)
         to_relay, from_relay = os.pipe(), os.pipe()
         try:
-            subprocess.run(
-                [
-                    "/bin/sh",
-                    "-c",
-                    '"$@" &',
-                    "sh",
-                    sys.executable,
-                    "-m",
-                    "commlens.verification.relay",
-                    str(self._folder.absolute()),
-                    str(world_size),
-                    listen_at,
-                    str(to_relay[0]),
-                    str(from_relay[1]),
-                ],
-                env=environ,
+            # In the job's folder, since the working directory may be gone, or hold modules with the
+            # names of Python's own.
+            helper_process.start(
+                "commlens.verification.relay",
+                str(self._folder.absolute()),
+                str(world_size),
+                listen_at,
+                str(to_relay[0]),
+                str(from_relay[1]),
+                environ={**environ, "PYTHONPATH": helper_process.python_path()},
                 cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
                 pass_fds=(to_relay[0], from_relay[1]),
-                start_new_session=True,
-                timeout=10,
-                check=True,
             )
         finally:
             os.close(to_relay[0])
@@ -152,20 +136,6 @@ class Link:
                     )
                     tell.flush()
                 time.sleep(_LOOK_S)
-
-
-def _python_path() -> str:
-    """Return ``PYTHONPATH`` for another working directory, with the folder that this package was
-    imported from.
-    """
-    here = ""
-    with contextlib.suppress(OSError):
-        here = os.getcwd()  # noqa: PTH109
-    places = [
-        str(Path(__file__).parents[2]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    return os.pathsep.join(os.path.join(here, place) for place in places)  # noqa: PTH118 - keeps absolute ones
 
 
 def _reachable(published: str, store_host: str) -> list[str]:
