@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from commlens.blackbox.layout import CAPACITY_MAX
 from commlens.errors import ConfigError, MissingDependency, did_you_mean
+from commlens.model.steps import parse_steps
 
 SWITCH: Final = "COMMLENS"
 """The variable that enables recording in a worker."""
@@ -298,11 +299,7 @@ def _steps(value: Any) -> str | None:
         return None
     if value is True or text in ("1", "true", "yes", "on", "all"):
         return "all"
-    if not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
-        raise ValueError
-    first, _, last = text.partition(":")
-    if last and int(last) <= int(first or 0):
-        raise ValueError
+    parse_steps(text)
     return text
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from commlens.errors import SelectionError
 from commlens.model.collective import ProcessGroup
 from commlens.model.ops import WIRE_OPS
+from commlens.model.steps import parse_steps
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.traces import wording
 
@@ -203,12 +204,8 @@ def _phase(value: Any) -> Any:
 def _steps(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    first, colon, end = value.partition(":")
     try:
-        start = int(first) if first or not colon else 0
-        if not colon:
-            return start
-        return range(start, int(end) if end else 1 << 62)
+        return parse_steps(value)
     except ValueError:
         raise SelectionError(f"{value!r} is not a step or a range of steps such as 2:4.") from None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from commlens.errors import CommandError
+from commlens.model.steps import ALL, parse_steps
 from commlens.model.trace import Depth, TraceData
 from commlens.traces.trace import Trace
 from commlens.tracing.tracer import Tracer
@@ -30,7 +32,7 @@ class LiveTrace(Trace):
         preview: bool = False,
     ) -> None:
         self.tracer = Tracer(
-            Depth(depth), steps=_parse_steps(steps), whole_steps=whole_steps, preview=preview
+            Depth(depth), steps=_range_of(steps), whole_steps=whole_steps, preview=preview
         )
         self._open = 0
         self._finished: TraceData | None = None
@@ -76,29 +78,19 @@ class LiveTrace(Trace):
         self.stop()
 
 
-def _parse_steps(
-    steps: str | range | tuple[int, int | None] | None,
-) -> tuple[int, int | None] | None:
-    """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all
-    from 2 on.
-
-    A single number is that one step. None means all steps.
-    """
-    if steps is None or isinstance(steps, tuple):
-        return steps
+def _range_of(steps: str | range | tuple[int, int | None] | None) -> range:
+    """Return the wanted steps: all for None, and a pair as a slice."""
+    if steps is None:
+        return ALL
+    if isinstance(steps, tuple):
+        first, end = steps
+        return range(first, ALL.stop if end is None else end)
     if isinstance(steps, range):
         if steps.step == 1:
-            return steps.start, steps.stop
+            return steps
     else:
-        first, colon, last = steps.strip().partition(":")
-        try:
-            start = int(first or 0)
-            stop = int(last) if last else None if colon else start + 1
-        except ValueError:
-            pass
-        else:
-            if start >= 0 and (stop is None or stop > start):
-                return start, stop
+        with contextlib.suppress(ValueError):
+            return parse_steps(steps)
     raise CommandError(
         f"{steps!r} is not a range of steps: give FIRST:LAST counted from 0, for example 2:4 for"
         " steps 2 and 3."

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from commlens.model.steps import ALL
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TraceEvent
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
@@ -75,7 +76,7 @@ class Tracer:
         self,
         depth: Depth = Depth.COLLECTIVES,
         *,
-        steps: tuple[int, int | None] | None = None,
+        steps: range = ALL,
         whole_steps: int | None = None,
         preview: bool = False,
     ) -> None:
@@ -175,7 +176,7 @@ class Tracer:
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> RawEvent | None:
         """Record a collective that is about to be issued."""
-        if self.wanted_steps is not None and not self._wanted():
+        if self.steps not in self.wanted_steps:
             return None
         self.dispatched += 1
         try:
@@ -243,7 +244,7 @@ class Tracer:
         self, op: str, describing: fake_tensors.Describe, frame: FrameType | None
     ) -> None:
         """Record a collective on fake tensors, which is not issued."""
-        if self.wanted_steps is not None and not self._wanted():
+        if self.steps not in self.wanted_steps:
             return
         self.dispatched += 1
         try:
@@ -379,10 +380,6 @@ class Tracer:
 
     # --- steps
 
-    def _wanted(self) -> bool:
-        first, last = self.wanted_steps or (0, None)
-        return first <= self.steps and (last is None or self.steps < last)
-
     def _setup_ended(self, *_: Any) -> None:
         """Note that the first forward begins, or another pass of a program without modules: what is
         issued from now on belongs to steps.
@@ -411,8 +408,7 @@ class Tracer:
 
     def traced_steps(self) -> int:
         """Return how many of the requested steps have completed."""
-        first, last = self.wanted_steps or (0, None)
-        return max(0, (self.steps if last is None else min(self.steps, last)) - first)
+        return max(0, min(self.steps, self.wanted_steps.stop) - self.wanted_steps.start)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         try:
@@ -447,7 +443,7 @@ class Tracer:
         """Summarise events after the whole steps. Keep those of the current step, whose waits may
         still come.
         """
-        first = self.wanted_steps[0] if self.wanted_steps is not None else 0
+        first = self.wanted_steps.start
         too_many = len(self.events) + self._folded > WHOLE_EVENTS
         if self.steps <= first + self.whole_steps and not too_many:
             return
