@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.speed.pace import MIN_COST, Pace, Slow, find_slow_ranks, of_all_nodes
+from commlens.speed.pace import Pace, Slow, find_slow_ranks, of_all_nodes
 
 Sample = tuple[int, float, dict[int, int]]
 """Steps; seconds per step; by rank, the per mille of the time in collectives."""
@@ -37,8 +37,7 @@ def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgem
 
     Args:
         nodes: each node's samples, as many of each.
-        before: the last judgement. Ranks that it found slow remain slow as long as they cost half
-            of what names a rank.
+        before: the last judgement.
 
     Returns:
         None if a node has not published enough samples: then each node judges its own ranks.
@@ -46,14 +45,7 @@ def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgem
     if not all(nodes) or len({len(samples) for samples in nodes}) > 1:
         return None
     paces = of_all_nodes([[_unpacked(sample) for sample in samples] for samples in nodes])
-    slow = find_slow_ranks(paces, sufficient=True)
-    if (
-        slow is None
-        and before is not None
-        and before.slow is not None
-        and find_slow_ranks(paces, MIN_COST / 2, sufficient=True) is not None
-    ):
-        slow = before.slow
+    slow = find_slow_ranks(paces, before.slow if before is not None else None, sufficient=True)
     return Judgement(slow, sorted(rank for samples in nodes for rank in samples[0][2]))
 
 

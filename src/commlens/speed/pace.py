@@ -232,16 +232,28 @@ def _waits_unseen(op: Collective) -> bool:
 
 
 def find_slow_ranks(
-    paces: Sequence[Pace], min_cost: float = MIN_COST, *, sufficient: bool = False
+    paces: Sequence[Pace], before: Slow | None = None, *, sufficient: bool = False
 ) -> Slow | None:
     """Return the ranks that make a job slow; None if there are none, or the samples are too few or
     do not agree.
 
     Args:
         paces: samples, oldest first.
-        min_cost: the share of the time that all other ranks must wait more than they do.
-        sufficient: they are enough, as each node has found of its own.
+        before: the ranks that were found last. They remain slow as long as some ranks cost half of
+            what names a rank, so that a verdict does not come and go.
+        sufficient: the samples are enough, as each node has found of its own.
     """
+    slow = _find_slow(paces, MIN_COST, sufficient=sufficient)
+    if (
+        slow is None
+        and before is not None
+        and _find_slow(paces, MIN_COST / 2, sufficient=sufficient)
+    ):
+        return before
+    return slow
+
+
+def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> Slow | None:
     if (
         not _are_of_the_same_ranks(paces)
         or len(paces[0].waited_s) < 2

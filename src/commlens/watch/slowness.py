@@ -21,7 +21,6 @@ from commlens.processes.observer import Observer
 from commlens.processes.profile import Profiling
 from commlens.speed.job_pace import Judgement, judge, packed
 from commlens.speed.pace import (
-    MIN_COST,
     Pace,
     Slow,
     condensed,
@@ -83,6 +82,7 @@ class Slowness:
         self._condensed: list[Pace] = []
         # on the ranks of all nodes; None: this node judges its own
         self._judgement: Judgement | None = None
+        self._slow: Slow | None = None  # the ranks that this node explained or explains now
         self._awaited = 0  # samples since this node told the others enough and nobody has judged
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
@@ -185,11 +185,11 @@ class Slowness:
         return found
 
     def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | Line]:
-        slow, is_over = self._slow_ranks({member.rank for member in ranks})
+        slow = self._slow = self._slow_ranks({member.rank for member in ranks})
         before = self.verdict
         if slow is None:
             self._profiling = self._observer = None
-            if before is not None and is_over:
+            if before is not None:
                 self.verdict = None
                 return [
                     Line(
@@ -228,9 +228,8 @@ class Slowness:
         )
         return [self.verdict]
 
-    def _slow_ranks(self, here: Collection[int]) -> tuple[Slow | None, bool]:
-        """Return the slow ranks that this node explains, if any, and whether those that it named
-        before are no longer slow.
+    def _slow_ranks(self, here: Collection[int]) -> Slow | None:
+        """Return the slow ranks that this node explains, if any.
 
         Args:
             here: the ranks of this node, which explains slow ranks if the first of them is its own.
@@ -239,13 +238,11 @@ class Slowness:
         if self._judgement is None:
             self._awaited += bool(self._condensed) and self._has_other_nodes
             if 0 < self._awaited <= _AWAITED:
-                return None, False
-            slow = find_slow_ranks(newest)
-            return slow, slow is None and find_slow_ranks(newest, MIN_COST / 2) is None
+                return self._slow  # nobody has judged yet
+            return find_slow_ranks(newest, self._slow)
         self._awaited = 0
         slow = self._judgement.slow
-        is_here = slow is not None and slow.ranks[0] in here
-        return (with_cpu(slow, newest) if slow is not None and is_here else None), not is_here
+        return with_cpu(slow, newest) if slow is not None and slow.ranks[0] in here else None
 
     def _judge_steps(self, pace: Pace) -> list[Line]:
         self._step_times.append(pace.step_s)
