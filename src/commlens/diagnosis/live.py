@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
-from commlens.diagnosis.findings.context import Context, locate
+from commlens.diagnosis.causes.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.index.job_index import JobIndex, index_logs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
+from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.model.collective import user_frame
 from commlens.model.verdict import Finding
 from commlens.text import count, frame_phrase, joined, ranks_phrase

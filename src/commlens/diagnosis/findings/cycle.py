@@ -7,9 +7,12 @@ from typing import Literal, NamedTuple
 from commlens.diagnosis.align.out_of_step import keeps_routine
 from commlens.diagnosis.align.peer_order import find_reordered
 from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
-from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.findings.next_steps import cycle_step, receives_step, unmet_step
-from commlens.diagnosis.findings.sides import (
+from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import cycle_step, receives_step, unmet_step
+from commlens.diagnosis.words.phrases import prose
+from commlens.diagnosis.words.sides import (
     UNDECIDED,
     describe_sides,
     group_sides,
@@ -18,7 +21,6 @@ from commlens.diagnosis.findings.sides import (
     separation,
     tie_step,
 )
-from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import (
@@ -132,8 +134,8 @@ def _departed(context: Context, departures: Departures, absent: list[Node]) -> N
         confidence="medium",
         summary=_moved_on(culprits, departures, "history"),
         explanation=prose(
-            context.waiting(edges),
-            context.waiting_behind(sorted({edge.rank for edge in edges}), blocked),
+            phrases.waiting(context, edges),
+            phrases.waiting_behind(context, sorted({edge.rank for edge in edges}), blocked),
         ),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
@@ -166,7 +168,7 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     prose_of_path = prose(
         f"{capital('; '.join(steps))}.",
         f"The longest wait is {duration(waited)}." if waited else "",
-        context.waiting_behind(ranks, blocked),
+        phrases.waiting_behind(context, ranks, blocked),
     )
     finding = Finding(
         kind="cycle",

@@ -6,10 +6,12 @@ import re
 from collections import defaultdict
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.findings.context import Context, most_waited, prose
-from commlens.diagnosis.findings.next_steps import death_step
+from commlens.diagnosis.causes.context import Context, most_waited
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import death_step
+from commlens.diagnosis.words.phrases import prose
 from commlens.matching.error_texts import ended_in_refusal
 from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding
@@ -193,7 +195,7 @@ def _death(
             "waiting for"
             f" {verb(ranks, 'it', 'them') if awaited == ranks else ranks_phrase(awaited)}"
         )
-        summary += f"; {context.waits(edges, f'was {waited}', f'were {waited}')}"
+        summary += f"; {phrases.waits(context, edges, f'was {waited}', f'were {waited}')}"
     others = [rank for rank in peers if not (views[rank].exit.refused or views[rank].exit.gave_up)]
     last_seen = ""
     if frame is not None and end.source is None:
@@ -210,9 +212,9 @@ def _death(
         confidence="low" if undecided else "medium" if unseen else "high",
         summary=summary,
         explanation=prose(
-            f"{context.name(ranks[0])}: {context.last(ranks[0])}{last_seen}.",
-            context.waiting(edges) if edges else "",
-            context.waiting_behind(waiting, set(blocked) - set(ranks)),
+            f"{phrases.name(context, ranks[0])}: {phrases.last(context, ranks[0])}{last_seen}.",
+            phrases.waiting(context, edges) if edges else "",
+            phrases.waiting_behind(context, waiting, set(blocked) - set(ranks)),
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=(
@@ -222,7 +224,7 @@ def _death(
         ),
         evidence=[
             *(f"rank {rank} {views[rank].exit.text}." for rank in others),
-            *context.aborted(peers),
+            *phrases.aborted(context, peers),
         ][:4],
         would_raise_confidence=(
             "The system's log (dmesg, the scheduler) may show how it ended; `commlens launch`"

@@ -5,7 +5,7 @@ separate causes from consequences.
 from __future__ import annotations
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.findings.context import Case, Context
+from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches

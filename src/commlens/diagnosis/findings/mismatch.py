@@ -9,18 +9,20 @@ from collections.abc import Hashable, Sequence
 from commlens.diagnosis.align.alignment import Mismatch, Race
 from commlens.diagnosis.align.call_paths import Path, in_package, part, path_of
 from commlens.diagnosis.align.out_of_step import steps_ahead
-from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.findings.dead import is_absorbed
-from commlens.diagnosis.findings.next_steps import mismatch_step
-from commlens.diagnosis.findings.sides import (
+from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import mismatch_step
+from commlens.diagnosis.words.phrases import prose
+from commlens.diagnosis.words.sides import (
     UNDECIDED,
     describe_sides,
     separation,
     tie_step,
     told_apart,
 )
-from commlens.diagnosis.graph.wait_graph import Node
-from commlens.diagnosis.index.job_index import RankView
 from commlens.model.collective import Collective, FrameKind
 from commlens.model.verdict import Confidence, Finding, Kind, Why
 from commlens.text import (
@@ -313,7 +315,7 @@ def _sides(
     shown = [(rank, mismatch.ops[rank]) for rank in culprits[:3] if rank in mismatch.ops]
     first = shown[0][1].source if shown else None
     odd = "; ".join(
-        f"{context.name(rank)}"
+        f"{phrases.name(context, rank)}"
         f" {_issued(op, paths[0].phrase if op.source == first else frame_phrase(op.source))}"
         for rank, op in shown
     )

@@ -11,20 +11,15 @@ from typing import NamedTuple
 from commlens.diagnosis.align.call_paths import Path, part, parted, path_of
 from commlens.diagnosis.align.rounds import count_rounds
 from commlens.diagnosis.align.routine import ever_leaves_routine
-from commlens.diagnosis.findings.context import (
-    TOO_LONG,
-    Context,
-    first_line,
-    most_waited,
-    op_at,
-    prose,
-)
-from commlens.diagnosis.findings.next_steps import ended_step, missing_step
-from commlens.diagnosis.findings.sides import UNDECIDED
+from commlens.diagnosis.causes.context import TOO_LONG, Context, most_waited, op_at
 from commlens.diagnosis.findings.stuck_inside import COMPLETION_UNKNOWN
 from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
 from commlens.diagnosis.index.activity import Activity, longest_gap_ns
 from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import ended_step, missing_step
+from commlens.diagnosis.words.phrases import first_line, prose
+from commlens.diagnosis.words.sides import UNDECIDED
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import Collective, State, user_lines
 from commlens.model.ranklog import RankLog
@@ -185,7 +180,7 @@ def _missing(context: Context, absence: Absence) -> None:
             )
     elif context.job.knows.stacks:
         evidence += _stack_evidence(view, absence)
-    evidence += _failure_evidence(view) + context.aborted(absence.blocked)
+    evidence += _failure_evidence(view) + phrases.aborted(context, absence.blocked)
     sure = doing.observed or doing.why in _SURE
     more = None
     if too_long:
@@ -256,7 +251,8 @@ def _missing(context: Context, absence: Absence) -> None:
             else _summary(context, absence, alone)
         ),
         explanation=prose(
-            f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
+            f"{lead}{phrases.name(context, ranks[0])} {doing.phrase};"
+            f" {phrases.last(context, ranks[0])}.",
             *_waits(context, absence),
         ),
         next_step=(
@@ -476,7 +472,7 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
         + (f", {duration(waited)} so far" if waited else "")
         + (": the reason is unknown" if doing.unclear else ""),
         explanation=prose(
-            f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
+            f"{phrases.name(context, ranks[0])} {doing.phrase}; {phrases.last(context, ranks[0])}.",
             *_waits(context, absence),
             limit,
         ),
@@ -504,12 +500,12 @@ def _waits(context: Context, absence: Absence) -> list[str]:
     and behind these.
     """
     them = verb(absence.ranks, "it", "them")
-    others = context.waits(absence.elsewhere, f"waits for {them}", f"wait for {them}")
+    others = phrases.waits(context, absence.elsewhere, f"waits for {them}", f"wait for {them}")
     direct = {*absence.waiting, *(edge.rank for edge in absence.elsewhere)}
     return [
-        context.waiting(absence.edges),
+        phrases.waiting(context, absence.edges),
         f"{capital(others)}." if others else "",
-        context.waiting_behind(sorted(direct), set(absence.blocked) - set(absence.ranks)),
+        phrases.waiting_behind(context, sorted(direct), set(absence.blocked) - set(absence.ranks)),
     ]
 
 
@@ -697,8 +693,8 @@ def _silent(
             " or a thread holds the GIL"
         )
     ends = [f"Rank {rank} {views[rank].exit.text}." for rank in known if views[rank].exit.ended]
-    they_wait = context.waits(
-        edges, *(["timed out"] * 2 if context.job.only_logs else ["waits", "wait"])
+    they_wait = phrases.waits(
+        context, edges, *(["timed out"] * 2 if context.job.only_logs else ["waits", "wait"])
     )
     finding = Finding(
         kind="missing",
@@ -710,7 +706,7 @@ def _silent(
         summary=f"{they_wait}; {cause}",
         explanation=prose(why, *ends),
         next_step=step,
-        evidence=context.aborted(blocked),
+        evidence=phrases.aborted(context, blocked),
         would_raise_confidence=(
             "A stack, or a dump of the Flight Recorder, would show where"
             f" {verb(ranks, 'it', 'they')} stood."
@@ -730,11 +726,11 @@ def _unrecorded(
     others: bool,
 ) -> None:
     op = most_waited(edges).op
-    subject, they_wait = ranks_phrase(ranks), context.waits(edges, "waits", "wait")
+    subject, they_wait = ranks_phrase(ranks), phrases.waits(context, edges, "waits", "wait")
     strangers = [context.job.strangers[rank] for rank in ranks if rank in context.job.strangers]
     confidence: Confidence = "medium" if dead else "low"
     why, more = (
-        prose(context.waiting(edges), context.waiting_behind(waiting, blocked)),
+        prose(phrases.waiting(context, edges), phrases.waiting_behind(context, waiting, blocked)),
         f"What {subject} did last is not recorded.",
     )
     if strangers:
@@ -777,7 +773,10 @@ def _unrecorded(
         step = f"look at the output of {subject}: {ended}"
     elif op.op == "init_process_group":
         size, here = len(op.channel.group.ranks), context.job.meets_here
-        why, origin = context.waiting(edges), _origin_of_size(context.job.views[waiting[0]].log, op)
+        why, origin = (
+            phrases.waiting(context, edges),
+            _origin_of_size(context.job.views[waiting[0]].log, op),
+        )
         started = (
             f"start {subject}, or correct the number of ranks{f': {origin}' if origin else ''}"
         )

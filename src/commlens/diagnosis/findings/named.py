@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.words.phrases import prose
 from commlens.matching.error_claims import About, Claim, claim_of
 from commlens.model.collective import Frame
 from commlens.model.verdict import Finding, Kind

@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import get_args
 
-from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
-from commlens.diagnosis.findings.sides import UNDECIDED, separation, told_apart
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.job_index import RankView, Track
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import outside_cause, outside_step
+from commlens.diagnosis.words.phrases import prose
+from commlens.diagnosis.words.sides import UNDECIDED, separation, told_apart
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
 from commlens.model.verdict import Finding, Kind
@@ -153,8 +155,9 @@ def _went_on_without(context: Context, ops: dict[int, Collective], others: list[
             else f"{missing}; {called}"
         ),
         explanation=prose(
-            f"{capital(ranks_phrase(callers))} called it at {where}; {context.name(others[0])}"
-            f" waits in {op_phrase(later)} at {frame_phrase(later.source) or 'an unknown line'}."
+            f"{capital(ranks_phrase(callers))} called it at {where};"
+            f" {phrases.name(context, others[0])} waits in {op_phrase(later)} at"
+            f" {frame_phrase(later.source) or 'an unknown line'}."
         ),
         next_step=f"find the branch that leads {ranks_phrase(others)} past {where}",
         evidence=[_RULE] + [UNDECIDED] * (not odd),
@@ -240,7 +243,7 @@ def _disagree(
         for block in list(context.job.views[rank].blocks.values())[:1]:
             where = frame_phrase(block.op.source) or "an unknown line"
             finding.evidence.append(
-                f"{context.name(rank)} waits in {op_phrase(block.op)} at {where}."
+                f"{phrases.name(context, rank)} waits in {op_phrase(block.op)} at {where}."
             )
 
 
@@ -400,7 +403,8 @@ def find_ended(context: Context) -> None:
             confidence="low",
             summary=f"{ranks_phrase(peers)} ended because a peer ended or did not answer; {which}",
             explanation=(
-                f"{context.name(first)} was the first to end: it {end.text}; {context.last(first)}."
+                f"{phrases.name(context, first)} was the first to end: it {end.text};"
+                f" {phrases.last(context, first)}."
             ),
             next_step=f"look at the output of {where} for the first error",
             evidence=[f"rank {rank} {views[rank].exit.text}." for rank in failed[:4]],
@@ -425,7 +429,7 @@ def find_ended(context: Context) -> None:
                 f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how;"
                 f" {_ended_like(views, stopped)}"
             ),
-            explanation=f"{context.name(gone[0])}: {context.last(gone[0])}.",
+            explanation=f"{phrases.name(context, gone[0])}: {phrases.last(context, gone[0])}.",
             next_step=(
                 f"look at the end of the output of {ranks_phrase(gone)}, and at the scheduler's log"
             ),
@@ -445,7 +449,8 @@ def find_ended(context: Context) -> None:
         confidence="medium",
         summary=f"the job was ended from outside: {_ended_like(views, stopped)}",
         explanation=prose(
-            f"{context.name(first)} {text}; {context.last(first)}.", outside_cause(signal)
+            f"{phrases.name(context, first)} {text}; {phrases.last(context, first)}.",
+            outside_cause(signal),
         ),
         next_step=outside_step(signal),
         would_raise_confidence="The signal is known, its sender is not.",
@@ -525,7 +530,8 @@ def _ended_early(
         ),
         explanation=prose(
             *(
-                f"{context.name(rank)} {context.job.views[rank].exit.text}; {context.last(rank)}."
+                f"{phrases.name(context, rank)} {context.job.views[rank].exit.text};"
+                f" {phrases.last(context, rank)}."
                 for rank in known[:2]
             )
         ),

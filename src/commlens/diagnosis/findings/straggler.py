@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commlens.diagnosis.findings.context import Context
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.columns import ColumnOps
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.formats.columns import Integers

@@ -6,18 +6,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
-from commlens.diagnosis.findings.next_steps import (
+from commlens.diagnosis.causes.context import Context, op_at
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.activity import Activity
+from commlens.diagnosis.index.job_index import JobIndex, RankView
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.next_steps import (
     compare_step,
     left_behind_step,
     missing_step,
     not_started_step,
     stuck_step,
 )
-from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
-from commlens.diagnosis.index import activity
-from commlens.diagnosis.index.activity import Activity
-from commlens.diagnosis.index.job_index import JobIndex, RankView
+from commlens.diagnosis.words.phrases import collective_phrase, first_line, prose
 from commlens.matching.answer import Agree, Answer, Unknown
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
@@ -124,8 +126,8 @@ def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
             " is stuck or was under way"
         ),
         explanation=prose(
-            context.waiting(edges),
-            context.waiting_behind(waiting, blocked),
+            phrases.waiting(context, edges),
+            phrases.waiting_behind(context, waiting, blocked),
             "All ranks of these groups have reached it. Several groups in one collective are what a"
             " running job looks like, and a job whose network failed.",
         ),
@@ -235,7 +237,7 @@ def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> Findin
             f"{ranks} are in {meeting.name}, which still moves data,"
             f" {duration(context.longest_wait(meeting.waiting))} so far"
         ),
-        explanation=context.waiting(meeting.edges),
+        explanation=phrases.waiting(context, meeting.edges),
         next_step="wait",
         evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
         would_raise_confidence="CPU time shows work, not that it ends.",
@@ -375,7 +377,8 @@ def _agreed(answer: Answer) -> str:
 
 def _explanation(context: Context, meeting: Meeting) -> str:
     return prose(
-        context.waiting(meeting.edges), context.waiting_behind(meeting.waiting, meeting.blocked)
+        phrases.waiting(context, meeting.edges),
+        phrases.waiting_behind(context, meeting.waiting, meeting.blocked),
     )
 
 
@@ -443,7 +446,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
         explanation=prose(
             "It needs data from every rank, so all of it had arrived: a device, driver or process"
             f" of {subject} makes no progress.",
-            context.waiting_behind(ranks, victims),
+            phrases.waiting_behind(context, ranks, victims),
         ),
         next_step=left_behind_step(op, ranks),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.findings.context import Context
+from commlens.diagnosis.causes.context import Context
 from commlens.model.verdict import Finding
 from commlens.text import capital, ranks_and_verb
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.findings.startup_and_exit import MOTIONLESS
 from commlens.diagnosis.graph.store_keys import writes_of_kind
 from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.phrases import prose
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, key_phrase, op_phrase, ranks_and_verb, ranks_phrase
@@ -62,12 +64,12 @@ def _skipped_write(
             f" {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}"
         ),
         explanation=prose(
-            f"{context.name(writer)} waits for {ranks_phrase(waiting)} in"
+            f"{phrases.name(context, writer)} waits for {ranks_phrase(waiting)} in"
             f" {op_phrase(own)}{f' at {place}' if place else ''}.",
             f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
             f" {line}.",
-            context.waiting(edges),
-            context.waiting_behind(ranks, blocked),
+            phrases.waiting(context, edges),
+            phrases.waiting_behind(context, ranks, blocked),
         ),
         next_step=f"find the branch in which rank {writer} skips {line}",
         would_raise_confidence=(
@@ -106,8 +108,8 @@ def find_unwritten(context: Context, nodes: list[Node]) -> None:
                 " which no rank is known to write"
             ),
             explanation=prose(
-                context.waiting(edges),
-                context.waiting_behind(ranks, blocked),
+                phrases.waiting(context, edges),
+                phrases.waiting_behind(context, ranks, blocked),
                 _others(context, waiting),
             ),
             next_step=(

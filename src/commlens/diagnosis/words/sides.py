@@ -1,6 +1,4 @@
-"""Ranks that disagree where neither a majority nor their routine decides: the sides, and what
-separates them.
-"""
+"""Phrases about ranks that disagree: the sides, and what separates them."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from commlens.diagnosis.align.call_paths import Path, parted
-from commlens.diagnosis.findings.context import Context
+from commlens.diagnosis.causes.context import Context
 from commlens.model.collective import Collective, Stack
 from commlens.text import (
     args_phrase,

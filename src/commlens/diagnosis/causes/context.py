@@ -1,0 +1,156 @@
+"""The evidence that all findings are made from, and the list of findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.activity import Activity
+from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
+from commlens.matching.error_texts import is_timeout
+from commlens.model.collective import Collective, Frame
+from commlens.model.verdict import CollectiveRef, Finding, GroupRef
+
+TOO_LONG = 8  # stall timeouts
+
+
+@dataclass
+class Case:
+    """A finding and its weight among the others."""
+
+    finding: Finding
+    blocked: int = 0  # number of ranks that wait because of it
+    order: tuple[int, ...] = ()  # deterministic, earliest first
+    mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
+
+
+class Context:
+    """The indexed ranks, their disagreements and their wait-for graph, and the findings made from
+    them so far.
+    """
+
+    def __init__(self, job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> None:
+        self.job = job
+        self.mismatches = mismatches
+        self.graph = graph
+        self.cases: list[Case] = []
+
+    def add(
+        self,
+        finding: Finding,
+        op: Collective | None,
+        frame: Frame | None,
+        *,
+        blocked: int = 0,
+        order: tuple[int, ...] = (),
+        mismatch: Mismatch | None = None,
+    ) -> None:
+        """Add a finding on a collective and a source line.
+
+        Args:
+            finding: without its group, collective and source, which are filled in here.
+            op: the collective.
+            frame: the culprit's line.
+            blocked: number of ranks that wait because of it.
+            order: sorts findings that block equally many ranks.
+            mismatch: on which ranks disagree or are out of step.
+        """
+        self.cases.append(Case(locate(finding, op, frame), blocked, order, mismatch))
+
+    def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
+        """Return the ranks whose wait ends at one of these nodes."""
+        return sorted({node.rank for node in self.graph.reaching(nodes) if node.kind == "wait"})
+
+    def doing(self, view: RankView) -> Activity:
+        """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet
+        time is unknown.
+        """
+        quiet = (
+            activity.quiet_ns(view.log)
+            if view.log.captured_ns or self.job.knows.capture_time
+            else 0
+        )
+        return activity.activity_of(
+            view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.job.stalled_after_ns
+        )
+
+    def longest_wait(self, ranks: Iterable[int]) -> int:
+        """Return the longest time that one of these ranks has been waiting, in ns."""
+        return max((block.age_ns for block in self._blocks(ranks)), default=0)
+
+    def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:
+        """Return whether one of these ranks has waited for so many stall timeouts that work is no
+        excuse.
+        """
+        return self.longest_wait(ranks) >= timeouts * self.job.stall_timeout_ns
+
+    def timed_out(self, edge: Edge) -> bool:
+        """Return whether the wait ended at its timeout: by an error or, on a device, by torch's
+        watchdog.
+        """
+        return is_timeout(edge.op.error) or self.job.views[edge.rank].exit.gave_up
+
+    def assumed(self, ranks: Iterable[int]) -> bool:
+        """Return whether the wait of these ranks is only inferred from an op in flight."""
+        return {block.how for block in self._blocks(ranks)} <= {"assumed", "unknown"}
+
+    def completion_unknown(self, ranks: Iterable[int]) -> bool:
+        """Return whether nothing tells that the last op of these ranks has not completed on their
+        devices.
+        """
+        return {block.how for block in self._blocks(ranks)} == {"unknown"}
+
+    def _blocks(self, ranks: Iterable[int]) -> list[Block]:
+        return [
+            block
+            for rank in ranks
+            if rank in self.job.views
+            for block in self.job.views[rank].blocks.values()
+        ]
+
+
+def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
+    """Fill in a finding's group and collective from ``op`` and its source from ``frame``, and sort
+    its ranks.
+    """
+    finding.culprits, finding.victims = sorted(finding.culprits), sorted(finding.victims)
+    if op is not None:
+        group = op.channel.group
+        finding.group = (
+            GroupRef(group.name, group.label, list(group.ranks)) if not op.is_store_wait else None
+        )
+        finding.collective = CollectiveRef(op.op, op.sequence_number, op.peer)
+    if frame is not None:
+        finding.source, finding.source_file, finding.function = (
+            frame.where,
+            f"{frame.file}:{frame.line}",
+            frame.function,
+        )
+    return finding
+
+
+def most_waited(edges: Sequence[Edge]) -> Edge:
+    """Return the representative edge: of the instance in which most ranks wait, the one announced
+    first.
+    """
+    ranks: Counter[Instance] = Counter(edge.instance for edge in edges)
+    return min(
+        edges,
+        key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank),
+    )
+
+
+def op_at(view: RankView, instance: Instance) -> Collective | None:
+    """Return a rank's own record of an instance."""
+    if instance.sender < 0:
+        track = view.tracks.get(instance.key)
+        return track.ops.get(instance.number) if track is not None else None
+    peer, direction = (
+        (instance.receiver, "send") if view.rank == instance.sender else (instance.sender, "recv")
+    )
+    ops = reversed(view.pairs.get((instance.key, peer, direction), []))
+    return next((op for op in ops if op.sequence_number == instance.number), None)
