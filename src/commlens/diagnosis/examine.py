@@ -19,9 +19,10 @@ from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
+from commlens.model.cause import Kind
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import NOTHING_FOUND, Finding, Kind, Verdict
+from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
 from commlens.speed.pace import find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
 from commlens.text import capital, count, joined, op_phrase, ranks_and_verb, ranks_phrase, verb

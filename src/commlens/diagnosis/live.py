@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
-from commlens.diagnosis.causes.context import Context, locate
+from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
+from commlens.diagnosis.words.describe import describe
+from commlens.diagnosis.words.finding import locate
 from commlens.model.collective import ChannelKey, State
 from commlens.model.ops import REDUCING
 from commlens.model.ranklog import RankLog
@@ -132,7 +134,7 @@ def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
     context = Context(job, mismatches, build_wait_graph(job, mismatches))
     find_mismatches(context, {})
     cases = sorted(context.cases, key=lambda case: case.order)
-    return [(case.finding, case.mismatch) for case in cases if case.mismatch is not None]
+    return [(describe(context, case), case.mismatch) for case in cases if case.mismatch is not None]
 
 
 def _is_with_verifier(mismatch: Mismatch) -> bool:

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from commlens.diagnosis.index.activity import classify_frames
+from commlens.model.cause import Why
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import Finding, Verdict, Why
+from commlens.model.verdict import Finding, Verdict
 from commlens.speed.pace import MIN_COST, Slow, find_waits
 from commlens.text import capital, count, duration, frame_phrase, ranks_and_verb, ranks_phrase
 

@@ -4,85 +4,24 @@ render it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
+from commlens.model.cause import (
+    AnyCause,
+    CollectiveRef,
+    Confidence,
+    GroupRef,
+    Kind,
+    Rank,
+    Why,
+)
 from commlens.model.verdict_html import verdict_html, verdict_text
 
 SCHEMA = "commlens.verdict/1"
 
-Kind = Literal[
-    "mismatch/op",
-    "mismatch/shape",
-    "mismatch/dtype",
-    "mismatch/reduce-op",
-    "mismatch/root",
-    "mismatch/splits",
-    "mismatch/p2p",
-    "mismatch/device",
-    "mismatch/layout",
-    "mismatch/group",
-    "missing",
-    "cycle",
-    "dead",
-    "stuck-inside",
-    "straggler",
-    "waiting",
-    "healthy",
-    "undetermined",
-]
-"""The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and
-``undetermined`` (evidence is unreadable).
-"""
-
 NOTHING_FOUND: Final[tuple[Kind, ...]] = ("healthy", "undetermined")
-
-Why = Literal[
-    "data-loading",
-    "checkpoint-io",
-    "compilation",
-    "throttled",
-    "no-cpu",
-    "uninterruptible-io",
-    "memory-pressure",
-    "stopped",
-    "holding-gil",
-    "in-collective",
-    "initialising",
-    "finished",
-    "exception",
-    "exit",
-    "killed",
-    "out-of-memory",
-    "skipped",
-    "extra",
-    "user-code",
-    "unknown",
-]
-"""The class of the cause, from stacks, ``/proc`` and cgroup files."""
-
-Confidence = Literal["high", "medium", "low"]
-
-Rank = Annotated[int, msgspec.Meta(ge=0)]
-"""A global rank."""
-
-
-class GroupRef(msgspec.Struct, frozen=True):
-    """A process group in a verdict."""
-
-    name: str  # torch's own name of the group
-    description: str
-    ranks: list[Rank]  # global ranks of its members, in group order
-
-
-class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A collective in a verdict."""
-
-    op: str
-    sequence_number: Annotated[int, msgspec.Meta(ge=0)]
-    # point-to-point only: the other rank, as the culprit or its victim names it
-    peer: int | None = None
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -109,6 +48,7 @@ class Finding(msgspec.Struct, kw_only=True):
     function: str | None = None
     evidence: list[str] = []  # sentences, the strongest first
     would_raise_confidence: str | None = None
+    cause: AnyCause | None = None  # the same as data, and what it was decided from
 
     def __post_init__(self) -> None:
         """A mismatch, a cycle and a death are certain, whoever is to blame."""

@@ -13,8 +13,9 @@ from typing import Final
 
 from commlens.diagnosis.index.activity import Activity, activity_of
 from commlens.diagnosis.index.process_exit import process_exit_of
+from commlens.model.cause import Confidence
 from commlens.model.ranklog import End
-from commlens.model.verdict import Confidence, Finding, Verdict
+from commlens.model.verdict import Finding, Verdict
 from commlens.outside.sample import HostSamples, RankSample
 from commlens.outside.waits import Waits, compare_waits, needs_all, places, ranks_of, unmoved
 from commlens.text import (

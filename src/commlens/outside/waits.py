@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from commlens.model.verdict import Finding, Kind
+from commlens.model.cause import Kind
+from commlens.model.verdict import Finding
 from commlens.outside.sample import DEFAULT_GROUP, Call, RankSample
 from commlens.text import capital, duration, frame_phrase, joined, ranks_and_verb, ranks_phrase
 

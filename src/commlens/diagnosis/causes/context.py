@@ -1,10 +1,11 @@
-"""The evidence that all findings are made from, and the list of findings."""
+"""The evidence that all findings are made from, and what was found so far."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
@@ -12,24 +13,47 @@ from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
 from commlens.matching.error_texts import is_timeout
+from commlens.model.cause import (
+    Cause,
+    CollectiveRef,
+    Doing,
+    GroupRef,
+    ProcessState,
+    Wait,
+)
 from commlens.model.collective import Collective, Frame
-from commlens.model.verdict import CollectiveRef, Finding, GroupRef
+from commlens.model.verdict import Finding
 
 TOO_LONG = 8  # stall timeouts
 
 
+class Found(Protocol):
+    """A cause, with the evidence that words are made of."""
+
+    @property
+    def cause(self) -> Cause:
+        """The cause."""
+
+
 @dataclass
 class Case:
-    """A finding and its weight among the others."""
+    """A finding, or what was found and is put into words later, and its weight among the others."""
 
-    finding: Finding
+    found: Found | Finding
+    op: Collective | None
+    frame: Frame | None  # the culprit's line
     blocked: int = 0  # number of ranks that wait because of it
     order: tuple[int, ...] = ()  # deterministic, earliest first
     mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
 
+    @property
+    def claim(self) -> Cause | Finding:
+        """The kind, the culprits and the victims, which later decisions may change."""
+        return self.found if isinstance(self.found, Finding) else self.found.cause
+
 
 class Context:
-    """The indexed ranks, their disagreements and their wait-for graph, and the findings made from
+    """The indexed ranks, their disagreements and their wait-for graph, and what was found in
     them so far.
     """
 
@@ -41,7 +65,7 @@ class Context:
 
     def add(
         self,
-        finding: Finding,
+        found: Found | Finding,
         op: Collective | None,
         frame: Frame | None,
         *,
@@ -49,17 +73,21 @@ class Context:
         order: tuple[int, ...] = (),
         mismatch: Mismatch | None = None,
     ) -> None:
-        """Add a finding on a collective and a source line.
+        """Add what was found on a collective and a source line.
 
         Args:
-            finding: without its group, collective and source, which are filled in here.
+            found: the cause with its evidence; or a finding without its group, collective and
+                source, which are filled in later.
             op: the collective.
             frame: the culprit's line.
             blocked: number of ranks that wait because of it.
-            order: sorts findings that block equally many ranks.
+            order: sorts causes that block equally many ranks.
             mismatch: on which ranks disagree or are out of step.
         """
-        self.cases.append(Case(locate(finding, op, frame), blocked, order, mismatch))
+        case = Case(found, op, frame, blocked, order, mismatch)
+        case.claim.culprits.sort()
+        case.claim.victims.sort()
+        self.cases.append(case)
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
         """Return the ranks whose wait ends at one of these nodes."""
@@ -113,24 +141,44 @@ class Context:
         ]
 
 
-def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
-    """Fill in a finding's group and collective from ``op`` and its source from ``frame``, and sort
-    its ranks.
+def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
+    """Return the waits of ranks as data: those in one collective at one line together, the most
+    ranks first.
     """
-    finding.culprits, finding.victims = sorted(finding.culprits), sorted(finding.victims)
-    if op is not None:
-        group = op.channel.group
-        finding.group = (
-            GroupRef(group.name, group.label, list(group.ranks)) if not op.is_store_wait else None
-        )
-        finding.collective = CollectiveRef(op.op, op.sequence_number, op.peer)
-    if frame is not None:
-        finding.source, finding.source_file, finding.function = (
-            frame.where,
-            f"{frame.file}:{frame.line}",
-            frame.function,
-        )
-    return finding
+    alike: dict[tuple[CollectiveRef, str | None, str | None], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        op, group = edge.op, group_of(edge.op)
+        source = op.source.where if op.source is not None else None
+        alike[collective_of(op), group.name if group is not None else None, source].append(edge)
+    waits = []
+    for (collective, _, source), same in alike.items():
+        ranks = sorted({edge.rank for edge in same})
+        waited_s = context.longest_wait(ranks) / 1e9
+        waits.append(Wait(ranks, collective, group_of(same[0].op), source, waited_s))
+    return sorted(waits, key=lambda wait: (-len(wait.ranks), wait.ranks))
+
+
+def group_of(op: Collective) -> GroupRef | None:
+    """Return the group of a collective; none of a wait for a key of the store."""
+    group = op.channel.group
+    return None if op.is_store_wait else GroupRef(group.name, group.label, list(group.ranks))
+
+
+def collective_of(op: Collective) -> CollectiveRef:
+    """Return a collective as verdicts name it."""
+    return CollectiveRef(op.op, op.sequence_number, op.peer)
+
+
+def doing_of(activity: Activity) -> Doing:
+    """Return an activity as data."""
+    where = activity.frame.where if activity.frame is not None else None
+    return Doing(activity.why, activity.works, activity.observed, activity.unclear, where)
+
+
+def processes_of(context: Context, ranks: Iterable[int]) -> list[ProcessState]:
+    """Return whether the processes of these ranks run, or how they ended."""
+    views = context.job.views
+    return [views[rank].exit.kind if rank in views else "unrecorded" for rank in ranks]
 
 
 def most_waited(edges: Sequence[Edge]) -> Edge:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.missing import find_missing
+from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
-from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.startup_and_exit import (
     find_ended,
@@ -27,6 +28,7 @@ from commlens.diagnosis.findings.twins import find_twins
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
+from commlens.diagnosis.words.describe import describe
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
@@ -64,15 +66,13 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_fewer(context)
     for case in context.cases[:groups]:  # the groups are not what the program takes them for
         for other in context.cases[groups:]:
-            other.finding.root_cause = (
-                other.finding.root_cause
-                and other.finding.kind == "dead"
-                and not case.finding.culprits
+            other.claim.root_cause = (
+                other.claim.root_cause and other.claim.kind == "dead" and not case.claim.culprits
             )
     if not context.cases:
         find_motionless(context)
     _demote_cut_waits(context)
-    if not any(case.finding.root_cause for case in context.cases):
+    if not any(case.claim.root_cause for case in context.cases):
         find_ended(context)
     if job.knows.completion_times and not context.cases:
         from commlens.diagnosis.findings.straggler import find_stragglers
@@ -82,12 +82,13 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_twins(context)
     _demote_ended_victims(context)
     context.cases.sort(key=_weight)
-    _add_refusals(context)
-    return [case.finding for case in context.cases]
+    findings = [describe(context, case) for case in context.cases]
+    _add_refusals(context, findings)
+    return findings
 
 
 def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
-    finding = case.finding
+    finding = case.claim
     return (
         not finding.root_cause,
         finding.kind == "waiting",
@@ -97,10 +98,10 @@ def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
     )
 
 
-def _add_refusals(context: Context) -> None:
+def _add_refusals(context: Context, findings: list[Finding]) -> None:
     """If strict verification raised, add to the first root cause that nothing was sent."""
     refused = [rank for rank, view in sorted(context.job.views.items()) if view.exit.refused]
-    cause = next((case.finding for case in context.cases if case.finding.root_cause), None)
+    cause = next((finding for finding in findings if finding.root_cause), None)
     op = cause.collective if cause is not None else None
     if not refused or cause is None or (op is None and cause.why == "exception"):
         return  # or the cause tells it: a function's call was refused
@@ -120,23 +121,21 @@ def _demote_consequences(cases: list[Case]) -> None:
     """Of several findings that blame the same ranks, keep the earliest disagreement as the root
     cause.
     """
-    roots = [case for case in cases if case.finding.root_cause]
+    roots = [case for case in cases if case.claim.root_cause]
     disagreements = [
-        case for case in roots if case.mismatch is not None or case.finding.why == "skipped"
+        case for case in roots if case.mismatch is not None or case.claim.why == "skipped"
     ]
     for case in roots:
         for other in disagreements:
             if (
                 other is not case
-                and other.finding.root_cause
+                and other.claim.root_cause
                 and _follows(case, other, case in disagreements)
             ):
-                case.finding.root_cause = False
+                case.claim.root_cause = False
                 other.blocked = max(other.blocked, case.blocked)
-                victims = {*other.finding.victims, *case.finding.victims} - set(
-                    other.finding.culprits
-                )
-                other.finding.victims = sorted(victims)
+                victims = {*other.claim.victims, *case.claim.victims} - set(other.claim.culprits)
+                other.claim.victims = sorted(victims)
                 break
 
 
@@ -145,12 +144,12 @@ def _demote_cut_waits(context: Context) -> None:
     disagreed, one died, or all were ended.
     """
     views = context.job.views
-    roots = [case for case in context.cases if case.finding.root_cause]
+    roots = [case for case in context.cases if case.claim.root_cause]
     disagree, died = (
         any(case.mismatch is not None for case in roots),
-        any(case.finding.kind == "dead" for case in roots),
+        any(case.claim.kind == "dead" for case in roots),
     )
-    for finding in (case.finding for case in roots if case.finding.kind == "missing"):
+    for finding in (case.claim for case in roots if case.claim.kind == "missing"):
         refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
         ended = bool(finding.culprits) and all(
             views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views
@@ -177,10 +176,10 @@ def _demote_ended_victims(context: Context) -> None:
     consequence, and so is what broke off.
     """
     if any(
-        case.finding.root_cause and (case.finding.kind == "dead" or case.finding.why == "finished")
+        case.claim.root_cause and (case.claim.kind == "dead" or case.claim.why == "finished")
         for case in context.cases
     ):
-        for finding in (case.finding for case in context.cases):
+        for finding in (case.claim for case in context.cases):
             exits = [
                 context.job.views[rank].exit.kind
                 for rank in finding.culprits
@@ -193,7 +192,7 @@ def _demote_ended_victims(context: Context) -> None:
 
 def _follows(case: Case, other: Case, disagrees: bool) -> bool:
     """Return whether ``case`` is a consequence of the disagreement ``other``."""
-    mine, theirs = case.finding, other.finding
+    mine, theirs = case.claim, other.claim
     if not _blamed(case) or not _blamed(case) <= _blamed(other):
         return False
     if mine.kind == "dead":
@@ -205,5 +204,5 @@ def _follows(case: Case, other: Case, disagrees: bool) -> bool:
 
 def _blamed(case: Case) -> set[int]:
     """Return the culprits; of a tie, all ranks that disagree."""
-    finding = case.finding
+    finding = case.claim
     return set(finding.culprits or (finding.victims if case.mismatch is not None else ()))

@@ -23,8 +23,9 @@ from commlens.diagnosis.words.sides import (
     tie_step,
     told_apart,
 )
+from commlens.model.cause import Confidence, Kind, Why
 from commlens.model.collective import Collective, FrameKind
-from commlens.model.verdict import Confidence, Finding, Kind, Why
+from commlens.model.verdict import Finding
 from commlens.text import (
     args_phrase,
     capital,

@@ -12,8 +12,9 @@ from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.diagnosis.words.phrases import prose
 from commlens.matching.error_claims import About, Claim, claim_of
+from commlens.model.cause import Kind
 from commlens.model.collective import Frame
-from commlens.model.verdict import Finding, Kind
+from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, ranks_and_verb, ranks_phrase, verb
 
 _KINDS: dict[str, Kind] = {

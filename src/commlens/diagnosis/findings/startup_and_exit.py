@@ -16,8 +16,9 @@ from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.diagnosis.words.phrases import prose
 from commlens.diagnosis.words.sides import UNDECIDED, separation, told_apart
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
+from commlens.model.cause import Kind
 from commlens.model.collective import Collective, FrameKind, State
-from commlens.model.verdict import Finding, Kind
+from commlens.model.verdict import Finding
 from commlens.text import (
     capital,
     count,
@@ -373,7 +374,7 @@ def find_ended(context: Context) -> None:
     failed = sorted(
         rank for rank, view in views.items() if view.exit.failed and view.exit.kind != "gone"
     )
-    if not failed or any(case.finding.kind == "dead" for case in context.cases):
+    if not failed or any(case.claim.kind == "dead" for case in context.cases):
         return
     peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
     refused = [

@@ -19,7 +19,12 @@ from commlens.diagnosis.words.next_steps import (
     not_started_step,
     stuck_step,
 )
-from commlens.diagnosis.words.phrases import collective_phrase, first_line, prose
+from commlens.diagnosis.words.phrases import (
+    COMPLETION_UNKNOWN,
+    collective_phrase,
+    first_line,
+    prose,
+)
 from commlens.matching.answer import Agree, Answer, Unknown
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
@@ -28,10 +33,6 @@ from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
 from commlens.text import duration, joined, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
 
-COMPLETION_UNKNOWN = (
-    "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
-    " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."
-)
 RECORD_COMPLETION = (
     "start the job with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
     " and without blocking wait"

@@ -17,7 +17,7 @@ def find_twins(context: Context) -> None:
     twins = {
         rank: view.log.twins for rank, view in sorted(views.items()) if len(view.log.twins) > 1
     }
-    if not twins or not any(case.finding.root_cause for case in context.cases):
+    if not twins or not any(case.claim.root_cause for case in context.cases):
         return
     script = (
         next(
@@ -49,5 +49,5 @@ def find_twins(context: Context) -> None:
         next_step=f"start {script} without the launcher, or let it start no processes of its own",
     )
     for case in context.cases:
-        case.finding.root_cause = False
+        case.claim.root_cause = False
     context.add(finding, None, None, blocked=len(views))

@@ -12,9 +12,9 @@ import msgspec
 
 from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.diagnosis.select.job import last_moment
+from commlens.model.cause import Why
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import Observation, RankLog
-from commlens.model.verdict import Why
 from commlens.text import duration, frame_phrase, size
 
 # of one core over the window; a waiting rank uses below 0.02, watchdog thread included

@@ -11,9 +11,9 @@ import msgspec
 
 from commlens.matching.error_claims import names_backend
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_refusal
+from commlens.model.cause import Why
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
-from commlens.model.verdict import Why
 from commlens.text import exit_phrase
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]

@@ -21,6 +21,11 @@ from commlens.text import (
     verb,
 )
 
+COMPLETION_UNKNOWN = (
+    "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
+    " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."
+)
+
 _WAITS_MAX = 3  # collectives in which ranks wait
 
 

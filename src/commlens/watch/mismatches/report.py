@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from commlens.diagnosis import live
+from commlens.model.cause import CollectiveRef, GroupRef
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.model.verdict import Finding, Verdict
 from commlens.text import count, group_phrase, ranks_phrase
 from commlens.watch.death import REPORTER_S
 from commlens.watch.mismatches.channel_progress import Discrepancy

@@ -1,0 +1,460 @@
+"""Ranks that others wait for: decide whether they work or are missing, and whom to blame."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from commlens.diagnosis.align.call_paths import Path, part, path_of
+from commlens.diagnosis.align.rounds import Rounds, count_rounds
+from commlens.diagnosis.align.routine import ever_leaves_routine
+from commlens.diagnosis.causes.context import (
+    TOO_LONG,
+    Context,
+    doing_of,
+    most_waited,
+    op_at,
+    processes_of,
+    waits_of,
+)
+from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.index.activity import Activity, longest_gap_ns
+from commlens.diagnosis.index.job_index import Track
+from commlens.matching.error_texts import is_refusal
+from commlens.model.cause import BlamedBy, Confidence, Doubt, Missing, Outcome, Working
+from commlens.model.collective import Collective, Frame, State
+
+_RECENT = 512  # records in which a line is looked for
+_SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
+"""Reasons that need no observation over time."""
+_LONGER_THAN_BEFORE = 3  # times the longest time between two collectives
+
+
+class Absence(NamedTuple):
+    """Ranks that do the same thing while others wait for them in one collective."""
+
+    ranks: list[int]
+    activities: list[Activity]  # one for each rank
+    # the representative wait: of the first rank in the collective in which most ranks wait
+    edge: Edge
+    edges: list[Edge]  # all waits in that collective
+    elsewhere: list[Edge]  # their waits in other collectives
+    waiting: list[int]  # ranks that wait in the representative's collective
+    blocked: list[int]  # also the ranks that wait elsewhere or behind them
+
+    @property
+    def doing(self) -> Activity:
+        """The activity, which the ranks share."""
+        return self.activities[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the ranks have ended well, or are about to."""
+        return self.doing.why == "finished"
+
+
+class ExtraLine(NamedTuple):
+    """A line that only the waiting ranks came to, or came to once more, before they wait."""
+
+    op: Collective  # which they issued there
+    met: Collective | None  # the others' collective of the same number
+    path: Path  # from where it leaves the path to what it met
+
+
+class LockHolder(NamedTuple):
+    """A rank whose process holds the lock that a missing rank waits for."""
+
+    rank: int  # the missing one
+    pid: int
+    holder: int
+    edge: Edge | None  # if the holder waits for the missing rank
+
+
+@dataclass
+class FoundMissing:
+    """Ranks that do not arrive, and the evidence."""
+
+    cause: Missing
+    absence: Absence
+    rounds: Rounds | None
+    extra: ExtraLine | None
+    lock_holders: list[LockHolder]
+
+
+@dataclass
+class FoundWorking:
+    """Ranks that visibly work, and the evidence."""
+
+    cause: Working
+    absence: Absence
+
+
+class _Blame(NamedTuple):
+    culprits: list[int]
+    by: BlamedBy
+    rounds: Rounds | None = None
+
+
+def find_missing(context: Context, nodes: list[Node]) -> None:
+    """Find the ranks that others wait for: those that do the same thing while the same collective
+    waits for them, together.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
+    for node in nodes:
+        doing = context.doing(context.job.views[node.rank])
+        first = most_waited(context.graph.edges_into(node))
+        in_time = (
+            doing.works
+            and not _is_too_late(doing, first.op)
+            and not _is_too_long(context, node, doing)
+        )
+        groups[(first.instance, in_time, doing.why, doing.frame)].append((node, doing))
+    for (_, works, _, _), members in sorted(
+        groups.items(), key=lambda item: [member[0] for member in item[1]]
+    ):
+        absence = _absence(context, members)
+        if works:
+            _add_working(context, absence, members[0][0])
+        else:
+            _add_missing(context, absence)
+
+
+def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Absence:
+    absent = [node for node, _ in members]
+    edges = [edge for node in absent for edge in context.graph.edges_into(node)]
+    edge = most_waited(edges)
+    same = [other for other in edges if other.instance == edge.instance]
+    return Absence(
+        [node.rank for node in absent],
+        [doing for _, doing in members],
+        edge,
+        same,
+        [other for other in edges if other.instance != edge.instance],
+        sorted({other.rank for other in same}),
+        context.blocked_by(absent),
+    )
+
+
+def _is_too_late(doing: Activity, op: Collective) -> bool:
+    """Return whether the wait for a rank is over: strict verification gave up, or it failed while
+    the rank was shutting down.
+    """
+    return is_refusal(op.error) or (doing.why == "finished" and op.state is State.FAILED)
+
+
+def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
+    """Return whether a rank has worked for so long while others wait that it may never arrive: it
+    may be in an endless loop.
+    """
+    edges = context.graph.edges_into(node)
+    if any(context.timed_out(edge) for edge in edges):
+        return True
+    limit = _patience_ns(context, node.rank, doing)
+    return limit is not None and context.longest_wait(edge.rank for edge in edges) >= limit
+
+
+def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
+    """Return how long others may wait for a working rank, in ns, before it counts as stuck.
+
+    None: visible compilation, a checkpoint that is being written and a block marked as slow may
+    take any time, but not longer than the process group's timeout.
+    """
+    log = context.job.views[rank].log
+    if log.expecting is not None or (
+        doing.why in ("compilation", "checkpoint-io") and not doing.unclear
+    ):
+        return None
+    timeouts = 2 * TOO_LONG if doing.unclear else TOO_LONG
+    return max(timeouts * context.job.stall_timeout_ns, _LONGER_THAN_BEFORE * longest_gap_ns(log))
+
+
+def _add_working(context: Context, absence: Absence, first: Node) -> None:
+    ranks, doing = absence.ranks, absence.doing
+    patience = _patience_ns(context, ranks[0], doing)
+    cause = Working(
+        kind="waiting",
+        why=doing.why,
+        root_cause=False,
+        blamed_by="absence",
+        victims=sorted(set(absence.blocked) - set(ranks)),
+        confidence="low" if doing.unclear else "high" if doing.observed else "medium",
+        ranks=ranks,
+        activity=doing_of(doing),
+        expected=context.job.views[ranks[0]].log.expecting is not None,
+        waits=waits_of(context, [*absence.edges, *absence.elsewhere]),
+        patience_s=None if patience is None else patience / 1e9,
+    )
+    blocked = len(context.blocked_by([first]))
+    context.add(FoundWorking(cause, absence), absence.edge.op, doing.frame, blocked=blocked)
+
+
+def _add_missing(context: Context, absence: Absence) -> None:
+    views, op = context.job.views, absence.edge.op
+    blame = _blame(context, absence)
+    extra = _extra_line(context, absence) if absence.finished else None
+    over = _are_over(context, blame.culprits)
+    # strict verification ended their wait elsewhere: what they waited for is the cause
+    refused = bool(blame.culprits) and _were_refused_elsewhere(context, absence, blame.culprits)
+    culprits = [] if refused else blame.culprits
+    sure = absence.doing.observed or absence.doing.why in _SURE
+    unseen = _unseen(context, absence, sure=sure)
+    confidence, doubt = _confidence(
+        context, absence, blame, sure=sure, unseen=unseen, refused=refused, extra=extra is not None
+    )
+    alone = blame.culprits == absence.waiting
+    cause = Missing(
+        kind="missing",
+        why=absence.doing.why,
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="unknown" if refused else blame.by,
+        victims=sorted(set(absence.blocked) - set(culprits)),
+        confidence=confidence,
+        certain=all(views[rank].exit.kind == "clean" for rank in absence.ranks)
+        and unseen != "completion-unknown",
+        ranks=absence.ranks,
+        processes=processes_of(context, absence.ranks),
+        outcome="extra-line" if extra is not None else _outcome(context, absence, alone=alone),
+        activity=doing_of(absence.doing),
+        waits=waits_of(context, [*absence.edges, *absence.elsewhere]),
+        timed_out=context.timed_out(absence.edge),
+        over=over,
+        works_too_long=absence.doing.works and not _is_too_late(absence.doing, op),
+        blames_waiting=alone,
+        new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
+        doubt=doubt,
+    )
+    holders = _lock_holders(context, absence)
+    context.add(
+        FoundMissing(cause, absence, blame.rounds, extra, holders),
+        op if extra is None else extra.op,
+        _frame(context, absence, extra, alone=alone),
+        blocked=len(absence.blocked),
+    )
+
+
+def _frame(
+    context: Context, absence: Absence, extra: ExtraLine | None, *, alone: bool
+) -> Frame | None:
+    """Return the line to look at: where the culprits are, or were last."""
+    if extra is not None:
+        return extra.op.source
+    frame = absence.edge.op.source if alone else absence.doing.frame
+    last = context.job.views[absence.ranks[0]].last_op
+    return last.source if frame is None and absence.finished and last is not None else frame
+
+
+def _are_over(context: Context, culprits: Sequence[int]) -> bool:
+    views = context.job.views
+    return bool(culprits) and all(views[rank].exit.ended for rank in culprits)
+
+
+def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequence[int]) -> bool:
+    views = [context.job.views[rank] for rank in culprits]
+    return all(view.exit.refused and op_at(view, absence.edge.instance) is None for view in views)
+
+
+def _unseen(context: Context, absence: Absence, *, sure: bool) -> Doubt | None:
+    """Return what the records do not tell about the ranks; None if they tell enough.
+
+    Args:
+        context: the job.
+        absence: the ranks.
+        sure: whether their activity is certain.
+    """
+    waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
+    if context.completion_unknown(absence.waiting):
+        return "completion-unknown"
+    if all(view.is_log and not view.timed_out for view in waiting):
+        return "only-issued"
+    if doing.works and not _is_too_late(doing, absence.edge.op):
+        return "may-be-working"
+    if sure:
+        return None
+    if not context.job.knows.stacks:
+        return "outside-not-recorded"
+    ended = any(context.job.views[rank].exit.ended for rank in absence.ranks)
+    return "ended-unobserved" if ended else "not-observed"
+
+
+_LIMITS_TO_LOW = frozenset({"completion-unknown", "only-issued", "may-be-working"})
+
+
+def _confidence(
+    context: Context,
+    absence: Absence,
+    blame: _Blame,
+    *,
+    sure: bool,
+    unseen: Doubt | None,
+    refused: bool,
+    extra: bool,
+) -> tuple[Confidence, Doubt | None]:
+    """Return how sure it is who is to blame, and what limits that."""
+    alone = blame.culprits == absence.waiting
+    if refused or unseen in _LIMITS_TO_LOW:
+        return "low", unseen or "refused-elsewhere"
+    if sure and blame.culprits and (extra or not alone) and not context.assumed(absence.waiting):
+        return "high", unseen
+    if unseen is not None:
+        return "medium", unseen
+    if not blame.culprits:
+        return "medium", "undecided"
+    return "medium", "majority-assumed" if alone else "wait-inferred"
+
+
+def _outcome(context: Context, absence: Absence, *, alone: bool) -> Outcome:
+    op, views = absence.edge.op, context.job.views
+    if alone:
+        return "extra-message" if op.is_point_to_point else "extra-collective"
+    if op.is_store_wait:
+        return "key-missing"
+    if op.is_point_to_point:
+        return "message-missing"
+    if absence.finished:
+        return "finished"
+    came = all(op_at(views[rank], absence.edge.instance) is not None for rank in absence.ranks)
+    return "reached-too-late" if came else "never-reached"
+
+
+def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
+    """Return the first collective from the line that only the waiting ranks reach, or reach more
+    often, if it is not where they wait.
+
+    Collectives of one op pair up in order, wherever they are issued. So the one that is left over
+    comes from a line that all ranks reach, and the one too many met another line's.
+    """
+    op = absence.edge.op
+    if op.is_point_to_point or op.is_setup or op.is_store_wait:
+        return None
+    tracks = context.job.tracks_on(op.channel.key)
+    if any(
+        rank not in tracks or context.job.views[rank].wrapped
+        for rank in (*absence.waiting, *absence.ranks)
+    ):
+        return None
+    going = _lines_of(tracks[rank] for rank in absence.waiting)
+    ended = _lines_of(tracks[rank] for rank in absence.ranks)
+    more = _only_line_more(going, ended)
+    if more is None or (op.op, op.call_lines) in more:
+        return None
+    own = tracks[absence.edge.rank].ops
+    reached = [number for number in sorted(own) if (own[number].op, own[number].call_lines) in more]
+    extra = own[reached[len(reached) - more.total()]]
+    rank, other = absence.edge.rank, absence.ranks[0]
+    met = tracks[other].ops.get(extra.sequence_number)
+    path = part(context.job, rank, extra, other, met)[0] if met is not None else path_of(extra)
+    return ExtraLine(extra, met, path)
+
+
+_Lines = Counter[tuple[str, tuple[tuple[str, int], ...]]]
+"""How often each op was issued from each line."""
+
+
+def _lines_of(tracks: Iterable[Track]) -> _Lines | None:
+    """Return how often ranks issued each op from each line; None if they differ."""
+    counts = [Counter((op.op, op.call_lines) for op in track.ops.values()) for track in tracks]
+    return counts[0] if all(each == counts[0] for each in counts) else None
+
+
+def _only_line_more(going: _Lines | None, ended: _Lines | None) -> _Lines | None:
+    """Return the op and line that the waiting ranks issued more often, and how much more often;
+    None if that is not one line, and all that differs.
+    """
+    if going is None or ended is None:
+        return None
+    more = going - ended
+    only = len(more) == 1 and not ended - going and all(lines for _, lines in more)
+    return more if only else None
+
+
+def _blame(context: Context, absence: Absence) -> _Blame:
+    """Return the ranks to blame: those that are missing; of ranks that finished and ranks that wait
+    for them, those that did a round too few or too many.
+
+    The majority of the group decides; else how often all ranks of the job came to these lines; else
+    the ranks' routine.
+    """
+    ranks, op = sorted(absence.ranks), absence.edge.op
+    if not absence.finished or op.is_setup or op.is_store_wait:
+        return _Blame(ranks, "absence")
+    return (
+        _blame_by_majority(context, absence)
+        or _blame_by_rounds(context, absence)
+        or _blame_by_routine(context, absence)
+        or _Blame([], "undecided")
+    )
+
+
+def _blame_by_majority(context: Context, absence: Absence) -> _Blame | None:
+    ranks, op = sorted(absence.ranks), absence.edge.op
+    if op.is_point_to_point:
+        return None
+    tracks, members = context.job.tracks_on(op.channel.key), len(op.channel.group.ranks)
+    got_to = max((tracks[rank].last for rank in ranks if rank in tracks), default=0)
+    # a rooted collective can complete without the others
+    further = [rank for rank, track in tracks.items() if track.last > got_to]
+    if max(len(ranks), len(further)) * 2 <= members:
+        return None
+    fewer = absence.waiting if len(further) < len(ranks) else ranks
+    rounds = count_rounds(context.job, op)
+    differ = rounds is not None and not rounds.odd.isdisjoint(fewer)
+    return _Blame(fewer, "majority") if members == context.job.size or differ else None
+
+
+def _blame_by_rounds(context: Context, absence: Absence) -> _Blame | None:
+    both = {*absence.ranks, *absence.waiting}
+    told = [
+        rounds
+        for op in (absence.edge.op, _other_side(context, absence))
+        if op is not None and (rounds := count_rounds(context.job, op))
+    ]
+    odd = both.intersection(*[rounds.odd for rounds in told]) if told else set()
+    return _Blame(sorted(odd), "rounds", told[0]) if odd and odd != both else None
+
+
+def _blame_by_routine(context: Context, absence: Absence) -> _Blame | None:
+    leaving = [
+        side
+        for side in (sorted(absence.ranks), absence.waiting)
+        if any(ever_leaves_routine(context.job.views[rank]) for rank in side)
+    ]
+    return _Blame(leaving[0], "routine") if len(leaving) == 1 else None
+
+
+def _other_side(context: Context, absence: Absence) -> Collective | None:
+    """Return the last message of a rank that finished in the direction of the one that a rank waits
+    for.
+    """
+    op, view = absence.edge.op, context.job.views[absence.ranks[0]]
+    back = "recv" if op.op == "send" else "send"
+    messages = view.pairs.get((op.channel.key, absence.edge.rank, back), [None])
+    return messages[-1] if op.is_point_to_point else None
+
+
+def _lock_holders(context: Context, absence: Absence) -> list[LockHolder]:
+    """Return the ranks that hold the locks that the missing ones wait for."""
+    holders = []
+    waits = {edge.rank: edge for edge in (*absence.elsewhere[::-1], *absence.edges[::-1])}
+    for rank in absence.ranks:
+        log = context.job.views[rank].log
+        pid = log.observation.waits_for_pid
+        if not pid:
+            continue
+        for holder, view in context.job.views.items():
+            if (view.log.pid, view.log.host) == (pid, log.host):
+                holders.append(LockHolder(rank, pid, holder, waits.get(holder)))
+                break
+    return holders
+
+
+def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
+    """Return whether a waiting rank issued nothing from this line before, so that it is not one
+    more iteration.
+    """
+    view, op = context.job.views[edge.rank], edge.op
+    if op.is_point_to_point or op.source is None or view.wrapped:
+        return False
+    return not view.has_been_at(op, among_last=_RECENT)

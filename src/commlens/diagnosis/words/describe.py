@@ -1,0 +1,29 @@
+"""Put what was found into words."""
+
+from __future__ import annotations
+
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
+from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
+from commlens.diagnosis.words import missing, unrecorded, working
+from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.model.verdict import Finding
+
+
+def describe(context: Context, case: Case) -> Finding:
+    """Return the finding of a case."""
+    return locate(_finding(context, case), case.op, case.frame)
+
+
+def _finding(context: Context, case: Case) -> Finding:
+    found = case.found
+    match found:
+        case Finding():
+            return found
+        case FoundMissing():
+            return finding_of(found.cause, missing.words(context, found))
+        case FoundWorking():
+            return finding_of(found.cause, working.words(context, found))
+        case FoundUnrecorded():
+            return finding_of(found.cause, unrecorded.words(context, found))
+    raise TypeError(f"there are no words for {type(found)}")

@@ -1,0 +1,48 @@
+"""Make a finding of a cause and its words."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from commlens.diagnosis.causes.context import collective_of, group_of
+from commlens.model.cause import AnyCause
+from commlens.model.collective import Collective, Frame
+from commlens.model.verdict import Finding
+
+
+class Words(NamedTuple):
+    """What a finding says about its cause."""
+
+    summary: str
+    explanation: str = ""
+    next_step: str = ""
+    evidence: list[str] = []  # noqa: RUF012 (never changed)
+    would_raise_confidence: str | None = None
+
+
+def finding_of(cause: AnyCause, words: Words) -> Finding:
+    """Return the finding of a cause, which is not located yet."""
+    return Finding(
+        kind=cause.kind,
+        why=cause.why,
+        root_cause=cause.root_cause,
+        culprits=cause.culprits,
+        victims=cause.victims,
+        confidence=cause.confidence,
+        certain=cause.certain,
+        cause=cause,
+        **words._asdict(),
+    )
+
+
+def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
+    """Fill in a finding's group and collective from ``op``, and its source from ``frame``."""
+    if op is not None:
+        finding.group, finding.collective = group_of(op), collective_of(op)
+    if frame is not None:
+        finding.source, finding.source_file, finding.function = (
+            frame.where,
+            f"{frame.file}:{frame.line}",
+            frame.function,
+        )
+    return finding

@@ -1,0 +1,240 @@
+"""What was found, as data: the ranks to blame, by what they were decided, the ranks that wait, and
+how sure both are. Words are made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Kind = Literal[
+    "mismatch/op",
+    "mismatch/shape",
+    "mismatch/dtype",
+    "mismatch/reduce-op",
+    "mismatch/root",
+    "mismatch/splits",
+    "mismatch/p2p",
+    "mismatch/device",
+    "mismatch/layout",
+    "mismatch/group",
+    "missing",
+    "cycle",
+    "dead",
+    "stuck-inside",
+    "straggler",
+    "waiting",
+    "healthy",
+    "undetermined",
+]
+"""The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and
+``undetermined`` (evidence is unreadable).
+"""
+
+Why = Literal[
+    "data-loading",
+    "checkpoint-io",
+    "compilation",
+    "throttled",
+    "no-cpu",
+    "uninterruptible-io",
+    "memory-pressure",
+    "stopped",
+    "holding-gil",
+    "in-collective",
+    "initialising",
+    "finished",
+    "exception",
+    "exit",
+    "killed",
+    "out-of-memory",
+    "skipped",
+    "extra",
+    "user-code",
+    "unknown",
+]
+"""The class of the cause, from stacks, ``/proc`` and cgroup files."""
+
+Confidence = Literal["high", "medium", "low"]
+
+Rank = Annotated[int, msgspec.Meta(ge=0)]
+"""A global rank."""
+
+
+class GroupRef(msgspec.Struct, frozen=True):
+    """A process group in a verdict."""
+
+    name: str  # torch's own name of the group
+    description: str
+    ranks: list[Rank]  # global ranks of its members, in group order
+
+
+class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A collective in a verdict."""
+
+    op: str
+    sequence_number: Annotated[int, msgspec.Meta(ge=0)]
+    # point-to-point only: the other rank, as the culprit or its victim names it
+    peer: int | None = None
+
+
+BlamedBy = Literal["absence", "majority", "rounds", "routine", "undecided", "unknown"]
+"""By what the culprits were decided.
+
+``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
+``rounds``: most ranks of the job came to this line more or less often. ``routine``: they left what
+they did before. ``undecided``: nothing chooses between the sides. ``unknown``: what they waited
+for is not in the records.
+"""
+
+ProcessState = Literal[
+    "alive", "leaving", "clean", "own", "peer", "terminated", "gone", "unrecorded"
+]
+"""Whether a process runs, or how it ended.
+
+``leaving``: it said goodbye but still exists. ``clean``: it ended well. ``own``: it failed by
+itself. ``peer``: it failed because of another rank. ``terminated``: it was ended from outside.
+``gone``: how it ended is unknown.
+"""
+
+
+class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Ranks that wait in one collective, or in messages of one number, at one line."""
+
+    ranks: list[Rank]
+    collective: CollectiveRef
+    group: GroupRef | None = None
+    source: str | None = None  # file name and line number
+    waited_s: float = 0.0  # the longest of these ranks; 0: unknown
+
+
+class Doing(msgspec.Struct, frozen=True):
+    """What ranks do outside of collectives."""
+
+    why: Why
+    works: bool  # visibly
+    observed: bool  # their processes were watched for movement
+    unclear: bool  # nothing shows work or a fault: they may wait for a disk or a server
+    source: str | None = None  # the user's innermost line
+
+
+class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
+    """What all causes tell."""
+
+    kind: Kind
+    why: Why
+    root_cause: bool  # false: a consequence of another cause, or nothing is wrong
+    # sorted; empty if nothing is wrong or no rank can be named
+    culprits: list[Rank] = []
+    blamed_by: BlamedBy
+    victims: list[Rank] = []  # ranks that wait or ended because of it, sorted
+    certain: bool = False  # something is wrong for good, whoever is to blame
+    confidence: Confidence  # how sure it is which ranks are to blame
+
+    def __post_init__(self) -> None:
+        """A mismatch, a cycle and a death are certain, whoever is to blame."""
+        if self.root_cause and (self.kind.startswith("mismatch") or self.kind in ("cycle", "dead")):
+            self.certain = True
+
+
+Outcome = Literal[
+    "never-reached",
+    "finished",
+    "reached-too-late",
+    "message-missing",
+    "key-missing",
+    "extra-message",
+    "extra-collective",
+    "extra-line",
+]
+"""What the ranks that do not arrive did instead.
+
+``finished``: they ended without the collective. ``reached-too-late``: the others had given up.
+``message-missing``: they never sent or received it. ``key-missing``: they have not written it.
+``extra-message``, ``extra-collective``: they are right to have finished; the waiting ranks issued
+one too many. ``extra-line``: only the waiting ranks came to a line before, and since then the
+collectives pair up wrongly.
+"""
+
+Doubt = Literal[
+    "may-be-working",
+    "outside-not-recorded",
+    "ended-unobserved",
+    "not-observed",
+    "only-issued",
+    "completion-unknown",
+    "refused-elsewhere",
+    "undecided",
+    "majority-assumed",
+    "wait-inferred",
+]
+"""What limits the confidence.
+
+``may-be-working``: a rank that works for so long may be in an endless loop.
+``outside-not-recorded``: there are no stacks. ``ended-unobserved``, ``not-observed``: whether it
+made progress. ``only-issued``: logs tell what was issued, not what completed.
+``completion-unknown``: nothing tells whether the others' collective completed.
+``refused-elsewhere``: strict verification ended their wait first. ``undecided``: nothing chooses
+between the sides. ``majority-assumed``: that most ranks are right. ``wait-inferred``: no thread was
+seen in a wait.
+"""
+
+
+class Missing(Cause, tag="missing", kw_only=True):
+    """Ranks that do not arrive where others wait for them."""
+
+    ranks: list[Rank]
+    processes: list[ProcessState]  # in the order of the ranks
+    outcome: Outcome
+    activity: Doing  # of the ranks, which all do the same
+    waits: list[Wait]  # for these ranks, the most waited for first
+    timed_out: bool  # the wait ended at its timeout
+    over: bool  # the culprits' processes have ended
+    works_too_long: bool  # they visibly work, but for too long
+    blames_waiting: bool  # the missing ranks are right, and those that wait for them are not
+    new_line: bool  # the waiting rank issued nothing from this line before
+    doubt: Doubt | None
+
+
+class Working(Cause, tag="working", kw_only=True):
+    """Ranks that visibly work, and may yet arrive where others wait for them."""
+
+    ranks: list[Rank]
+    activity: Doing  # of the ranks, which all do the same
+    expected: bool  # they are in a block marked as slow
+    waits: list[Wait]
+    patience_s: float | None  # they count as stuck after this; None: there is no limit
+
+
+NoRecord = Literal[
+    "silent",
+    "watchdog-stuck",
+    "not-recorded",
+    "outdated",
+    "unreadable",
+    "left-nothing",
+    "not-started",
+    "fewer-than-expected",
+    "out-of-sight",
+]
+"""Why nothing tells what a rank did.
+
+``silent``: no line of a log tells that it came. ``watchdog-stuck``: its watchdog could not run.
+``not-recorded``: its process runs without recording. ``outdated``: its dump is older than the
+wait. ``unreadable``: its newest records are. ``left-nothing``: it ended, on this machine.
+``not-started``: all ranks meet on this machine, and it did not come. ``fewer-than-expected``: the
+ranks with a record wait for more. ``out-of-sight``: it probably runs on another node.
+"""
+
+
+class Unrecorded(Cause, tag="unrecorded", kw_only=True):
+    """Ranks that others wait for, and of which no record tells what they did."""
+
+    ranks: list[Rank]
+    processes: list[ProcessState]  # in the order of the ranks
+    reason: NoRecord
+    waits: list[Wait]
+
+
+AnyCause = Missing | Working | Unrecorded
