@@ -57,7 +57,7 @@ class AttachCommand:
         parser.add_argument(
             "--json",
             action="store_true",
-            help="print the verdict as JSON (schema commlens.verdict/1)",
+            help="print the verdict as JSON (schema commlens.verdict/2)",
         )
         # for --hosts, which asks each machine for them
         parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)

@@ -43,7 +43,7 @@ class DiagnoseCommand:
         parser.add_argument(
             "--json",
             action="store_true",
-            help="print the verdict as JSON (schema commlens.verdict/1)",
+            help="print the verdict as JSON (schema commlens.verdict/2)",
         )
         parser.add_argument(
             "-o",

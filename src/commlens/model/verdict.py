@@ -19,7 +19,7 @@ from commlens.model.cause import (
 )
 from commlens.model.verdict_html import verdict_html, verdict_text
 
-SCHEMA = "commlens.verdict/1"
+SCHEMA = "commlens.verdict/2"
 
 NOTHING_FOUND: Final[tuple[Kind, ...]] = ("healthy", "undetermined")
 
@@ -48,7 +48,7 @@ class Finding(msgspec.Struct, kw_only=True):
     function: str | None = None
     evidence: list[str] = []  # sentences, the strongest first
     would_raise_confidence: str | None = None
-    cause: AnyCause | None = None  # the same as data, and what it was decided from
+    cause: AnyCause | None = None  # what was found, as data
 
     def __post_init__(self) -> None:
         """A mismatch, a cycle and a death are certain, whoever is to blame."""
@@ -79,6 +79,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     collective: CollectiveRef | None = None
     source: str | None = None  # the culprit's own line: file name and line number
     next_step: str = ""
+    cause: AnyCause | None = None  # what was found, as data
     findings: list[Finding] = []  # all findings, root causes first
     missing_evidence: list[str] = []  # sentences about what could not be determined
     looked_at: str = ""  # "4 ranks, 812 collectives on 3 groups"
@@ -89,7 +90,7 @@ class Verdict(msgspec.Struct, kw_only=True):
         return self.kind not in (*NOTHING_FOUND, "waiting")
 
     def to_json(self) -> bytes:
-        """Return the verdict as indented JSON that follows ``commlens.verdict/1``."""
+        """Return the verdict as indented JSON that follows ``commlens.verdict/2``."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     def __str__(self) -> str:

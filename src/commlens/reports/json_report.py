@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import msgspec
 
-SCHEMA_FILE = "verdict-1.schema.json"
+SCHEMA_FILE = "verdict-2.schema.json"
 
 
 def print_json(result: Any, file: IO[str] | None = None) -> None:

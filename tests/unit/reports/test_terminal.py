@@ -168,7 +168,7 @@ def test_json_follows_the_schema() -> None:
     decoded = msgspec.json.decode(out.getvalue())
     jsonschema.Draft202012Validator.check_schema(schema())
     jsonschema.validate(decoded, schema())
-    assert decoded["schema"] == "commlens.verdict/1"
+    assert decoded["schema"] == "commlens.verdict/2"
     assert decoded["kind"] == decoded["findings"][0]["kind"] == "missing"
     assert "peer" not in decoded["collective"]
 

@@ -14,18 +14,15 @@ import re
 import textwrap
 import tokenize
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 import commlens.reports
-from commlens.model import movement, network, trace, trace_changes, trace_summary, verdict
+from commlens.model import cause, movement, network, trace, trace_changes, trace_summary, verdict
 from commlens.model.collective import Frame, ProcessGroup
 
 FOLDER = Path(commlens.reports.__file__).parent / "schemas"
-STABLE = (
-    "Later versions of commlens may add properties within version 1 only by publishing them here."
-)
 ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
     "verdict": (
         verdict.Verdict,
@@ -45,13 +42,24 @@ ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
         ),
     ),
 }
-ALL_REQUIRED = {kind for kind, _ in ABOUT.values()} | {verdict.Finding, movement.Moved}
+VERSIONS = {"verdict": 2}
+"""Versions of the schemas; 1 if not listed."""
+STABLE = (
+    "Later versions of commlens may add properties within version {} only by publishing them here."
+)
+ALL_REQUIRED = {
+    *(kind for kind, _ in ABOUT.values()),
+    *get_args(cause.AnyCause),
+    cause.Doing,
+    verdict.Finding,
+    movement.Moved,
+}
 """Types whose JSON always has every property. In the others, properties with a default may be
 absent.
 """
 TYPES = {
     kind.__name__: kind
-    for module in (movement, network, trace, trace_changes, trace_summary, verdict)
+    for module in (cause, movement, network, trace, trace_changes, trace_summary, verdict)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 } | {"Frame": Frame, "ProcessGroup": ProcessGroup}
@@ -99,7 +107,10 @@ def schema(name: str) -> dict[str, Any]:
             definition["description"] = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
         if title not in TYPES:
             continue  # an enum
-        described = comments(TYPES[title])
+        described: dict[str, str] = {}
+        for kind in reversed(TYPES[title].__mro__):
+            if issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct:
+                described |= comments(kind)
         for key, about in definition["properties"].items():
             if key in described:
                 about["description"] = described[key]
@@ -107,24 +118,25 @@ def schema(name: str) -> dict[str, Any]:
             definition["required"] = list(definition["properties"])
         definition["additionalProperties"] = False
     whole = definitions.pop(root.__name__)
-    whole["properties"]["schema"] = {"const": f"commlens.{name}/1"}
+    version = VERSIONS.get(name, 1)
+    whole["properties"]["schema"] = {"const": f"commlens.{name}/{version}"}
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:commlens:{name}:1",
-        "title": f"commlens {name.replace('-', ' ')}, version 1",
+        "$id": f"urn:commlens:{name}:{version}",
+        "title": f"commlens {name.replace('-', ' ')}, version {version}",
     }
     return (
         head
         | whole
         | {
-            "description": f"{description} {STABLE}",
+            "description": f"{description} {STABLE.format(version)}",
             "$defs": dict(sorted(definitions.items())),
         }
     )
 
 
 def file_of(name: str) -> Path:
-    return FOLDER / f"{name}-1.schema.json"
+    return FOLDER / f"{name}-{VERSIONS.get(name, 1)}.schema.json"
 
 
 def content_of(name: str) -> str:
