@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
+from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.findings.stuck_inside import completed_on
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.index.job_index import JobIndex, index_logs

@@ -79,13 +79,25 @@ class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
     peer: int | None = None
 
 
-BlamedBy = Literal["absence", "majority", "rounds", "routine", "undecided", "unknown"]
+BlamedBy = Literal[
+    "absence",
+    "majority",
+    "rounds",
+    "routine",
+    "process",
+    "device",
+    "exit",
+    "lateness",
+    "undecided",
+    "unknown",
+    "nobody",
+]
 """By what the culprits were decided.
 
 ``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
 ``rounds``: most ranks of the job came to this line more or less often. ``routine``: they left what
 they did before. ``undecided``: nothing chooses between the sides. ``unknown``: what they waited
-for is not in the records.
+for is not in the records. ``nobody``: no rank is at fault, or known to be.
 """
 
 ProcessState = Literal[
@@ -237,4 +249,41 @@ class Unrecorded(Cause, tag="unrecorded", kw_only=True):
     waits: list[Wait]
 
 
-AnyCause = Missing | Working | Unrecorded
+StuckState = Literal[
+    "held-up",
+    "moving",
+    "not-started",
+    "no-progress",
+    "left-behind",
+    "completion-unknown",
+    "may-be-running",
+]
+"""Why ranks do not leave a collective that all of them have entered.
+
+``held-up``: the process of one cannot run. ``moving``: data still moves. ``not-started``: the
+devices of some have not begun it. ``no-progress``: nothing shows. ``left-behind``: it completed on
+others. ``completion-unknown``: it may have completed. ``may-be-running``: the dumps may be those of
+a running job.
+"""
+
+Agreement = Literal["all", "sizes", "sizes-and-dtypes", "unknown"]
+"""On what the ranks of a collective agree, as far as their records tell it."""
+
+
+class StuckInside(Cause, tag="stuck-inside", kw_only=True):
+    """A collective that all its ranks have entered, and that does not complete."""
+
+    state: StuckState
+    ranks: list[Rank]  # that have entered it, and have a record
+    waits: list[Wait]
+    activity: Doing | None = None  # of the culprits, if their processes cannot run
+    busy: list[Rank] = []  # use CPU inside
+    not_started_on: list[Rank] = []  # their devices have not begun it
+    started_on: list[Rank] = []  # their devices have begun it
+    completed_on: list[Rank] = []
+    agreement: Agreement = "unknown"
+    not_compared: list[str] = []  # aspects that the records do not tell and that may be at fault
+    perhaps_members: list[Rank] = []  # may be in the group, whose ranks no log lists
+
+
+AnyCause = Missing | Working | Unrecorded | StuckInside

@@ -177,7 +177,7 @@ def _add_working(context: Context, absence: Absence, first: Node) -> None:
         kind="waiting",
         why=doing.why,
         root_cause=False,
-        blamed_by="absence",
+        blamed_by="nobody",
         victims=sorted(set(absence.blocked) - set(ranks)),
         confidence="low" if doing.unclear else "high" if doing.observed else "medium",
         ranks=ranks,

@@ -7,6 +7,12 @@ from __future__ import annotations
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.missing import find_missing
+from commlens.diagnosis.causes.stuck_inside import (
+    find_left_behind,
+    find_stuck_inside,
+    find_undecided,
+    may_be_running,
+)
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
@@ -17,12 +23,6 @@ from commlens.diagnosis.findings.startup_and_exit import (
     find_fewer,
     find_motionless,
     find_setup_mismatch,
-)
-from commlens.diagnosis.findings.stuck_inside import (
-    find_left_behind,
-    find_stuck_inside,
-    find_undecided,
-    may_be_running,
 )
 from commlens.diagnosis.findings.twins import find_twins
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten

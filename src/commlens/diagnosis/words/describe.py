@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
+from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
-from commlens.diagnosis.words import missing, unrecorded, working
+from commlens.diagnosis.words import missing, stuck_inside, unrecorded, working
 from commlens.diagnosis.words.finding import finding_of, locate
 from commlens.model.verdict import Finding
 
@@ -26,4 +27,8 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, working.words(context, found))
         case FoundUnrecorded():
             return finding_of(found.cause, unrecorded.words(context, found))
+        case FoundStuckInside():
+            return finding_of(found.cause, stuck_inside.words(context, found))
+        case FoundStuckGroups():
+            return finding_of(found.cause, stuck_inside.words_of_groups(context, found))
     raise TypeError(f"there are no words for {type(found)}")

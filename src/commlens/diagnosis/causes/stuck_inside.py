@@ -1,0 +1,406 @@
+"""Collectives that all ranks have entered and that do not complete: decide what keeps the ranks
+inside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commlens.diagnosis.causes.context import Context, doing_of, op_at, waits_of
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.activity import Activity
+from commlens.diagnosis.index.job_index import JobIndex, RankView
+from commlens.matching.answer import Agree, Answer, Unknown
+from commlens.matching.collectives import compare_coalesced
+from commlens.matching.point_to_point import compare_pair
+from commlens.model.cause import Agreement, StuckInside
+from commlens.model.collective import Collective, State
+from commlens.model.ops import ROOTED
+
+_HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
+"""Activities that keep a rank from taking part in a collective that it has entered."""
+_HARMLESS = frozenset({"reduce-op", "dtype"})
+"""Aspects that are left open without a word: ranks that disagree on the reduce op do not hang, and
+log lines never tell the dtype.
+"""
+
+
+class Meeting(NamedTuple):
+    """A collective or message that all its ranks have entered."""
+
+    instance: Instance
+    op: Collective
+    views: list[RankView]  # of its ranks that have a record
+    edges: Sequence[Edge]  # the waits in it
+    waiting: list[int]  # ranks of these edges
+    blocked: list[int]  # also the ranks that wait behind them
+
+
+@dataclass
+class FoundStuckInside:
+    """Ranks inside of one collective, and the evidence."""
+
+    cause: StuckInside
+    meeting: Meeting
+    doing: Activity | None = None  # of the culprits, if their processes cannot run
+
+
+@dataclass
+class FoundStuckGroups:
+    """Ranks inside of one collective of several groups, and the evidence."""
+
+    cause: StuckInside
+    edges: list[Edge]  # the waits in it
+    blocked: list[int]  # also the ranks that wait behind them
+    ops: list[Collective] = field(default_factory=list)  # of each group
+
+
+def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
+    """Return whether all that is known is that groups of one name are in the same collective, as in
+    a running job.
+
+    The time of the dump, an error, a timeout or any other finding would tell more. If it completed
+    on some ranks of each group, the others are stuck: see :func:`find_left_behind`.
+    """
+    if context.cases or len(nodes) < 2 or context.job.knows.capture_time or context.job.timed_out:
+        return False
+    instances = [context.graph.instances[node.detail] for node in nodes]
+    if any(instance.sender >= 0 for instance in instances):
+        return False
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    if (
+        len({(edge.op.op, edge.op.sequence_number, edge.op.channel.group.label) for edge in edges})
+        > 1
+    ):
+        return False
+    waiting = {edge.rank for edge in edges}
+    if _failed(context, sorted(waiting)) or any(
+        context.job.views[rank].log.captured_ns for rank in waiting
+    ):
+        return False
+    return any(
+        all(
+            not _has_ended(context.job.views[rank], at)
+            for rank in at.key[2]
+            if rank in context.job.views
+        )
+        for at in instances
+    )
+
+
+def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
+    """Find a collective of several groups of which one dump does not tell whether it is stuck."""
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    blocked = context.blocked_by(nodes)
+    cause = StuckInside(
+        kind="waiting",
+        why="in-collective",
+        root_cause=False,
+        blamed_by="nobody",
+        victims=blocked,
+        confidence="low",
+        state="may-be-running",
+        ranks=sorted({edge.rank for edge in edges}),
+        waits=waits_of(context, edges),
+    )
+    found = FoundStuckGroups(cause, edges, blocked, [edge.op for edge in edges])
+    context.add(found, edges[0].op, edges[0].op.source, blocked=len(blocked))
+
+
+def find_stuck_inside(context: Context, node: Node) -> None:
+    """Blame a rank that is stopped or starved inside; else find that data still moves, or suspect
+    the network.
+    """
+    meeting = _meeting(context, node)
+    failed = _failed(context, meeting.waiting)
+    if (
+        not failed
+        and context.job.knows.capture_time
+        and _since_last_arrival(meeting) < context.job.stalled_after_ns
+    ):
+        return
+    found = _what_holds_up(context, meeting, failed=failed)
+    context.add(found, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
+
+
+def _meeting(context: Context, node: Node) -> Meeting:
+    instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
+    return Meeting(
+        instance,
+        edges[0].op,
+        [context.job.views[rank] for rank in instance.members if rank in context.job.views],
+        edges,
+        sorted({edge.rank for edge in edges}),
+        context.blocked_by([node]),
+    )
+
+
+def _what_holds_up(context: Context, meeting: Meeting, *, failed: bool) -> FoundStuckInside:
+    activities = {view.rank: context.doing(view) for view in meeting.views}
+    culprits = [
+        rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works
+    ]
+    runs_ahead = meeting.op.channel.runs_ahead
+    busy = [view.rank for view in meeting.views if _burns_cpu(view) and not runs_ahead]
+    if context.completion_unknown(meeting.waiting):
+        return FoundStuckInside(_completion_unknown(context, meeting), meeting)
+    if culprits:
+        doing = activities[culprits[0]]
+        return FoundStuckInside(_held_up(context, meeting, culprits, doing), meeting, doing)
+    if busy and not failed and not context.waits_too_long(meeting.waiting):
+        return FoundStuckInside(_still_moving(context, meeting, busy), meeting)
+    if not_started := _not_started(meeting):
+        return FoundStuckInside(_never_started(context, meeting, not_started), meeting)
+    return FoundStuckInside(_no_progress(context, meeting), meeting)
+
+
+def _held_up(
+    context: Context, meeting: Meeting, culprits: list[int], doing: Activity
+) -> StuckInside:
+    return StuckInside(
+        kind="stuck-inside",
+        why=doing.why,
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="process",
+        victims=sorted(set(meeting.blocked) - set(culprits)),
+        confidence="high",
+        state="held-up",
+        ranks=_ranks(meeting),
+        waits=waits_of(context, meeting.edges),
+        activity=doing_of(doing),
+    )
+
+
+def _completion_unknown(context: Context, meeting: Meeting) -> StuckInside:
+    return StuckInside(
+        kind="waiting",
+        why="in-collective",
+        root_cause=False,
+        blamed_by="nobody",
+        victims=meeting.blocked,
+        confidence="low",
+        state="completion-unknown",
+        ranks=_ranks(meeting),
+        waits=waits_of(context, meeting.edges),
+    )
+
+
+def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> StuckInside:
+    return StuckInside(
+        kind="waiting",
+        why="in-collective",
+        root_cause=False,
+        blamed_by="nobody",
+        victims=meeting.blocked,
+        confidence="medium",
+        state="moving",
+        ranks=_ranks(meeting),
+        waits=waits_of(context, meeting.edges),
+        busy=busy,
+    )
+
+
+def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> StuckInside:
+    """Decide of devices that have not come to a collective: the work before it holds them up, and
+    no network has a part in that.
+
+    Ranks whose device has begun wait in it for the others. Without any such rank, or if the others
+    are the most, no rank is named.
+    """
+    started = [
+        view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)
+    ]
+    culprits = ranks if 0 < len(ranks) <= len(started) else []
+    return StuckInside(
+        kind="stuck-inside",
+        why="in-collective",
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="device" if culprits else "undecided",
+        victims=sorted({*meeting.blocked, *ranks} - set(culprits)),
+        confidence="medium",
+        state="not-started",
+        ranks=_ranks(meeting),
+        waits=waits_of(context, meeting.edges),
+        not_started_on=ranks,
+        started_on=started,
+    )
+
+
+def _no_progress(context: Context, meeting: Meeting) -> StuckInside:
+    answer = _compared(context, meeting)
+    unknown = answer.aspects if isinstance(answer, Unknown) else ()
+    not_compared = [str(aspect) for aspect in unknown if aspect not in _HARMLESS]
+    others = _may_be_members(context, meeting)
+    return StuckInside(
+        kind="stuck-inside",
+        why="in-collective",
+        root_cause=True,
+        blamed_by="undecided",
+        victims=meeting.blocked,
+        confidence="low" if not_compared or others else "medium",
+        state="no-progress",
+        ranks=_ranks(meeting),
+        waits=waits_of(context, meeting.edges),
+        completed_on=[
+            view.rank for view in meeting.views if _has_completed(view, meeting.instance)
+        ],
+        agreement=_agreement(answer),
+        not_compared=not_compared,
+        perhaps_members=others,
+    )
+
+
+def _ranks(meeting: Meeting) -> list[int]:
+    return [view.rank for view in meeting.views]
+
+
+def _agreement(answer: Answer) -> Agreement:
+    """Return on what the ranks agree: nothing if something that matters was not compared."""
+    if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
+        return "sizes" if "dtype" in answer.aspects else "sizes-and-dtypes"
+    return "all" if isinstance(answer, Agree) else "unknown"
+
+
+def _not_started(meeting: Meeting) -> list[int]:
+    """Return the ranks that enqueued a collective which their device never began, as far as their
+    dumps record that.
+    """
+    return [
+        view.rank
+        for view in meeting.views
+        if view.timed and _is_waiting(view, meeting.instance, started=False)
+    ]
+
+
+def _is_waiting(view: RankView, instance: Instance, *, started: bool) -> bool:
+    op = op_at(view, instance)
+    return op is not None and op.in_flight and (op.index in view.running) == started
+
+
+def _may_be_members(context: Context, meeting: Meeting) -> list[int]:
+    """Return the other ranks of which there are logs, if these do not list the group's ranks: some
+    may be in it, and missing.
+    """
+    group = meeting.op.channel.group
+    if not context.job.only_logs or meeting.instance.key not in context.job.unlisted:
+        return []
+    return sorted(set(context.job.views) - set(group.ranks))
+
+
+def _compared(context: Context, meeting: Meeting) -> Answer:
+    """Compare what the ranks passed to a collective or message, as far as their records tell it."""
+    at = meeting.instance
+    ops = {view.rank: op for view in meeting.views if (op := op_at(view, at)) is not None}
+    if not set(at.members) <= set(ops):
+        return Unknown(("args",))
+    if at.sender >= 0:
+        return compare_pair(at.sender, ops[at.sender].args, at.receiver, ops[at.receiver].args)
+    args = {view.rank: view.tracks[at.key].args_of(at.number) for view in meeting.views}
+    return compare_coalesced(args, at.key[2], splits_known=context.job.knows.splits)
+
+
+def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
+    """Find ranks that are stuck in collectives that completed on other ranks; one finding for all
+    groups in the same place.
+
+    Returns:
+        The nodes that are not of this kind.
+    """
+    others: list[Node] = []
+    found: dict[tuple[str, int, str], list[tuple[Node, list[int]]]] = defaultdict(list)
+    for node in nodes:
+        instance = context.graph.instances[node.detail]
+        op = context.graph.edges_into(node)[0].op
+        members = (
+            [rank for rank in instance.key[2] if rank in context.job.views]
+            if instance.sender < 0
+            else []
+        )
+        stuck = [rank for rank in members if not _has_ended(context.job.views[rank], instance)]
+        if op.op in ROOTED or not stuck or len(stuck) == len(members):
+            others.append(node)
+        else:
+            found[(op.op, instance.number, op.channel.group.label)].append((node, stuck))
+    for several in found.values():
+        _left_behind(
+            context,
+            [node for node, _ in several],
+            sorted({rank for _, stuck in several for rank in stuck}),
+        )
+    return others
+
+
+def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
+    ops = [context.graph.edges_into(node)[0].op for node in nodes]
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    members = {rank for node in nodes for rank in context.graph.instances[node.detail].key[2]}
+    blocked = context.blocked_by(nodes)
+    cause = StuckInside(
+        kind="stuck-inside",
+        why="in-collective",
+        root_cause=True,
+        culprits=ranks,
+        blamed_by="device",
+        victims=sorted(set(blocked) - set(ranks)),
+        confidence="high",
+        state="left-behind",
+        ranks=ranks,
+        waits=waits_of(context, edges),
+        completed_on=sorted(members - set(ranks)),
+    )
+    found = FoundStuckGroups(cause, edges, blocked, ops)
+    context.add(found, ops[0], ops[0].source, blocked=len(blocked))
+
+
+def _failed(context: Context, ranks: list[int]) -> bool:
+    views = [context.job.views[rank] for rank in ranks]
+    return any(
+        view.exit.failed or any(block.how == "failed" for block in view.blocks.values())
+        for view in views
+    )
+
+
+def _has_ended(view: RankView, instance: Instance) -> bool:
+    """Return whether a dump of another tool shows that the rank has left a collective, if only by a
+    later one in flight.
+    """
+    if instance.sender >= 0:
+        return False
+    track = view.tracks.get(instance.key)
+    return track is not None and instance.number <= track.last and instance.number not in track.open
+
+
+def completed_on(job: JobIndex, instance: Instance) -> list[int]:
+    """Return the ranks on which a collective or message has completed."""
+    views = [job.views[rank] for rank in instance.members if rank in job.views]
+    ended = _has_ended if job.knows.completion_times else _has_completed
+    return [view.rank for view in views if ended(view, instance) or _has_completed(view, instance)]
+
+
+def _has_completed(view: RankView, instance: Instance) -> bool:
+    op = op_at(view, instance)
+    return op is not None and op.state is State.COMPLETED
+
+
+def _since_last_arrival(meeting: Meeting) -> int:
+    ages = [
+        view.now_ns - op.announced_ns
+        for view in meeting.views
+        if (op := op_at(view, meeting.instance)) is not None
+    ]
+    return min(ages, default=1 << 62)
+
+
+def _burns_cpu(view: RankView) -> bool:
+    seen = view.log.observation
+    return bool(
+        seen.cpu_s is not None
+        and seen.window_s > 0.4
+        and seen.cpu_s / seen.window_s >= activity.CPU_WORKING
+    )

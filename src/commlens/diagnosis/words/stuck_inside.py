@@ -1,0 +1,244 @@
+"""Words about collectives that all ranks have entered and that do not complete."""
+
+from __future__ import annotations
+
+from commlens.diagnosis.causes.context import Context, op_at
+from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside, Meeting
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.finding import Words
+from commlens.diagnosis.words.next_steps import (
+    compare_step,
+    left_behind_step,
+    missing_step,
+    not_started_step,
+    stuck_step,
+)
+from commlens.diagnosis.words.phrases import (
+    COMPLETION_UNKNOWN,
+    collective_phrase,
+    first_line,
+    prose,
+)
+from commlens.model.cause import StuckInside
+from commlens.text import duration, joined, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
+
+RECORD_COMPLETION = (
+    "start the job with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
+    " and without blocking wait"
+)
+_ASPECTS = {
+    "args": "arguments",
+    "shape": "sizes",
+    "reduce-op": "reduce op",
+    "layout": "memory layout",
+}
+_AGREEMENT = {
+    "all": " and agree on it",
+    "sizes": " and agree on its sizes",
+    "sizes-and-dtypes": " and agree on its sizes and dtypes",
+    "unknown": "",
+}
+
+
+def words(context: Context, found: FoundStuckInside) -> Words:
+    """Return what a finding says about ranks inside of a collective."""
+    match found.cause.state:
+        case "held-up":
+            return _held_up(context, found)
+        case "completion-unknown":
+            return _completion_unknown(found)
+        case "moving":
+            return _still_moving(context, found)
+        case "not-started":
+            return _never_started(context, found)
+        case _:
+            return _no_progress(context, found)
+
+
+def words_of_groups(context: Context, found: FoundStuckGroups) -> Words:
+    """Return what a finding says about ranks inside of a collective of several groups."""
+    if found.cause.state == "left-behind":
+        return _left_behind(context, found)
+    return _undecided(context, found)
+
+
+def _name(meeting: Meeting) -> str:
+    """``"all_reduce #41 of group dp [0-3]"``, ``"message #3 from rank 0 to rank 1"``."""
+    at = meeting.instance
+    if at.sender < 0:
+        return op_phrase(meeting.op)
+    return f"{numbered('message', at.number)} from rank {at.sender} to rank {at.receiver}"
+
+
+def _undecided(context: Context, found: FoundStuckGroups) -> Words:
+    ranks, edges = found.cause.ranks, found.edges
+    return Words(
+        summary=(
+            f"{ranks_and_verb(ranks, 'is', 'are')} inside {collective_phrase(found.ops)}; these"
+            " dumps do not tell whether it is stuck or was under way"
+        ),
+        explanation=prose(
+            phrases.waiting(context, edges),
+            phrases.waiting_behind(context, ranks, found.blocked),
+            "All ranks of these groups have reached it. Several groups in one collective are what a"
+            " running job looks like, and a job whose network failed.",
+        ),
+        next_step=(
+            "dump the job again and compare (commlens compare BEFORE AFTER); if the same collective"
+            " is still in flight, "
+            + stuck_step(edges[0].op, [context.job.views[rank] for rank in ranks])
+        ),
+        would_raise_confidence="A second dump would show whether the job moves.",
+    )
+
+
+def _held_up(context: Context, found: FoundStuckInside) -> Words:
+    meeting, culprits = found.meeting, found.cause.culprits
+    others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
+    assert found.doing is not None
+    return Words(
+        summary=(
+            f"{ranks_phrase(culprits)} {found.doing.phrase} inside {_name(meeting)};"
+            f" {ranks_and_verb(others, 'waits', 'wait')} there"
+        ),
+        explanation=_explanation(context, meeting),
+        next_step=missing_step(found.doing, culprits),
+        evidence=_errors(meeting),
+    )
+
+
+def _completion_unknown(found: FoundStuckInside) -> Words:
+    meeting = found.meeting
+    return Words(
+        summary=(
+            f"{ranks_and_verb(meeting.waiting, 'stands', 'stand')} still after {_name(meeting)};"
+            " whether their devices have completed it is not known"
+        ),
+        explanation=prose(
+            "All ranks have issued it and agree on what was compared.",
+            "Nothing tells how far their devices are: " + COMPLETION_UNKNOWN,
+        ),
+        next_step=f"{RECORD_COMPLETION}; for this run, {stuck_step(meeting.op, meeting.views)}",
+        would_raise_confidence=(
+            "C++ stacks of these ranks (py-spy dump --native) would show whether they wait for"
+            " their devices."
+        ),
+    )
+
+
+def _still_moving(context: Context, found: FoundStuckInside) -> Words:
+    meeting = found.meeting
+    return Words(
+        summary=(
+            f"{ranks_phrase(found.cause.ranks)} are in {_name(meeting)}, which still moves data,"
+            f" {duration(context.longest_wait(meeting.waiting))} so far"
+        ),
+        explanation=phrases.waiting(context, meeting.edges),
+        next_step="wait",
+        evidence=[f"{ranks_and_verb(found.cause.busy, 'uses', 'use')} CPU inside it."],
+        would_raise_confidence="CPU time shows work, not that it ends.",
+    )
+
+
+def _never_started(context: Context, found: FoundStuckInside) -> Words:
+    meeting, ranks, started = found.meeting, found.cause.not_started_on, found.cause.started_on
+    device = verb(ranks, "its device has", "their devices have")
+    waits = ranks_and_verb(started, "has started it and waits", "have started it and wait")
+    return Words(
+        summary=(
+            f"{ranks_phrase(ranks)} enqueued {_name(meeting)}, but {device} not started it"
+            f"{f'; {waits}' if started else ''}"
+        ),
+        explanation=_explanation(context, meeting),
+        next_step=not_started_step(meeting.op, ranks),
+        evidence=_errors(meeting),
+        would_raise_confidence="What the device does before it is not recorded.",
+    )
+
+
+def _no_progress(context: Context, found: FoundStuckInside) -> Words:
+    cause, meeting = found.cause, found.meeting
+    inside = [rank for rank in cause.ranks if rank not in cause.completed_on]
+    question = _open_question(cause)
+    return Words(
+        summary=(
+            f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(meeting)}{_rest(cause, inside)}"
+        ),
+        explanation=_explanation(context, meeting),
+        next_step=(
+            compare_step(meeting.op, question)
+            if question
+            else stuck_step(meeting.op, meeting.views)
+        ),
+        evidence=_errors(meeting),
+        would_raise_confidence=_what_would_show(context, meeting, question),
+    )
+
+
+def _open_question(cause: StuckInside) -> str:
+    """``"sizes and reduce op"``: what the records do not tell."""
+    return joined([_ASPECTS.get(aspect, aspect) for aspect in cause.not_compared])
+
+
+def _rest(cause: StuckInside, inside: list[int]) -> str:
+    if cause.completed_on:
+        rest = f"; {ranks_phrase(cause.completed_on)} completed it"
+    else:
+        agreed = _AGREEMENT[cause.agreement] if len(inside) > 1 else ""
+        rest = f"{agreed}, but no rank has completed it"
+    if cause.not_compared:
+        rest += f"; it is not known whether they agree on its {_open_question(cause)}"
+    if others := cause.perhaps_members:
+        rest += (
+            f"; no line tells whether {ranks_phrase(others)} {verb(others, 'is', 'are')} in that"
+            " group"
+        )
+    return rest
+
+
+def _what_would_show(context: Context, meeting: Meeting, question: str) -> str:
+    if question:
+        return f"These records do not tell its {question}; `commlens launch` records them."
+    stacks = (
+        "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they"
+        " are stuck."
+    )
+    timed = context.job.knows.capture_time or any(v.log.captured_ns for v in meeting.views)
+    if timed or _errors(meeting):
+        return stacks
+    return (
+        f"{stacks} If the job may still be running, a second dump would show whether it moves"
+        " (commlens compare BEFORE AFTER)."
+    )
+
+
+def _explanation(context: Context, meeting: Meeting) -> str:
+    return prose(
+        phrases.waiting(context, meeting.edges),
+        phrases.waiting_behind(context, meeting.waiting, meeting.blocked),
+    )
+
+
+def _errors(meeting: Meeting) -> list[str]:
+    """Return sentences with the errors of the ranks on which the collective failed, three at
+    most.
+    """
+    ops = (op_at(view, meeting.instance) for view in meeting.views)
+    errors = sorted({first_line(op.error) for op in ops if op is not None and op.error})
+    return [f"It failed with: {error}." for error in errors[:3]]
+
+
+def _left_behind(context: Context, found: FoundStuckGroups) -> Words:
+    ranks = found.cause.culprits
+    return Words(
+        summary=(
+            f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {collective_phrase(found.ops)}, which"
+            f" completed on {ranks_phrase(found.cause.completed_on)}"
+        ),
+        explanation=prose(
+            "It needs data from every rank, so all of it had arrived: a device, driver or process"
+            f" of {ranks_phrase(ranks)} makes no progress.",
+            phrases.waiting_behind(context, ranks, set(found.blocked) - set(ranks)),
+        ),
+        next_step=left_behind_step(found.ops[0], ranks),
+    )
