@@ -286,4 +286,37 @@ class StuckInside(Cause, tag="stuck-inside", kw_only=True):
     perhaps_members: list[Rank] = []  # may be in the group, whose ranks no log lists
 
 
-AnyCause = Missing | Working | Unrecorded | StuckInside
+class Unwritten(Cause, tag="unwritten", kw_only=True):
+    """A key of the job's store that ranks wait for and no rank writes."""
+
+    key: str
+    ranks: list[Rank]  # that wait for it
+    waits: list[Wait]
+    written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """The processes that have the same rank."""
+
+    rank: Rank
+    pids: list[int]
+    started_by: list[int]  # the process that started each
+
+
+class StartedTwice(Cause, tag="started-twice", kw_only=True):
+    """Ranks that exist twice: the launcher starts them, and each of them starts all again."""
+
+    ranks: list[Rank]
+    claims: list[Claims]
+
+
+class Slow(Cause, tag="slow", kw_only=True):
+    """A rank that makes the others wait again and again, in a job that is not stuck."""
+
+    times: int  # collectives to which it came last, and late
+    of: int  # collectives
+    lost_s: float  # the others waited for it alone
+    span_s: float  # of this time
+
+
+AnyCause = Missing | Working | Unrecorded | StuckInside | Unwritten | StartedTwice | Slow

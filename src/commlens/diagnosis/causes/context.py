@@ -25,6 +25,7 @@ from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding
 
 TOO_LONG = 8  # stall timeouts
+MOTIONLESS = 3  # stall timeouts
 
 
 class Found(Protocol):

@@ -7,6 +7,8 @@ from __future__ import annotations
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.missing import find_missing
+from commlens.diagnosis.causes.slow import find_slow
+from commlens.diagnosis.causes.started_twice import find_started_twice
 from commlens.diagnosis.causes.stuck_inside import (
     find_left_behind,
     find_stuck_inside,
@@ -14,6 +16,7 @@ from commlens.diagnosis.causes.stuck_inside import (
     may_be_running,
 )
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
+from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
@@ -24,8 +27,6 @@ from commlens.diagnosis.findings.startup_and_exit import (
     find_motionless,
     find_setup_mismatch,
 )
-from commlens.diagnosis.findings.twins import find_twins
-from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.diagnosis.words.describe import describe
@@ -75,11 +76,9 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     if not any(case.claim.root_cause for case in context.cases):
         find_ended(context)
     if job.knows.completion_times and not context.cases:
-        from commlens.diagnosis.findings.straggler import find_stragglers
-
-        find_stragglers(context)
+        find_slow(context)
     _demote_consequences(context.cases)
-    find_twins(context)
+    find_started_twice(context)
     _demote_ended_victims(context)
     context.cases.sort(key=_weight)
     findings = [describe(context, case) for case in context.cases]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import get_args
 
-from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.causes.context import MOTIONLESS, Context
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.diagnosis.words import phrases
@@ -31,7 +31,6 @@ from commlens.text import (
     ranks_phrase,
 )
 
-MOTIONLESS = 3  # stall timeouts
 # of servers, gRPC and Ray, which wait for requests
 _IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})
 _INNER = (FrameKind.NATIVE, FrameKind.COMMLENS)

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
+from commlens.diagnosis.causes.slow import FoundSlow
+from commlens.diagnosis.causes.started_twice import FoundStartedTwice
 from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
-from commlens.diagnosis.words import missing, stuck_inside, unrecorded, working
+from commlens.diagnosis.causes.unwritten import FoundUnwritten
+from commlens.diagnosis.words import (
+    missing,
+    slow,
+    started_twice,
+    stuck_inside,
+    unrecorded,
+    unwritten,
+    working,
+)
 from commlens.diagnosis.words.finding import finding_of, locate
 from commlens.model.verdict import Finding
 
@@ -31,4 +42,10 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, stuck_inside.words(context, found))
         case FoundStuckGroups():
             return finding_of(found.cause, stuck_inside.words_of_groups(context, found))
+        case FoundUnwritten():
+            return finding_of(found.cause, unwritten.words(context, found))
+        case FoundStartedTwice():
+            return finding_of(found.cause, started_twice.words(found))
+        case FoundSlow():
+            return finding_of(found.cause, slow.words(context, found))
     raise TypeError(f"there are no words for {type(found)}")

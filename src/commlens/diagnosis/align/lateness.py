@@ -6,25 +6,16 @@ differ; since all ranks leave a collective together, the times at which they lea
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
 
-from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.columns import ColumnOps
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.formats.columns import Integers
 from commlens.model.collective import ChannelKey
-from commlens.model.ops import ROOTED
-from commlens.model.verdict import Finding
-from commlens.text import count, duration, frame_phrase, group_phrase, op_phrase
 
 _MIN_COLLECTIVES = 3  # of a group, to judge arrivals
-# collectives to which a straggler comes last; on a busy machine, each rank does so now and then
-_MIN_TIMES = 8
-_MIN_SHARE = 0.1  # share of the time for which the others wait for a straggler
-_MIN_RATIO = 3.0  # how much longer they wait for it than for any other rank
 _LATE_NS = 5_000_000  # less is noise of the clocks and of the recorder
 _WATCHDOG_DELAY_NS = 100_000_000  # the watchdog notices completions at most this late
 
@@ -99,56 +90,3 @@ def _corrected(arrived: Integers, gone: Integers) -> Integers:
     usual = np.where(np.abs(usual) < _WATCHDOG_DELAY_NS, usual, 0)
     result: Integers = corrected - usual.astype("int64")[:, None]
     return result
-
-
-def find_stragglers(context: Context) -> None:
-    """Make one finding if one rank makes the others wait for a good part of the time."""
-    job = context.job
-    lost: dict[int, Lateness] = {}
-    for one in lateness(job):
-        lost.setdefault(one.rank, one)
-    ranked = sorted(lost.values(), key=lambda one: -one.lost_ns)
-    if not ranked:
-        return
-    worst = ranked[0]
-    spans: dict[int, int] = defaultdict(int)
-    for rank, view in job.views.items():
-        if view.columns is not None and len(view.columns.dump):
-            created = view.columns.dump.created_ns
-            spans[rank] = (
-                int(created.max() - created[created > 0].min()) if (created > 0).any() else 0
-            )
-    span = max(spans.values(), default=0)
-    second = ranked[1].lost_ns if len(ranked) > 1 else 0
-    if (
-        worst.times < _MIN_TIMES
-        or worst.lost_ns < _MIN_SHARE * span
-        or worst.lost_ns < _MIN_RATIO * second
-    ):
-        return
-    op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]
-    if op.op in ROOTED:
-        return
-    group = group_phrase(job.channels[worst.key].group)
-    before = f" before {frame_phrase(op.source)}" if op.source is not None else ""
-    finding = Finding(
-        kind="straggler",
-        why="user-code",
-        root_cause=True,
-        culprits=[worst.rank],
-        victims=sorted(set(worst.key[2]) - {worst.rank}),
-        confidence="medium",
-        summary=(
-            f"nothing is stuck, but rank {worst.rank} is the last to reach the collectives of"
-            f" {group}: {worst.times} of {count(worst.of, 'time')},"
-            f" {duration(worst.lost_ns // worst.times)} after the others"
-        ),
-        explanation=(
-            f"The others waited {duration(worst.lost_ns)} of {duration(span)} for it, longest in"
-            f" {op_phrase(op)}. Clocks are corrected by the times at which the ranks leave their"
-            " collectives."
-        ),
-        next_step=f"look at rank {worst.rank}{before}: data loading, a slower GPU or host",
-        would_raise_confidence="A profile of that rank would show where its time goes.",
-    )
-    context.add(finding, op, op.source)
