@@ -118,6 +118,94 @@ def test_the_tables_cut_no_text(usual, width):
     )
 
 
+OVERLAPPING = """rows => rows.flatMap(row => {
+    const box = row.getBoundingClientRect()
+    return [...row.children].filter(cell => {
+        const { top, bottom } = cell.getBoundingClientRect()
+        return top < box.top - 1 || bottom > box.bottom + 1
+    }).map(cell => cell.textContent)
+})"""
+
+
+@pytest.mark.parametrize(
+    ("width", "details"), [(800, False), (1024, False), (1440, False), (1440, True)]
+)
+def test_no_text_reaches_into_the_next_row(open_page, tmp_path, width, details):
+    data = training()
+    for event in data.events:
+        if event.site is not None:
+            event.site = event.site.replace("layers", "transformer_blocks.feed_forward_layers")
+    for module in data.modules:
+        module.path = module.path.replace("layers", "transformer_blocks.feed_forward_layers")
+    (tmp_path / "x.html").write_bytes(RankTraces([commlens.Trace(data)]).to_html(name="x.json"))
+    page = open_page(tmp_path / "x.html", ready="h1", width=width)
+    if details:
+        row(page, "all_reduce", "Collectives in order").click()
+        page.get_by_label("Details", exact=True).wait_for()
+    rows = page.locator(".grid .grid-row")
+    assert rows.count() > 30
+    assert rows.evaluate_all(OVERLAPPING) == []
+
+
+@pytest.mark.parametrize("width", [1024, 1440, 1920])
+@pytest.mark.parametrize("details", [False, True])
+def test_the_header_and_the_content_have_one_left_edge(usual, width, details):
+    page = usual(width=width)
+    if details:
+        row(page, "all_reduce", "Collectives in order").click()
+        page.get_by_label("Details", exact=True).wait_for()
+    header, content = page.locator(".brand").bounding_box(), page.locator("h1").bounding_box()
+    assert abs(header["x"] - content["x"]) < 1
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_the_placeholder_of_the_search_is_not_cut(usual, width):
+    page = usual(width=width)
+    page.locator(".facet-row").first.click()
+    assert re.search(r"\d+ of 32 collectives", page.inner_text(".filter-bar"))
+    search = page.locator(".filter-bar input")
+    assert search.evaluate(
+        "input => { input.value = input.placeholder; return input.scrollWidth <= input.clientWidth; }"
+    )
+
+
+def test_a_mesh_is_named_by_its_dimensions(usual):
+    parameters = usual(width=1024).locator('.grid[aria-label="Parameters"]')
+    assert "dp=2, tp=4" in parameters.inner_text()
+    assert "DeviceMesh" not in parameters.inner_text()
+
+
+def test_idle_time_does_not_fill_the_drawing(open_page, tmp_path):
+    data = training(steps=1)
+    middle = len(data.events) // 2
+    for event in data.events[middle:]:
+        event.started_ns += 60_000_000_000
+        event.returned_ns += 60_000_000_000
+        for field in ("wait_began_ns", "wait_ended_ns"):
+            if getattr(event, field, 0):
+                setattr(event, field, getattr(event, field) + 60_000_000_000)
+    (tmp_path / "x.html").write_bytes(RankTraces([commlens.Trace(data)]).to_html(name="x.json"))
+    page = open_page(tmp_path / "x.html", ready="h1")
+    page.wait_for_function("() => document.querySelector('canvas').width > 600")
+    page.wait_for_timeout(200)
+    drawn = page.locator("canvas").evaluate(
+        """canvas => {
+            const pixels = canvas.getContext("2d").getImageData(132, 31, canvas.width - 132, 1).data
+            let drawn = 0
+            for (let at = 0; at < pixels.length; at += 4) {
+                const [red, green, blue, alpha] = pixels.slice(at, at + 4)
+                drawn += alpha > 100 && Math.max(red, green, blue) - Math.min(red, green, blue) > 40
+            }
+            return drawn / (pixels.length / 4)
+        }"""
+    )
+    assert drawn > 0.2
+    canvas, details = page.locator("canvas"), page.get_by_label("Details", exact=True)
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    assert "issued 0 us after the first collective" in details.inner_text()
+
+
 def test_the_level_of_detail_says_what_it_shows(usual):
     page = usual()
     slider = page.get_by_label("Level of detail")

@@ -83,7 +83,7 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
         <Fact name="Call">{event.api}{event.asynchronous === null ? "" : event.asynchronous ? ", asynchronous" : ", synchronous"}{event.members ? `, joins ${event.members} ops` : ""}{event.thread ? `, on thread ${event.thread}` : ""}</Fact>
         {trace.timesKnown && event.returned > 0 && (
           <Fact name="Time">
-            issued {seconds(event.started / 1e9)} after the trace began, {seconds((event.returned - event.started) / 1e9)} in the call
+            issued {seconds((event.started - trace.firstStarted) / 1e9)} after the first collective, {seconds((event.returned - event.started) / 1e9)} in the call
             {event.waitEnded ? `, waited for ${seconds((event.waitEnded - event.waitBegan) / 1e9)}${event.waitBegan > event.returned ? `, ${seconds((event.waitBegan - event.returned) / 1e9)} after it returned` : ""}` : "; no wait was recorded"}
           </Fact>
         )}

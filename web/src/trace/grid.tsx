@@ -28,16 +28,22 @@ interface GridProps<Row> {
   empty?: string;
   /** On a narrow screen: the first cell is above the others, with so many lines of text. */
   stacked?: number;
+  /** Rows have two lines of text where the grid is too narrow for one. */
+  wraps?: boolean;
 }
 
 const LINE = 21;
 const OVERSCAN = 10;
+const ROOM_FOR_ONE_LINE = 1300; // pixels
 
 /** A table or tree whose visible rows alone are in the document. Arrow keys move, Enter selects. */
 export function Grid<Row>(props: GridProps<Row>) {
-  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18, stacked = 0 } = props;
-  const ROW = 30 + LINE * stacked;
+  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18, stacked = 0, wraps = false } = props;
   const box = useRef<HTMLDivElement>(null);
+  const [room, setRoom] = useState(ROOM_FOR_ONE_LINE);
+  const wrapped = wraps && !stacked && room < ROOM_FOR_ONE_LINE;
+  const ROW = 30 + LINE * (stacked || (wrapped ? 1 : 0));
+  const HEAD = stacked ? 2 * LINE + 10 : 30;
   const [top, setTop] = useState(0);
   const [active, setActive] = useState(0);
   const [printing, setPrinting] = useState(false);
@@ -52,6 +58,14 @@ export function Grid<Row>(props: GridProps<Row>) {
       removeEventListener("afterprint", after);
     };
   }, []);
+  useLayoutEffect(() => {
+    const element = box.current;
+    if (!wraps || !element) return;
+    const observer = new ResizeObserver(() => setRoom(element.offsetWidth));
+    observer.observe(element);
+    setRoom(element.offsetWidth);
+    return () => observer.disconnect();
+  }, [wraps, rows.length === 0]);
   const place = chosen == null ? -1 : rows.findIndex((row) => keyOf(row) === chosen);
   useLayoutEffect(() => {
     if (place < 0) return;
@@ -92,7 +106,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   const first = printing ? 0 : Math.max(0, Math.floor(top / ROW) - OVERSCAN);
   const last = printing ? Math.min(rows.length, 200) : Math.min(rows.length, Math.ceil((top + height) / ROW) + OVERSCAN);
   const beside = stacked ? columns.slice(1) : columns;
-  const style = { gridTemplateColumns: beside.map(width).join(" "), minWidth: `${least(beside)}rem`, ...(stacked ? { height: `${ROW}px`, "--lines": stacked } : {}) };
+  const style = { gridTemplateColumns: beside.map(width).join(" "), minWidth: `${least(beside)}rem`, ...(stacked || wrapped ? { height: `${ROW}px`, "--lines": stacked || 2 } : {}) };
   const visible = [];
   for (let index = first; index < last; index++) {
     const row = rows[index]!;
@@ -148,7 +162,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   if (!rows.length) return <p class="dim">{props.empty ?? "Nothing to show."}</p>;
   return (
     <div
-      class={stacked ? "grid stacked" : "grid"}
+      class={stacked ? "grid stacked" : wrapped ? "grid wrapped" : "grid"}
       role={level ? "treegrid" : "grid"}
       aria-label={props.label}
       aria-rowcount={rows.length + 1}
@@ -156,11 +170,11 @@ export function Grid<Row>(props: GridProps<Row>) {
       aria-activedescendant={here >= first && here < last ? `${id}-${here}` : undefined}
       ref={box}
       tabIndex={0}
-      style={{ height: printing ? "auto" : `${height + (stacked ? 2 * LINE + 10 : ROW) + 2}px` }}
+      style={{ height: printing ? "auto" : `${height + HEAD + 2}px` }}
       onScroll={(event) => setTop(event.currentTarget.scrollTop)}
       onKeyDown={move}
     >
-      <div class="grid-head grid-row" role="row" aria-rowindex={1} style={stacked ? { ...style, height: `${2 * LINE + 10}px`, "--lines": 1 } : style}>
+      <div class="grid-head grid-row" role="row" aria-rowindex={1} style={{ ...style, height: `${HEAD}px`, "--lines": 1 }}>
         {columns.map((column) => <div key={column.id} role="columnheader" class={column.numeric ? "numeric" : ""}>{column.name}</div>)}
       </div>
       <div role="presentation" style={{ height: `${first * ROW}px` }} />
@@ -180,12 +194,12 @@ function least<Row>(columns: readonly Column<Row>[]): number {
   return columns.reduce((sum, column) => sum + Number(/([\d.]+)rem/.exec(width(column))?.[1] ?? 0) + 0.8, 0.6);
 }
 
-/** A sentence in one line, with the line of code at its end: if there is no room, its middle is left out. */
+/** A sentence in one line, with the line of code at its end: if there is no room, its middle is left out. In a row of two lines, the line of code is the second. */
 export function Clipped({ text, line, dim }: { text: string; line: string; dim?: boolean }) {
   return (
     <span class={dim ? "cut dim" : "cut"} title={text + line}>
       <span class="clip">{text}</span>
-      {line && <span class="cut-line">{line}</span>}
+      {line && <span class="cut-line">{line.startsWith(", ") ? <><span class="cut-comma">, </span>{line.slice(2)}</> : line}</span>}
     </span>
   );
 }

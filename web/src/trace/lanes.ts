@@ -25,7 +25,18 @@ export interface Lane {
   longest: number;
 }
 
+/** A long time in which nothing is issued, waited for or in flight, drawn narrow. */
+export interface Fold {
+  /** Real time, ns. */
+  from: number;
+  to: number;
+  /** Its width in the drawing, ns. */
+  kept: number;
+}
+
 const MOST_ROWS = 6;
+const LONG_IDLE = 1 / 8; // of the whole time
+const KEPT = 1 / 16; // of the rest
 
 /** One slot per collective, one lane per group; phases and modules above them. */
 export function lanesByOrder(trace: Trace): Lane[] {
@@ -65,6 +76,41 @@ export function lanesByTime(trace: Trace): Lane[] {
     if (spans.length) lanes.push(laned(`${label}, in flight`, spans));
   }
   return lanes;
+}
+
+/** The idle times that would take much of the drawing. */
+export function idleTimes(lanes: readonly Lane[]): Fold[] {
+  const spans = lanes.flatMap((lane) => lane.spans).sort((a, b) => a.start - b.start);
+  const found: Fold[] = [];
+  let [until, idle] = [spans[0]?.start ?? 0, 0];
+  const whole = spans.reduce((last, span) => Math.max(last, span.end), until) - until;
+  for (const { start, end } of spans) {
+    if (start - until > LONG_IDLE * whole) {
+      found.push({ from: until, to: start, kept: 0 });
+      idle += start - until;
+    }
+    until = Math.max(until, end);
+  }
+  return found.map((fold) => ({ ...fold, kept: Math.min(fold.to - fold.from, KEPT * (whole - idle)) }));
+}
+
+/** The place of a time in the drawing. */
+export function folded(time: number, folds: readonly Fold[]): number {
+  let left = 0;
+  for (const { from, to, kept } of folds) {
+    if (time <= from) break;
+    if (time < to) return from - left + ((time - from) * kept) / (to - from);
+    left += to - from - kept;
+  }
+  return time - left;
+}
+
+/** The lanes as drawn. */
+export function foldLanes(lanes: readonly Lane[], folds: readonly Fold[]): Lane[] {
+  return lanes.map((lane) => {
+    const spans = lane.spans.map((span) => ({ ...span, start: folded(span.start, folds), end: folded(span.end, folds) }));
+    return { ...lane, spans, longest: spans.reduce((most, span) => Math.max(most, span.end - span.start), 0) };
+  });
 }
 
 /** The collectives in flight at the same time, in order; only their number if there are more than `most`. */

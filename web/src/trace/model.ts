@@ -120,6 +120,8 @@ export class Trace {
   preview = false;
   steps = 0;
   startedUnixNs = 0;
+  /** When the first collective was issued, in the time of its events. */
+  firstStarted = Infinity;
   /** Sequence number of the last collective before the first forward; 0: there was none; null: unknown. */
   setupUntil: number | null = null;
   groups: Group[] = [];
@@ -322,6 +324,7 @@ export class Builder {
 
   finish(): Trace {
     const trace = this.trace;
+    for (const { started, returned } of trace.events) if (returned > 0) trace.firstStarted = Math.min(trace.firstStarted, started);
     trace.timesKnown = !trace.preview && trace.events.some((event) => event.returned > 0);
     trace.durationsKnown = trace.events.some((event) => trace.timeOf(event) > 0);
     trace.bytesKnown = trace.events.length === 0 || trace.events.some((event) => event.wireBytes > 0 || event.dtype !== "" || event.op.endsWith("barrier"));

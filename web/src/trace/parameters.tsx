@@ -41,12 +41,12 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
         </span>
       ),
     },
-    ...(narrow ? [] : [{ id: "placements", name: "Sharding", width: "minmax(9rem, 1.4fr)", cell: ({ parameter }: Row) => <span class="clip mono">{words.placements(parameter.placements) || <span class="dim">not a DTensor</span>}</span> }]),
+    ...(narrow ? [] : [{ id: "placements", name: "Sharding", width: "minmax(9rem, 1.4fr)", cell: ({ parameter }: Row) => <span class="clip mono" title={words.placements(parameter.placements)}>{words.placements(parameter.placements) || <span class="dim">not a DTensor</span>}</span> }]),
     ...(whole ? [
-      { id: "shape", name: "Shape", width: "minmax(8rem, 1fr)", cell: ({ parameter }: Row) => <span class="clip mono">{parameterShape(parameter)}</span> },
+      { id: "shape", name: "Shape", width: "minmax(8rem, 1fr)", cell: ({ parameter }: Row) => <span class="clip mono" title={parameterShape(parameter)}>{parameterShape(parameter)}</span> },
       { id: "held", name: "Held here", width: "minmax(5rem, 0.6fr)", numeric: true, cell: ({ parameter }: Row) => (parameter.localBytes === null ? "" : size(parameter.localBytes)) },
     ] : []),
-    ...(narrow ? [] : [{ id: "mesh", name: "Mesh", width: "minmax(9rem, 1.5fr)", cell: ({ parameter }: Row) => <span class="clip dim" title={parameter.mesh}>{parameter.mesh}</span> }]),
+    ...(narrow ? [] : [{ id: "mesh", name: "Mesh", width: "minmax(9rem, 1.5fr)", cell: ({ parameter }: Row) => <span class="clip dim" title={parameter.mesh}>{words.mesh(parameter.mesh)}</span> }]),
   ];
   return (
     <Section
@@ -59,6 +59,7 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
         columns={columns}
         rows={rows}
         stacked={narrow ? 2 : 0}
+        wraps
         keyOf={({ path, parameter }) => `${path}.${parameter.name} ${JSON.stringify(parameter)}`}
         empty={trace.modules.some((module) => module.parameters.length) ? "No parameter matches the filters." : "The trace has no parameters."}
       />

@@ -5,7 +5,7 @@ import { colour, onThemeChange } from "../shared/theme";
 import { count, number, seconds, size } from "../shared/words";
 import { Clipped, type Column, Grid } from "./grid";
 import { type Collective, PHASES, type Trace } from "./model";
-import { type Lane, type Span, lanesByOrder, lanesByTime } from "./lanes";
+import { type Fold, type Lane, type Span, foldLanes, folded, idleTimes, lanesByOrder, lanesByTime } from "./lanes";
 import * as words from "./words";
 
 interface SequenceProps {
@@ -35,8 +35,8 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
       id: "op", name: narrow ? "Collective and where" : "Collective", width: "minmax(10.5rem, 0.8fr)",
       cell: (event) => <span class="clip">{narrow && `#${number(event.sequence)} `}<span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} {trace.groupsKnown && <span class="dim">{trace.groupOf(event).label}</span>}{narrow && <>, {where(event)}</>}</span>,
     },
-    ...(narrow ? [] : [{ id: "where", name: "Where", width: "minmax(12rem, 1.3fr)", cell: (event: Collective) => <span class="clip" title={event.site ?? undefined}>{where(event)}</span> }]),
-    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2.8fr)", cell: (event: Collective) => <Clipped text={words.why(event)} line={[words.why(event) && ", ", words.sourceWords(event)].join("")} dim /> }]),
+    ...(narrow ? [] : [{ id: "where", name: "Where", width: "minmax(12rem, 1.7fr)", cell: (event: Collective) => <span class="clip" title={event.site ?? undefined}>{where(event)}</span> }]),
+    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2.4fr)", cell: (event: Collective) => <Clipped text={words.why(event)} line={[words.why(event) && ", ", words.sourceWords(event)].join("")} dim /> }]),
     ...sizes,
     ...(trace.timesKnown ? [
       { id: "call", name: "In call", width: narrow ? "minmax(4.8rem, 1fr)" : "4.8rem", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },
@@ -51,7 +51,7 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
         !trace.groupsKnown
           ? "Grouped by module: CommDebugMode's JSON has no order."
           : timed
-          ? "The issues and waits of each thread, and the collectives in flight on each group, from the issue to the end of the wait. Stacked bars of a group overlap in time."
+          ? "The issues and waits of each thread, and the collectives in flight on each group, from the issue to the end of the wait. Stacked bars of a group overlap in time. Time counts from the first collective; long idle times are drawn narrow."
           : `In order of issue${trace.preview ? "; the times of a preview mean nothing" : ""}. One lane per group.`
       }
       tools={trace.timesKnown ? (
@@ -71,6 +71,7 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
         chosen={chosen === null ? null : String(chosen)}
         most={14}
         stacked={narrow ? 2 : 0}
+        wraps
         empty="No collective matches the filters."
       />
     </Section>
@@ -92,7 +93,12 @@ interface DrawingProps {
 
 function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingProps) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  const lanes = useMemo(() => (timed ? lanesByTime(trace) : lanesByOrder(trace)), [trace, timed]);
+  const [lanes, folds] = useMemo((): [Lane[], Fold[]] => {
+    if (!timed) return [lanesByOrder(trace), []];
+    const real = lanesByTime(trace);
+    const idle = idleTimes(real);
+    return [foldLanes(real, idle), idle];
+  }, [trace, timed]);
   const whole = useMemo(() => extent(lanes), [lanes]);
   const [view, setView] = useState(whole);
   const [width, setWidth] = useState(0);
@@ -130,7 +136,7 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
   useEffect(() => {
     const element = canvas.current;
     if (!element || !width) return;
-    const frame = requestAnimationFrame(() => paint(element, width, height, gutter, lanes, view, shown, chosen, colours, trace, timed));
+    const frame = requestAnimationFrame(() => paint(element, width, height, gutter, lanes, folds, view, shown, chosen, colours, trace, timed));
     return () => cancelAnimationFrame(frame);
   }, [width, height, lanes, view, shown, chosen, colours, theme]);
 
@@ -241,7 +247,7 @@ function within(view: [number, number], whole: [number, number]): [number, numbe
 }
 
 function paint(
-  element: HTMLCanvasElement, width: number, height: number, gutter: number, lanes: readonly Lane[], view: [number, number],
+  element: HTMLCanvasElement, width: number, height: number, gutter: number, lanes: readonly Lane[], folds: readonly Fold[], view: [number, number],
   shown: Uint8Array, chosen: number | null, colours: ReadonlyMap<string, string>, trace: Trace, timed: boolean,
 ): void {
   const ratio = devicePixelRatio || 1;
@@ -250,14 +256,15 @@ function paint(
   const context = element.getContext("2d");
   if (!context) return;
   context.scale(ratio, ratio);
-  const [text, dim, line, idle, page, mark] = ["--text", "--dim", "--line", "--idle", "--page", "--focus"].map(colour) as [string, string, string, string, string, string];
+  const [text, dim, line, idle, page, focus] = ["--text", "--dim", "--line", "--idle", "--page", "--focus"].map(colour) as [string, string, string, string, string, string];
   const palette = new Map([...colours].map(([label, name]) => [label, colour(name)]));
   const family = getComputedStyle(document.body).fontFamily;
   context.font = `12px ${family}`;
   context.textBaseline = "middle";
   const scale = (width - gutter) / (view[1] - view[0]);
   const x = (value: number) => gutter + (value - view[0]) * scale;
-  axis(context, width, gutter, height, view, scale, timed, trace, dim, line);
+  if (timed) timeAxis(context, width, gutter, height, extent(lanes)[0], folds, view, scale, dim, line);
+  else orderAxis(context, width, gutter, height, view, scale, trace, dim, line);
   let top = AXIS;
   for (const lane of lanes) {
     context.fillStyle = text;
@@ -297,7 +304,7 @@ function paint(
         context.fillText(clipped(context, span.name, right - from - 3), from, y + LANE / 2 - 2);
       }
       if (span.event >= 0 && span.event === chosen) {
-        context.strokeStyle = mark;
+        context.strokeStyle = focus;
         context.lineWidth = 2;
         context.strokeRect(left - 1.5, y - 1, right - left + 3, LANE - 3);
       }
@@ -326,19 +333,51 @@ function clipped(context: CanvasRenderingContext2D, text: string, width: number)
   return end > 1 ? `${text.slice(0, end)}…` : "";
 }
 
-function axis(
-  context: CanvasRenderingContext2D, width: number, gutter: number, height: number, view: [number, number], scale: number, timed: boolean, trace: Trace, dim: string, line: string,
-): void {
+function roundStep(scale: number): number {
   const wanted = 90 / scale;
   const power = 10 ** Math.floor(Math.log10(wanted));
-  const step = Math.max(timed ? 1 : 1, [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted)!);
-  context.textAlign = "left";
+  return Math.max(1, [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted)!);
+}
+
+function orderAxis(
+  context: CanvasRenderingContext2D, width: number, gutter: number, height: number, view: [number, number], scale: number, trace: Trace, dim: string, line: string,
+): void {
+  const step = roundStep(scale);
   for (let tick = Math.ceil(view[0] / step) * step; tick <= view[1]; tick += step) {
-    const at = gutter + (tick - view[0]) * scale;
-    context.fillStyle = line;
-    context.fillRect(at, AXIS - 4, 1, height - AXIS + 4);
-    context.fillStyle = dim;
-    const said = timed ? seconds(tick / 1e9) : `#${trace.events[Math.round(tick)]?.sequence ?? ""}`;
-    if (at + context.measureText(said).width < width) context.fillText(said, at + 3, AXIS / 2);
+    mark(context, gutter + (tick - view[0]) * scale, `#${trace.events[Math.round(tick)]?.sequence ?? ""}`, width, height, dim, line);
   }
+}
+
+/** Times since the first collective, and bands for the idle times that are drawn narrow. */
+function timeAxis(
+  context: CanvasRenderingContext2D, width: number, gutter: number, height: number, first: number, folds: readonly Fold[], view: [number, number], scale: number, dim: string, line: string,
+): void {
+  const x = (time: number) => gutter + (folded(time, folds) - view[0]) * scale;
+  const step = roundStep(scale);
+  const parts = [first, ...folds.flatMap(({ from, to }) => [from, to]), Infinity];
+  for (let part = 0; part < parts.length; part += 2) {
+    const [from, to] = [parts[part]!, parts[part + 1]!];
+    const begin = from + Math.max(0, view[0] - folded(from, folds));
+    for (let tick = Math.ceil((begin - first) / step) * step + first; tick <= to && folded(tick, folds) <= view[1]; tick += step) {
+      mark(context, x(tick), seconds((tick - first) / 1e9), Math.min(width, x(to)), height, dim, line);
+    }
+  }
+  for (const { from, to } of folds) {
+    const [left, right] = [Math.max(gutter, x(from)), Math.min(width, x(to))];
+    if (right <= left) continue;
+    context.fillStyle = line;
+    context.globalAlpha = 0.5;
+    context.fillRect(left, 0, right - left, height);
+    context.globalAlpha = 1;
+    context.fillStyle = dim;
+    context.fillText(clipped(context, `${seconds((to - from) / 1e9)} idle`, right - left - 6), left + 3, AXIS / 2);
+  }
+}
+
+function mark(context: CanvasRenderingContext2D, at: number, said: string, width: number, height: number, dim: string, line: string): void {
+  context.textAlign = "left";
+  context.fillStyle = line;
+  context.fillRect(at, AXIS - 4, 1, height - AXIS + 4);
+  context.fillStyle = dim;
+  if (at + 3 + context.measureText(said).width < width) context.fillText(said, at + 3, AXIS / 2);
 }

@@ -8,6 +8,11 @@ export function placements(text: string): string {
   return plain.startsWith("(") && plain.endsWith(",)") ? plain.slice(1, -2) : plain;
 }
 
+/** The dimensions of a mesh: `dp=2, tp=4` of `DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))`. */
+export function mesh(text: string): string {
+  return /^DeviceMesh\(\(([^()]*?),?\)/.exec(text)?.[1] ?? text;
+}
+
 export function shortOp(name: string): string {
   const parts = name.split(".");
   return parts.length > 1 && (parts[0] === "aten" || parts[0] === "prims") ? parts[1]! : name;
