@@ -338,9 +338,8 @@ def _looked_at(job: JobIndex) -> str:
         }
     )
     without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
-    return (
-        f"{ranks}{of}, {count(total, 'record')} on {count(len(job.channels), 'channel')}{without}"
-    )
+    groups = {key[1:] for key in job.channels}
+    return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
 
 
 def _missing_evidence(job: JobIndex) -> list[str]:

@@ -42,7 +42,7 @@ def finding(**more: object) -> Finding:
 
 def verdict(*findings: Finding, **more: object) -> Verdict:
     return Verdict.from_findings(
-        list(findings), **({"looked_at": "4 ranks, 160 records on 1 channel"} | more)
+        list(findings), **({"looked_at": "4 ranks, 160 records of 1 group"} | more)
     )
 
 
@@ -58,7 +58,7 @@ NEXT     look at load_batch (train.py:57) on rank 2.
 Evidence
   - rank 2: its stack does not move and it uses no CPU.
 
-Looked at 4 ranks, 160 records on 1 channel.
+Looked at 4 ranks, 160 records of 1 group.
 """
 
 
