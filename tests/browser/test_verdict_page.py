@@ -17,12 +17,13 @@ from flight_recorder_dumps import dump, entry
 
 from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
-from commlens.model.collective import Frame, FrameKind
-from commlens.model.ranklog import RankLog
+from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.page import render_page
 from commlens.reports.verdict_page import verdict_html
 
 OpenPage = Callable[..., Any]
+REFUSAL = "DistributedOperationException: Cannot apply desired operation due to shape mismatches."
 
 
 def mesh(job: Job, rank: int) -> Iterator[object]:
@@ -172,7 +173,8 @@ def test_a_rank_can_be_looked_up_and_linked_to(open_page: OpenPage, stuck: Path)
     page = open_page(stuck, anchor="rank-5")
     panel = page.get_by_role("complementary", name="Rank 5")
     panel.wait_for()
-    assert "load_batch" in panel.inner_text() and "root cause" in panel.inner_text()
+    assert "It is in load_batch at train.py:57." in panel.inner_text()
+    assert "culprit" in panel.inner_text()
     page.keyboard.press("Escape")
     panel.wait_for(state="detached")
     page.get_by_role("searchbox", name="Search ranks").fill("reduce_scatter")
@@ -264,6 +266,49 @@ def test_a_disagreement_and_a_cycle(open_page: OpenPage, tmp_path: Path):
     assert "shape differs" in page.inner_text("#issued tr.fault th")
     page = open_page(write(tmp_path, Job(4).run(swapped).logs()))
     assert page.locator("path.edge").count() == 2, "each waits for the other"
+
+
+def other_op(job: Job, rank: int) -> Iterator[object]:
+    for step in range(6):
+        if (rank, step) == (0, 4):
+            yield collective("all_gather", job.world, 32, line=21, function="average")
+        else:
+            yield all_reduce(job.world, 32, line=26, function="average")
+        yield Step()
+
+
+def test_a_mismatch_names_no_rank_s_op_for_all_and_shows_both_lines(
+    open_page: OpenPage, tmp_path: Path
+):
+    page = open_page(write(tmp_path, Job(4).run(other_op).logs()))
+    assert "Rank 0 issued all_gather where the others issued all_reduce" in page.inner_text("h1")
+    caption = page.inner_text("#timeline .arrivals")
+    assert caption.startswith("collective #5 of the default group [0-3]: ")
+    answer = page.inner_text(".answer")
+    assert "/home/me/train.py:21 average" in answer
+    assert "ranks 1-3\n/home/me/train.py:26 average" in answer
+
+
+def test_a_refused_collective_is_not_called_a_wait(open_page: OpenPage, tmp_path: Path):
+    logs = Job(4).run(disagree).logs()
+    for log in logs:
+        op = log.collectives[-1]
+        op.state, op.error, op.done_ns = State.FAILED, REFUSAL, op.announced_ns + 5_000_000
+        log.exception = f"commlens.errors.{REFUSAL}"
+        log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
+    page = open_page(write(tmp_path, logs))
+    assert "gave up" not in page.inner_text("main")
+    assert "were refused all_reduce #5 of the default group" in page.inner_text("#waiting")
+    assert "was refused all_reduce #5 of the default group" in page.inner_text("#ranks")
+
+
+def test_the_step_table_fits_a_phone(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck, width=390)
+    table = page.locator("#step .table-scroll")
+    assert table.evaluate("table => table.scrollWidth - table.clientWidth") <= 0
+    headings = table.locator("th").all_inner_texts()
+    figures = table.locator("tbody tr").first.locator("td:not(.empty)").nth(1)
+    assert figures.get_attribute("data-heading") in headings
 
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>\u2028\u202e'\"&{{7*7}}"

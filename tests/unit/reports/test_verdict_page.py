@@ -18,7 +18,6 @@ from flight_recorder_dumps import dump, entry
 from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page import verdict_page
 from commlens.reports.verdict_page.data import SourceLines, VerdictPage
 from commlens.reports.verdict_page.source_lines import source_lines
@@ -235,20 +234,6 @@ def test_nothing_to_show() -> None:
 
 
 class TestSourceLines:
-    def verdict(self, file: str, line: int, function: str = "load") -> Verdict:
-        finding = Finding(
-            kind="missing",
-            why="user-code",
-            root_cause=True,
-            culprits=[1],
-            victims=[0],
-            confidence="high",
-            summary="x",
-            source_file=f"{file}:{line}",
-            function=function,
-        )
-        return Verdict.from_findings([finding])
-
     def script(
         self,
         folder: Path,
@@ -262,30 +247,28 @@ class TestSourceLines:
             tmp_path,
             "".join(f"line {i}\n" for i in range(1, 60)) + "def load():\n" + "x = 1\n" * 20,
         )
-        found = source_lines(self.verdict(str(file), 62), time.time_ns())
+        found = source_lines(f"{file}:62", "load", time.time_ns())
         assert found == SourceLines(58, 62, ["line 58", "line 59", "def load():", *["x = 1"] * 6])
 
     def test_bounded(self, tmp_path: Path) -> None:
         file = self.script(tmp_path, "def load():\n\t</script>" + "x" * 10_000 + "\n")
-        found = source_lines(self.verdict(str(file), 2), 0)
+        found = source_lines(f"{file}:2", "load", 0)
         assert found is not None and found.lines[0] == "def load():"
         assert found.lines[1].startswith("    </script>xx") and len(found.lines[1]) < 200
 
     def test_no_file_that_is_not_the_one_that_ran(self, tmp_path: Path) -> None:
         file = self.script(tmp_path)
         now = time.time_ns()
-        assert source_lines(self.verdict(str(file), 5), now) is not None
-        assert source_lines(self.verdict(str(file), 5), now - 3_600_000_000_000) is None, (
-            "changed since"
-        )
-        assert source_lines(self.verdict(str(file), 5, "save"), now) is None, "has no such function"
-        assert source_lines(self.verdict(str(file), 50), now) is None, "is shorter"
-        assert source_lines(self.verdict("train.py", 5), now) is None, "a folder that is not known"
+        assert source_lines(f"{file}:5", "load", now) is not None
+        assert source_lines(f"{file}:5", "load", now - 3_600_000_000_000) is None, "changed since"
+        assert source_lines(f"{file}:5", "save", now) is None, "has no such function"
+        assert source_lines(f"{file}:50", "load", now) is None, "is shorter"
+        assert source_lines("train.py:5", "load", now) is None, "a folder that is not known"
         (tmp_path / "secret.txt").write_text("def load(): 1\n")
-        assert source_lines(self.verdict(str(tmp_path / "secret.txt"), 1), now) is None
+        assert source_lines(f"{tmp_path / 'secret.txt'}:1", "load", now) is None
         os.mkfifo(tmp_path / "pipe.py")
-        assert source_lines(self.verdict(str(tmp_path / "pipe.py"), 1), now) is None
-        assert source_lines(Verdict(), now) is None
+        assert source_lines(f"{tmp_path / 'pipe.py'}:1", "load", now) is None
+        assert source_lines("", "", now) is None
 
 
 def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> (

@@ -175,6 +175,7 @@ export interface VerdictPage {
   stacks: StackClass[];
   step: StepTable | null;
   source: SourceLines | null;
+  others: OtherLine | null;
 }
 
 /** Where the communication time of a step goes. */
@@ -192,9 +193,16 @@ export interface SourceLines {
   lines: string[];
 }
 
+/** In a mismatch: the line of the ranks that are not the culprits. */
+export interface OtherLine {
+  ranks: string;
+  place: string;
+  source: SourceLines | null;
+}
+
 /** The names of the roles on the page. */
 export const ROLES: Record<Role, string> = {
-  culprit: "root cause",
+  culprit: "culprit",
   awaited: "waited for",
   involved: "involved",
   victim: "victim",

@@ -6,7 +6,7 @@ import { Section } from "../shared/page";
 import { setAnchor } from "../shared/route";
 import { matches, Search } from "../shared/search";
 import { number, seconds } from "../shared/words";
-import { ROLES, type VerdictPage } from "./data";
+import { ROLES, type RankClass, type VerdictPage } from "./data";
 import { openRank, RoleChip } from "./parts";
 import { Stack } from "./stacks";
 
@@ -60,6 +60,12 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
   );
 }
 
+/** ` at train.py:57 load_batch`; without the function if the activity names it. */
+function place({ each, place }: RankClass): string {
+  const [line, name] = [place.slice(0, place.indexOf(" ")), place.slice(place.indexOf(" ") + 1)];
+  return place ? ` at ${line && each === `is in ${name}` ? line : place}` : "";
+}
+
 /** The facts on one rank, in a panel beside the page. */
 export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
   const { ranks } = page;
@@ -98,7 +104,7 @@ export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
       </header>
       {index < 0 ? <p>There is no rank {rank} in this job.</p> : (
         <>
-          {known && <p>{`It ${known.each}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, like all of ranks ${known.ranks}` : ""}.`}</p>}
+          {known && <p>{`It ${known.each}${place(known)}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, like all of ranks ${known.ranks}` : ""}.`}</p>}
           <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
           {about.map((finding, at) => <p key={at} class={finding.root_cause ? "blame" : "dim"}>{finding.summary}.</p>)}
           {stack && <><h3>Stack</h3><Stack stack={stack} bare /></>}

@@ -15,7 +15,9 @@ export function Step({ page }: { page: VerdictPage }) {
           </thead>
           <tbody>
             {step.rows.map((row, index) => (
-              <tr key={index} class={row[0] ? "whole" : ""}>{row.map((cell, column) => <td key={column}>{cell}</td>)}</tr>
+              <tr key={index} class={row[0] ? "whole" : ""}>
+                {row.map((cell, column) => <td key={column} data-heading={step.headings[column]} class={cell ? undefined : "empty"}>{cell}</td>)}
+              </tr>
             ))}
           </tbody>
         </table>

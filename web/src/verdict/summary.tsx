@@ -1,6 +1,7 @@
 import { CopyButton } from "../shared/copy";
 import { count, unbroken } from "../shared/words";
 import type { Finding, SourceLines, VerdictPage } from "./data";
+import { ranksPhrase } from "./parts";
 
 const HEADLINES: Record<string, string> = {
   healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler", undetermined: "Not enough evidence",
@@ -41,6 +42,16 @@ export function Summary({ page }: { page: VerdictPage }) {
               <CopyButton label="Copy the source line" text={first.source_file} bare />
             </dd>
             {page.source && <dd class="source"><Source source={page.source} /></dd>}
+          </>
+        )}
+        {page.others && (
+          <>
+            <dt>{ranksPhrase(page.others.ranks)}</dt>
+            <dd class="with-button">
+              <code>{page.others.place}</code>
+              <CopyButton label={`Copy the source line of ${ranksPhrase(page.others.ranks)}`} text={page.others.place} bare />
+            </dd>
+            {page.others.source && <dd class="source"><Source source={page.others.source} /></dd>}
           </>
         )}
       </dl>

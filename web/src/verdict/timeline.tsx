@@ -28,7 +28,7 @@ export function Timeline({ page, selected }: { page: VerdictPage; selected: numb
   const about = data.lanes.length === 0
     ? "There is nothing to draw."
     : `A bar is a collective, from its issue to its end; one that never ended is hatched and open at the right. ${
-        data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the root cause and some of each class. ` : ""
+        data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the culprits and some of each class. ` : ""
       }Drag to move, Ctrl and the wheel (or the buttons) to zoom.`;
   return (
     <Section id="timeline" title="Timeline" about={about}>

@@ -12,7 +12,7 @@ from commlens.reports.terminal import render
 from commlens.reports.verdict_page.data import Ranks, VerdictPage
 from commlens.reports.verdict_page.job import Job, phrase
 from commlens.reports.verdict_page.rank_grids import rank_grids
-from commlens.reports.verdict_page.source_lines import source_lines
+from commlens.reports.verdict_page.source_lines import culprits_lines, others_line
 from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Index, timeline
@@ -48,9 +48,8 @@ def verdict_page(examined: ExaminedJob) -> VerdictPage:
         tables=tables(job),
         stacks=merged,
         step=_step(examined),
-        source=source_lines(
-            examined.verdict, max((view.now_ns for view in job.index.views.values()), default=0)
-        ),
+        source=culprits_lines(job),
+        others=others_line(job),
     )
 
 

@@ -214,11 +214,19 @@ class Ranks(msgspec.Struct):
 
 
 class SourceLines(msgspec.Struct):
-    """The lines of source around the culprit's."""
+    """The lines of source around one."""
 
     first: int  # number of the first one
-    line: int  # number of the culprit's
+    line: int  # number of the one that matters
     lines: list[str]
+
+
+class OtherLine(msgspec.Struct):
+    """In a mismatch: the line at which the ranks other than the culprits issued the collective."""
+
+    ranks: str
+    place: str  # "/home/me/train.py:26 average_gradients"
+    source: SourceLines | None = None
 
 
 class VerdictPage(msgspec.Struct, kw_only=True):
@@ -237,4 +245,5 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     stacks: list[StackClass]
     # where the communication time of a step goes, if the records tell
     step: StepTable | None = None
-    source: SourceLines | None = None
+    source: SourceLines | None = None  # of the culprit
+    others: OtherLine | None = None

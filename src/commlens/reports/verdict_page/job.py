@@ -30,6 +30,7 @@ _WAIT = {
     "failed": "gave up waiting in",
     "unknown": "may wait in",
 }
+_REFUSED = "were refused"  # by strict verification, before anything was sent
 
 
 class Doing(NamedTuple):
@@ -133,7 +134,8 @@ class Job:
         blocks = [(rank, block) for rank in ranks if (block := self.block_of(rank)) is not None]
         detail = ""
         if blocks:
-            longest = max(block.age_ns for _, block in blocks) if self.knows_capture_time else 0
+            waits = [block.age_ns for rank, block in blocks if not self._is_refused(rank, block)]
+            longest = max(waits, default=0) if self.knows_capture_time else 0
             kinds = {args_phrase(block.op) for _, block in blocks}
             parts = [f"for {duration(longest)}"] if longest else []
             parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
@@ -169,7 +171,8 @@ class Job:
             where = frame_phrase(view.exit.source) or _main_line(view)
             return Doing(role, view.exit.text or "ended", where if placed else "")
         if block is not None:
-            words = f"{_WAIT[block.how]} {_phrase(block.op, detail)}"
+            does = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
+            words = f"{does} {_phrase(block.op, detail)}"
             return Doing(role, words, frame_phrase(block.op.source) if placed else "")
         where = _main_line(view)
         if where:
@@ -189,6 +192,10 @@ class Job:
             f"issued {_phrase(view.last_op, detail)} last",
             frame_phrase(view.last_op.source) if placed else "",
         )
+
+    def _is_refused(self, rank: int, block: Block) -> bool:
+        """Return whether strict verification refused the collective before it was issued."""
+        return block.how == "failed" and self.index.views[rank].exit.refused
 
     def block_of(self, rank: int) -> Block | None:
         """Return what blocks a rank: the block of its main thread, else the oldest one."""
@@ -237,6 +244,7 @@ def _singular(words: str) -> str:
     for many, one in (
         ("wait in", "waits in"),
         ("are ", "is "),
+        ("were ", "was "),
         ("probably wait", "probably waits"),
         ("have ", "has "),
     ):

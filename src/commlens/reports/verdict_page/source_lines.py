@@ -1,43 +1,76 @@
-"""A few lines of source around the culprit's line, where the file is still readable and as old as
-the evidence.
+"""A few lines of source around the culprit's line, and around that of the ranks that disagree with
+it, where the files are still readable and as old as the evidence.
 """
 
 from __future__ import annotations
 
 import re
 import stat
+from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 
-from commlens.model.verdict import Verdict
-from commlens.reports.verdict_page.data import SourceLines
-from commlens.text import clean
+from commlens.model.collective import Frame
+from commlens.reports.verdict_page.data import OtherLine, SourceLines
+from commlens.reports.verdict_page.job import Job
+from commlens.text import clean, format_ranks
 
 _AROUND = 4  # lines before and after
 _LONGEST = 160  # characters of a line
 _LARGEST = 4_000_000  # bytes of a file
 
 
-def source_lines(verdict: Verdict, captured_ns: int) -> SourceLines | None:
-    """Return the lines around that of the first finding; None if there are none to trust.
+def culprits_lines(job: Job) -> SourceLines | None:
+    """Return the lines around that of the first finding; None if there are none to trust."""
+    finding = job.verdict.findings[0] if job.verdict.findings else None
+    if finding is None:
+        return None
+    return source_lines(finding.source_file or "", finding.function or "", _captured(job))
+
+
+def others_line(job: Job) -> OtherLine | None:
+    """Return where the ranks that disagree with the culprits issued the collective; None if the
+    first finding is no mismatch, or they issued it at the culprits' line.
+    """
+    finding = job.verdict.findings[0] if job.verdict.findings else None
+    if finding is None or not finding.kind.startswith("mismatch/") or not job.focus:
+        return None
+    channel, number, focused = job.focus[0]
+    ranks: dict[Frame, list[int]] = defaultdict(list)
+    for rank in channel[2] if focused is finding else ():
+        view = job.index.views.get(rank)
+        track = view.tracks.get(channel) if view is not None else None
+        op = track.ops.get(number) if track is not None else None
+        if rank not in finding.culprits and op is not None and op.source is not None:
+            ranks[op.source].append(rank)
+    if not ranks:
+        return None
+    frame = max(ranks, key=lambda each: len(ranks[each]))
+    file = f"{frame.file}:{frame.line}"
+    if file == finding.source_file:
+        return None
+    place = f"{file} {frame.function}".strip()
+    lines = source_lines(file, frame.function, _captured(job))
+    return OtherLine(format_ranks(ranks[frame]), place, lines)
+
+
+def _captured(job: Job) -> int:
+    return max((view.now_ns for view in job.index.views.values()), default=0)
+
+
+def source_lines(source_file: str, function: str, captured_ns: int) -> SourceLines | None:
+    """Return the lines around one; None if there are none to trust.
 
     A dump can name any file, so only regular Python files are read. A file that is newer than the
     evidence, or that does not hold the function, is not the one that ran.
 
     Args:
-        verdict: the verdict.
+        source_file: the file's path and the line's number, joined by a colon.
+        function: the function's name; empty if unknown.
         captured_ns: when the evidence was recorded, Unix ns; 0 if unknown.
     """
-    finding = verdict.findings[0] if verdict.findings else None
-    name, _, number = (
-        (finding.source_file or "").rpartition(":") if finding is not None else ("", "", "")
-    )
-    if (
-        finding is None
-        or not name.endswith(".py")
-        or not Path(name).is_absolute()
-        or not number.isdecimal()
-    ):
+    name, _, number = source_file.rpartition(":")
+    if not name.endswith(".py") or not Path(name).is_absolute() or not number.isdecimal():
         return None
     first, line = max(1, int(number) - _AROUND), int(number)
     try:
@@ -52,7 +85,6 @@ def source_lines(verdict: Verdict, captured_ns: int) -> SourceLines | None:
             read = [text.rstrip("\n").expandtabs(4) for text in islice(file, line + _AROUND)]
     except (OSError, ValueError):
         return None
-    function = finding.function or ""
     if function.isidentifier() and not any(
         re.search(rf"\b(def|class)\s+{function}\b", text) for text in read[:line]
     ):

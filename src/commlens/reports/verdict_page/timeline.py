@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from commlens.diagnosis.index.job_index import ChannelKey, RankView
 from commlens.model.collective import Channel, Collective, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
-from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.job import Job, label
 from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
 
 T = TypeVar("T")
@@ -184,19 +184,22 @@ def _arrivals(
 ) -> Arrivals | None:
     met: list[tuple[int, int]] = []
     absent: list[int] = []
+    names: set[str] = set()
     first: Collective | None = None
     for rank in key[2]:
         view = job.index.views.get(rank)
         op = _op(view, key, number) if view is not None else None
         if op is not None and op.announced_ns:
             met.append((_us(op.announced_ns, zero), rank))
+            names.add(op.op)
             first = first or op
         elif op is None:
             absent.append(rank)
     if first is None:
         return None
     met.sort()
-    title = f"{phrase(first)} [{format_ranks(key[2])}]"
+    name = first.op if len(names) == 1 else "collective"
+    title = f"{name} #{number} of {label(first)} [{format_ranks(key[2])}]"
     return Arrivals(
         title,
         channels(key),
