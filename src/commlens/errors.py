@@ -118,7 +118,7 @@ class MissingDependency(CommlensError):
         there was one.
         """
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
-        return cls(f"{feature} needs torch, which {reason}: pip install 'commlens[torch]'")
+        return cls(f"{feature} needs torch, which {reason}: pip install torch")
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

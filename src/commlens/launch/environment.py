@@ -92,7 +92,7 @@ def _has_torch() -> bool:
 def _torch(report: Report) -> str:
     if not _has_torch():
         report.problems.append(
-            "Recording, tracing and verifying need torch: pip install 'commlens[torch]'. Diagnosing"
+            "Recording, tracing and verifying need torch: pip install torch. Diagnosing"
             " works without it."
         )
         return "not installed"
@@ -281,7 +281,7 @@ def _ptrace(report: Report) -> str:
     if program is None:
         report.problems.append(
             "The stack of a rank that holds the GIL cannot be read without py-spy: pip install"
-            " 'commlens[stacks]'."
+            " py-spy."
         )
     return f"{words}; py-spy is {'at ' + program if program else 'not installed'}"
 

@@ -63,8 +63,7 @@ def look_at(
     """
     if pyspy.find() is None:
         raise MissingDependency(
-            "commlens attach reads stacks with py-spy, which is not installed: pip install"
-            " 'commlens[stacks]'"
+            "commlens attach reads stacks with py-spy, which is not installed: pip install py-spy"
         )
     observer = Observer(window_s + 5.0, use_py_spy=False)
     for one in job.ranks:

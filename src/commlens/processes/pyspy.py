@@ -56,7 +56,7 @@ def dump(
     """
     program = find()
     if program is None:
-        return None, "py-spy is not installed: `pip install 'commlens[stacks]'`"
+        return None, "py-spy is not installed: `pip install py-spy`"
     command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid), *options]
     try:
         done = subprocess.run(

@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     try:
         from commlens.scenarios import lab
     except ImportError as error:
-        raise MissingDependency(f"The scenarios need torch, which cannot be imported ({error}): pip install 'commlens[torch]'") from None
+        raise MissingDependency(f"The scenarios need torch, which cannot be imported ({error}): pip install torch") from None
     lab.running_name = scenario.name
     importlib.import_module(f"commlens.scenarios.programs.{scenario.program}").main()
 

@@ -52,7 +52,7 @@ class ObserverClient:
         import importlib.util
 
         if importlib.util.find_spec("msgspec") is None:
-            raise MissingDependency("it needs msgspec: pip install commlens.")
+            raise MissingDependency("it needs msgspec: pip install msgspec.")
         roots = job_dirs.box_roots(settings.box_dir)
         if not roots:
             raise CommandError(

@@ -85,7 +85,7 @@ class _Zstandard:
         except ImportError as error:
             raise MissingDependency(
                 f"Reading a file compressed with Zstandard needs the package zstandard ({error}):"
-                " pip install 'commlens[zstd]'"
+                " pip install zstandard"
             ) from None
         self._one = zstandard.ZstdDecompressor().decompressobj()
         self._left = b""

@@ -97,8 +97,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise MissingDependency(
-            f"Reading {printable(url)} needs the package fsspec ({error}): pip install"
-            " 'commlens[fsspec]'"
+            f"Reading {printable(url)} needs the package fsspec ({error}): pip install fsspec"
         ) from None
     try:
         system, path = url_to_fs(url)

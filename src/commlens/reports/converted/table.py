@@ -99,7 +99,7 @@ def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
         import pyarrow.parquet
     except ImportError as error:
         raise MissingDependency(
-            f"Writing Parquet needs the package pyarrow ({error}): pip install 'commlens[parquet]'"
+            f"Writing Parquet needs the package pyarrow ({error}): pip install pyarrow"
         ) from None
     texts = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     types = {name: pyarrow.type_for_alias(dtype) for name, dtype in _PLAIN.items()}

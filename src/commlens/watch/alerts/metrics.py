@@ -1,7 +1,7 @@
 """Gauges and counters of a running job for Prometheus: a file for the node exporter, or a local
 HTTP endpoint.
 
-prometheus_client (``pip install 'commlens[metrics]'``) formats and serves them; it is imported only
+prometheus_client (``pip install prometheus-client``) formats and serves them; it is imported only
 if a setting asks for metrics.
 """
 
@@ -47,10 +47,7 @@ class Metrics:
         try:
             import prometheus_client
         except ImportError:
-            say(
-                "no metrics: prometheus_client is not installed (`pip install"
-                " 'commlens[metrics]'`)."
-            )
+            say("no metrics: prometheus_client is not installed (`pip install prometheus-client`).")
             return
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
