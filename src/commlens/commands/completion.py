@@ -10,12 +10,14 @@ from commlens.errors import MissingDependency
 class CompletionCommand:
     """Print a script that makes a shell complete commlens's commands and options.
 
-    bash: commlens completion bash > ~/.local/share/bash-completion/completions/commlens
+    bash: mkdir -p ~/.local/share/bash-completion/completions; commlens completion bash >
+    ~/.local/share/bash-completion/completions/commlens
 
-    zsh: commlens completion zsh > ~/.zfunc/_commlens, with fpath+=~/.zfunc before compinit in
-    ~/.zshrc
+    zsh: mkdir -p ~/.zfunc; commlens completion zsh > ~/.zfunc/_commlens, with fpath+=~/.zfunc
+    before compinit in ~/.zshrc
 
-    fish: commlens completion fish > ~/.config/fish/completions/commlens.fish
+    fish: mkdir -p ~/.config/fish/completions; commlens completion fish >
+    ~/.config/fish/completions/commlens.fish
 
     The next shell that you open completes. Print the script again after an update of commlens or
     torch.
@@ -31,8 +33,7 @@ class CompletionCommand:
             import shtab
         except ImportError:
             raise MissingDependency(
-                "commlens completion needs shtab, which is not installed: pip install"
-                " 'commlens[completion]'"
+                "commlens completion needs shtab, which is not installed: pip install shtab"
             ) from None
         from commlens.commands.whole_parser import whole_parser
 
