@@ -19,6 +19,7 @@ Each class has a ``slug``, its heading in docs/errors.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class CommlensError(Exception):
@@ -88,11 +89,16 @@ class DistributedOperationException(CommlensError):
     """A collective would hang or fail, so it was not issued. The message, the same on all ranks,
     lists every rank's arguments.
 
-    ``kind`` is the kind in a verdict: "mismatch/shape", "missing", "dead", "cycle".
+    ``kind`` is the kind in a verdict: "mismatch/shape", "missing", "dead", "cycle". ``refusal``
+    holds the kind, the aspect and the ranks as fields.
     """
 
     slug = "distributed-operation"
     kind = ""
+
+    def __init__(self, *text: object) -> None:
+        super().__init__(*text)
+        self.refusal: dict[str, Any] = {}
 
 
 class RanksFailed(CommlensError):

@@ -17,6 +17,7 @@ from commlens.model.collective import (
     ProcessGroup,
     TensorSpec,
 )
+from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -80,6 +81,7 @@ class ExceptionJson(msgspec.Struct, frozen=True, tag_field="k", tag="exception")
 
     text: str
     f: tuple[FrameJson, ...] = ()
+    refusal: Refusal | None = None
 
 
 class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):

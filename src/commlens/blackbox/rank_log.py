@@ -36,6 +36,7 @@ from commlens.model.collective import (
 )
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog, ThreadStack
+from commlens.model.refusal import Refusal
 
 # over all groups of a box: the text "0-99999999" is cheap, its tuple is not
 _RANKS_MAX: Final = 500_000
@@ -185,7 +186,7 @@ class BoxReader:
         collectives = self._collectives(newest)
         setups = self._setups()
         stacks, stacks_ns = self._evidence()
-        exception, exception_stack = self._exception()
+        exception, exception_stack, refusal = self._exception()
         expecting = None
         if status.expecting:
             expecting = self.text(status.expecting)
@@ -236,6 +237,7 @@ class BoxReader:
             left=status.left,
             exception=exception,
             exception_stack=exception_stack,
+            refusal=refusal,
             initialised=status.initialised,
             timeout_s=status.timeout_s,
             stall_timeout_s=about_number(about, "stall_timeout"),
@@ -285,19 +287,19 @@ class BoxReader:
             position, state = blob.prev, State.COMPLETED
         return found[::-1]
 
-    def _exception(self) -> tuple[str | None, Stack]:
+    def _exception(self) -> tuple[str | None, Stack, Refusal | None]:
         status = self.status
         if not status.exception:
-            return (None, ()) if not status.closed_by_exception else ("a non-zero exit status", ())
+            return "a non-zero exit status" if status.closed_by_exception else None, (), None
         blob = self.side.blob(status.exception, ExceptionJson)
         if blob is None:
             self.problems.append("the text of the uncaught exception could not be read")
-            return "an exception whose text is lost", ()
+            return "an exception whose text is lost", (), None
         line = next(
             (line.strip() for line in blob.text.splitlines() if line.strip()),
             "an exception without a text",
         )
-        return line[:_TEXT_MAX], self.frames(blob.f)
+        return line[:_TEXT_MAX], self.frames(blob.f), blob.refusal
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
         """Return the newest intact evidence slot. The other one may be in the middle of a write."""

@@ -47,7 +47,11 @@ def record_exception(
         )
         told = told[:500] + _of_ranks(str(error))
         text = f"{kind.__name__}: {told}" if told else kind.__name__
-    writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
+    blob = {"k": "exception", "text": text, "f": frames[:64]}
+    position = 0
+    if isinstance(refusal, DistributedOperationException) and refusal.refusal:
+        position = writer.add_blob({**blob, "refusal": refusal.refusal})
+    writer.word(L.EXCEPTION, position or writer.add_blob(blob))  # it may be too large with it
     if refusal is not None:
         error_file.write(os.environ, str(refusal))
 

@@ -14,7 +14,13 @@ from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
 from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpack
 from commlens.verification.channels import FunctionCall, Pending, group_name
-from commlens.verification.messages import Row, Subject, leaves_text, mismatch_text
+from commlens.verification.messages import (
+    Row,
+    Subject,
+    leaves_text,
+    mismatch_refusal,
+    mismatch_text,
+)
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
@@ -163,7 +169,7 @@ class Comparison:
             if isinstance(answer, LeafDisagreement)
             else mismatch_text(answer, subject, rows)
         )
-        self._refusals.post(pending, f"mismatch/{answer.aspect}", text)
+        self._refusals.post(pending, mismatch_refusal(answer.aspect, subject, rows), text)
 
 
 def table_row(rank: int, blob: dict[str, Any]) -> Row:

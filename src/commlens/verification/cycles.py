@@ -89,7 +89,11 @@ class Cycles:
         group = (board.channel(key) or {}).get("group", "an unknown group")
         collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of {group}"
         return CycleStep(
-            rank, collective, str(blob.get("where", "")), sorted(self.absent_from(key, number))
+            rank,
+            collective,
+            str(blob.get("where", "")),
+            sorted(self.absent_from(key, number)),
+            str(blob.get("op", "")),
         )
 
     def _canonical(self, cycle: list[Step]) -> list[Step]:

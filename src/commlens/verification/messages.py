@@ -13,6 +13,7 @@ import msgspec
 from commlens.matching.answer import Disagree
 from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT, SENT_BY_ROOT
+from commlens.model.refusal import Refusal, RefusedWait
 from commlens.text import format_ranks, ranks_phrase, verb
 from commlens.verification.arguments import LeafDisagreement
 
@@ -46,6 +47,8 @@ _MISMATCHES = {
 }
 """Aspect -> the reason of a refusal, and the heading of its table."""
 
+_OTHER_OPS = "ranks issued different operations as the same collective of their group"
+_CYCLE = "ranks wait for each other, and none of them can continue"
 _LEAVES_SHOWN = 8
 
 
@@ -75,6 +78,7 @@ class CycleStep(msgspec.Struct, frozen=True):
     collective: str  # "all_reduce #3 of the default group"
     where: str
     absent: Sequence[int]
+    op: str = ""  # "all_reduce"
 
 
 def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> str:
@@ -86,13 +90,7 @@ def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> st
         rows: all ranks that have announced, in order of rank.
     """
     if answer.aspect == "op":
-        first, heading = (
-            (
-                "Cannot apply desired operation: ranks issued different operations as the same"
-                " collective of their group."
-            ),
-            "Operations",
-        )
+        first, heading = f"Cannot apply desired operation: {_OTHER_OPS}.", "Operations"
     else:
         reason, heading = _MISMATCHES[answer.aspect]
         first = f"Cannot apply desired operation due to {reason}."
@@ -126,11 +124,7 @@ def absence_text(
         waited_s: how long the others have waited, in seconds.
         behind: further ranks that wait, for those that wait.
     """
-    ranks = ranks_phrase(absent)
-    if kind == "dead":
-        fact = f"{ranks} {verb(absent, 'has', 'have')} ended and will not take part"
-    else:
-        fact = f"{ranks} did not take part within {waited_s:.0f} s"
+    fact = _absence(kind, absent, waited_s)
     table = _table("missing", [*rows, *(Row(rank, None, where) for rank, where in absent.items())])
     held_up = ["Held up by this:", *map(_wait_line, behind)] if behind else []
     return "\n".join(
@@ -143,6 +137,48 @@ def absence_text(
             *held_up,
         ]
     )
+
+
+def _absence(kind: str, absent: Mapping[int, str], waited_s: float) -> str:
+    ranks = ranks_phrase(absent)
+    if kind == "dead":
+        return f"{ranks} {verb(absent, 'has', 'have')} ended and will not take part"
+    return f"{ranks} did not take part within {waited_s:.0f} s"
+
+
+def absence_refusal(
+    kind: str,
+    subject: Subject,
+    rows: Sequence[Row],
+    absent: Mapping[int, str],
+    waited_s: float,
+) -> Refusal:
+    """Return the facts of :func:`absence_text`, which takes the same arguments."""
+    return Refusal(
+        kind,
+        reason=_absence(kind, absent, waited_s),
+        operation=_operation_name(subject, rows, "missing"),
+        absent=tuple(absent),
+    )
+
+
+def mismatch_refusal(aspect: str, subject: Subject, rows: Sequence[Row]) -> Refusal:
+    """Return the facts of a message about ranks that disagree in ``aspect``."""
+    reason = _MISMATCHES[aspect][0] if aspect in _MISMATCHES else _OTHER_OPS
+    return Refusal(
+        f"mismatch/{aspect}",
+        aspect=aspect,
+        reason=reason,
+        operation=_operation_name(subject, rows, aspect),
+    )
+
+
+def cycle_refusal(steps: Sequence[CycleStep]) -> Refusal:
+    """Return the facts of :func:`cycle_text`."""
+    waits = (
+        RefusedWait(step.rank, step.collective, tuple(step.absent), step.where) for step in steps
+    )
+    return Refusal("cycle", reason=_CYCLE, waits=tuple(waits))
 
 
 def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> str:
@@ -168,17 +204,23 @@ def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: st
 def cycle_text(steps: Sequence[CycleStep]) -> str:
     """Return the message for ranks that wait for each other in a cycle."""
     lines = [
-        "Cannot apply desired operation: ranks wait for each other, and none of them can continue.",
+        f"Cannot apply desired operation: {_CYCLE}.",
         "",
         "Cycle:",
     ]
     lines += [*map(_wait_line, steps), ""]
-    if all(step.collective.startswith("recv") for step in steps):
+    ops = {step.op for step in steps}
+    if ops == {"recv"}:
         lines.append("Each receives before it sends: let one of them send first.")
+    elif ops & POINT_TO_POINT:
+        lines.append(
+            "A message's other side is missing, or comes only after a call that waits for this"
+            " rank: issue it before that call."
+        )
     else:
         lines.append(
-            "They issue the same collectives in different orders: let all of them use the same"
-            " order."
+            "Each has not reached the collective of another: let all of them issue these in the"
+            " same order, and leave none out."
         )
     return "\n".join(lines)
 
@@ -222,7 +264,11 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
 
 
 def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
-    """Return the line that names the operation: by the library's name if a library issued it."""
+    return f"Operation: {_operation_name(subject, rows, aspect)}"
+
+
+def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
+    """Return the operation's name and where it is: the library's name if a library issued it."""
     arrived = [row.args for row in rows if row.args is not None]
     names = sorted({row.name for row in rows if row.args is not None and row.name})
     ops = {args.op for args in arrived}
@@ -239,10 +285,10 @@ def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
         where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"
     if aspect == "op" or not names:
-        return f"Operation: {f'`{plain}`  ' if plain else ''}({where})"
+        return f"{f'`{plain}`  ' if plain else ''}({where})"
     if len(names) == 1 and plain and not names[0].startswith("torch.distributed."):
         where = f"{plain}, {where}"
-    return f"Operation: {', '.join(f'`{name}`' for name in names)}  ({where})"
+    return f"{', '.join(f'`{name}`' for name in names)}  ({where})"
 
 
 def _table(aspect: str, rows: Sequence[Row]) -> list[str]:

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
+import msgspec
+
 from commlens.boards.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
+from commlens.model.refusal import Refusal
 from commlens.verification.channels import Pending
 
 # the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
@@ -94,7 +97,7 @@ class Refusals:
     def post(
         self,
         pending: Pending,
-        kind: str,
+        refusal: Refusal,
         text: str,
         *,
         about: tuple[int, int] | None = None,
@@ -105,7 +108,7 @@ class Refusals:
 
         Args:
             pending: the collective that is not issued.
-            kind: the kind of fault, ``mismatch/shape``.
+            refusal: what is refused, as data.
             text: the message.
             about: key and number of the collective that all ranks post it under, if not
                 ``pending``.
@@ -116,12 +119,17 @@ class Refusals:
         """
         key, number = about or (pending.channel.key, pending.number)
         concerned = sorted({*pending.channel.members, *ranks})
-        content = {"kind": kind, "text": text, "by": self._rank, "ranks": concerned}
+        content = {
+            **msgspec.to_builtins(refusal),
+            "text": text,
+            "by": self._rank,
+            "ranks": concerned,
+        }
         self._post_on_all_nodes(key, number, content, concerned)
         posted = self._posted.post(key, number, content)
         self.raised = max(self.raised, self._posted.count())
         self._bells.wake(concerned)
-        raise _exception({"kind": kind, "text": text, **posted})
+        raise _exception(posted)
 
     def _post_on_all_nodes(
         self, key: int, number: int, content: dict[str, Any], concerned: list[int]
@@ -166,6 +174,7 @@ def _exception(posted: dict[str, Any]) -> DistributedOperationException:
         else DistributedOperationException(text)
     )
     error.kind = str(posted.get("kind", ""))
+    error.refusal = {name: posted[name] for name in Refusal.__struct_fields__ if name in posted}
     return error
 
 

@@ -21,7 +21,15 @@ from commlens.text import ranks_phrase
 from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
-from commlens.verification.messages import Subject, absence_text, cycle_text, tag_text
+from commlens.verification.messages import (
+    Subject,
+    absence_refusal,
+    absence_text,
+    cycle_refusal,
+    cycle_text,
+    mismatch_refusal,
+    tag_text,
+)
 from commlens.verification.peers import HAS_FINISHED, Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.whereabouts import waits_in_store, whereabouts
@@ -297,11 +305,17 @@ class Waiting:
             if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
                 return
             self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-            text = absence_text(
-                "missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9
+            absence = (
+                "missing",
+                compared.subject(pending),
+                compared.rows(pending),
+                where,
+                waited_ns / 1e9,
             )
             members = cycles.held_up(set(pending.channel.members), half)
-            self._refusals.post(pending, "missing", text, ranks=members)
+            self._refusals.post(
+                pending, absence_refusal(*absence), absence_text(*absence), ranks=members
+            )
         steps = [(self._peers.rank, pending.channel.key, pending.number), *chain]
         last, key, number = steps[-1]
         late = [
@@ -315,30 +329,27 @@ class Waiting:
         )
         rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
         where = {rank: self._whereabouts(rank) for rank in late}
-        text = absence_text(
-            "missing",
-            subject,
-            rows,
-            where,
-            waited_ns / 1e9,
-            [cycles.describe(step) for step in steps[:-1]],
-        )
+        absence = ("missing", subject, rows, where, waited_ns / 1e9)
+        text = absence_text(*absence, [cycles.describe(step) for step in steps[:-1]])
         members = cycles.held_up(
             {rank for _, each, _ in steps for rank in self._peers.members(each)}, half
         )
-        self._refusals.post(pending, "missing", text, about=(key, number), ranks=members)
+        self._refusals.post(
+            pending, absence_refusal(*absence), text, about=(key, number), ranks=members
+        )
 
     def _refuse_absence(
         self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float
     ) -> NoReturn:
         compared = self._comparison
-        self._refusals.post(
-            pending,
+        absence = (
             kind,
-            absence_text(
-                kind, compared.subject(pending), compared.rows(pending), absent, waited_ns / 1e9
-            ),
+            compared.subject(pending),
+            compared.rows(pending),
+            absent,
+            waited_ns / 1e9,
         )
+        self._refusals.post(pending, absence_refusal(*absence), absence_text(*absence))
 
     def _refuse_if_in_cycle(self, pending: Pending, waited_ns: int) -> None:
         cycle = self._cycles.find()
@@ -349,8 +360,14 @@ class Waiting:
             self._comparison.compare(pending)
             self._refuse_if_tags_differ(pending, waited_ns)
             concerned = {member for _, key, _ in cycle for member in self._peers.members(key)}
-            text = cycle_text([self._cycles.describe(step) for step in cycle])
-            self._refusals.post(pending, "cycle", text, about=cycle[0][1:], ranks=concerned)
+            steps = [self._cycles.describe(step) for step in cycle]
+            self._refusals.post(
+                pending,
+                cycle_refusal(steps),
+                cycle_text(steps),
+                about=cycle[0][1:],
+                ranks=concerned,
+            )
 
     def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
         """Refuse a receive if the peer has instead sent a message with another tag, which this rank
@@ -362,10 +379,11 @@ class Waiting:
         for rank in pending.absent:
             for blob in self._other_tags(pending, rank):
                 rows = compared.own_row(pending), table_row(rank, blob)
+                subject = compared.subject(pending)
                 self._refusals.post(
                     pending,
-                    "mismatch/p2p",
-                    tag_text(compared.subject(pending), rows, waited_ns / 1e9, where),
+                    mismatch_refusal("p2p", subject, rows),
+                    tag_text(subject, rows, waited_ns / 1e9, where),
                 )
 
     def _other_tags(self, pending: Pending, rank: int) -> Iterator[dict[str, Any]]:
