@@ -319,4 +319,88 @@ class Slow(Cause, tag="slow", kw_only=True):
     span_s: float  # of this time
 
 
-AnyCause = Missing | Working | Unrecorded | StuckInside | Unwritten | StartedTwice | Slow
+class Fewer(Cause, tag="fewer", kw_only=True):
+    """Ranks that issued fewer collectives than the others, in a job that ended well."""
+
+    ranks: list[Rank]
+    others: list[Rank]
+    issued: int  # by these ranks
+    others_issued: int
+
+
+GroupDifference = Literal["order", "skipped", "skipped-first", "one-too-many"]
+"""How the groups of ranks differ from the others'.
+
+``order``: they made them in another order. ``skipped``: they left out the group that the others
+make. ``skipped-first``: so did they, and made no other. ``one-too-many``: the others make theirs
+next.
+"""
+
+
+class GroupsDiffer(Cause, tag="groups-differ", kw_only=True):
+    """Ranks that ask for different groups or meshes in one call, or do not make the call."""
+
+    sides: list[list[Rank]]  # that ask for the same, the most ranks first
+    not_called_by: list[Rank] = []  # went on without the call
+    waiting: list[Rank]  # or waited until they failed
+    difference: GroupDifference | None = None  # of the second side from the first
+
+
+class Motionless(Cause, tag="motionless", kw_only=True):
+    """A job in which no rank has moved for long, and none is in a collective."""
+
+    ranks: list[Rank]
+    still_s: list[float]  # for which each has not moved, in the order of the ranks
+
+
+HowEnded = Literal["after-a-peer", "unobserved", "from-outside", "refused-call", "named-by-refusal"]
+"""How processes ended that no other cause explains.
+
+``after-a-peer``: a peer ended or did not answer. ``unobserved``: nobody saw it. ``from-outside``: a
+signal ended the job. ``refused-call``: strict verification refused a call. ``named-by-refusal``:
+it refused a call of the others, because these had ended.
+"""
+
+
+class Ended(Cause, tag="ended", kw_only=True):
+    """Processes that ended without a known cause."""
+
+    ranks: list[Rank]
+    processes: list[ProcessState]  # in the order of the ranks
+    how: HowEnded
+    signal: str | None = None
+
+
+LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
+"""What text logs tell of a job as a whole.
+
+``behind``: a rank timed out in an earlier collective than the others. ``timed-out``: in an unknown
+group. ``launcher-ended``: by a signal. ``raised``: an unknown rank. ``ras-behind``: NCCL's RAS
+reports ranks that are apart. ``engine-waits``: vLLM's engine waits for a worker.
+"""
+
+
+class ToldByLogs(Cause, tag="told-by-logs", kw_only=True):
+    """Faults that text logs tell of a job as a whole, and no rank's records show."""
+
+    report: LogReport
+    ranks: list[Rank]  # of which there are logs
+    signals: list[str] = []
+    numbers: list[int] = []  # of the collectives in which ranks are, ascending
+    waited_s: float | None = None
+
+
+AnyCause = (
+    Missing
+    | Working
+    | Unrecorded
+    | StuckInside
+    | Unwritten
+    | StartedTwice
+    | Slow
+    | Fewer
+    | GroupsDiffer
+    | Motionless
+    | Ended
+    | ToldByLogs
+)

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.ended import find_ended
+from commlens.diagnosis.causes.fewer import find_fewer
+from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
 from commlens.diagnosis.causes.missing import find_missing
+from commlens.diagnosis.causes.motionless import find_motionless
 from commlens.diagnosis.causes.slow import find_slow
 from commlens.diagnosis.causes.started_twice import find_started_twice
 from commlens.diagnosis.causes.stuck_inside import (
@@ -21,12 +25,6 @@ from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.named import find_named
-from commlens.diagnosis.findings.startup_and_exit import (
-    find_ended,
-    find_fewer,
-    find_motionless,
-    find_setup_mismatch,
-)
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.diagnosis.words.describe import describe
@@ -41,7 +39,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     """Return all findings, root causes first, sorted by the number of ranks that they block."""
     context = Context(job, mismatches, graph)
     sinks = graph.sinks()
-    find_setup_mismatch(context)
+    find_groups_that_differ(context)
     groups = len(context.cases)
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     dead = {node.rank: node for node in sinks if node.kind == "dead"}

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.ended import FoundEnded
+from commlens.diagnosis.causes.fewer import FoundFewer
+from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
 from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
+from commlens.diagnosis.causes.motionless import FoundMotionless
 from commlens.diagnosis.causes.slow import FoundSlow
 from commlens.diagnosis.causes.started_twice import FoundStartedTwice
 from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
+    ended,
+    fewer,
+    groups_differ,
     missing,
+    motionless,
     slow,
     started_twice,
     stuck_inside,
@@ -48,4 +56,12 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, started_twice.words(found))
         case FoundSlow():
             return finding_of(found.cause, slow.words(context, found))
+        case FoundFewer():
+            return finding_of(found.cause, fewer.words(context, found))
+        case FoundGroupsDiffer():
+            return finding_of(found.cause, groups_differ.words(context, found))
+        case FoundMotionless():
+            return finding_of(found.cause, motionless.words(found))
+        case FoundEnded():
+            return finding_of(found.cause, ended.words(context, found))
     raise TypeError(f"there are no words for {type(found)}")

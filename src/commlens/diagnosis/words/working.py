@@ -78,7 +78,7 @@ def _limit(cause: Working) -> str:
         return ""
     return (
         f"{capital(ranks_and_verb(cause.ranks, 'counts', 'count'))} as stuck if that lasts"
-        f" {duration(cause.patience_s * 1e9)}."
+        f" {duration(round(cause.patience_s * 1e9))}."
     )
 
 

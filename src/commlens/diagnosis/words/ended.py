@@ -1,0 +1,128 @@
+"""Words about processes that failed, where nothing else tells why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.causes.ended import FoundEnded
+from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.finding import Words
+from commlens.diagnosis.words.next_steps import outside_cause, outside_step
+from commlens.diagnosis.words.phrases import prose
+from commlens.text import op_phrase, ranks_and_verb, ranks_phrase
+
+_SHOWN = 4  # ranks
+
+
+def words(context: Context, found: FoundEnded) -> Words:
+    """Return what a finding says about processes that failed."""
+    match found.cause.how:
+        case "after-a-peer":
+            return _after_a_peer(context, found)
+        case "unobserved":
+            return _unobserved(context, found)
+        case "from-outside":
+            return _from_outside(context, found)
+        case "refused-call":
+            return _refused_call(context, found)
+        case "named-by-refusal":
+            return _named_by_refusal(context, found)
+
+
+def _after_a_peer(context: Context, found: FoundEnded) -> Words:
+    first, suspects = found.first, found.cause.culprits
+    which = "no record shows which peer"
+    if found.silent:
+        which = f"there is no line of {ranks_phrase(found.silent)}"
+    where = ranks_phrase(suspects) if suspects else "all ranks, and of the other nodes,"
+    return Words(
+        summary=(
+            f"{ranks_phrase(found.cause.ranks)} ended because a peer ended or did not answer;"
+            f" {which}"
+        ),
+        explanation=(
+            f"{phrases.name(context, first)} was the first to end: it"
+            f" {context.job.views[first].exit.text}; {phrases.last(context, first)}."
+        ),
+        next_step=f"look at the output of {where} for the first error",
+        evidence=_exits(context, found.failed),
+        would_raise_confidence="The records of the missing ranks would show it.",
+    )
+
+
+def _unobserved(context: Context, found: FoundEnded) -> Words:
+    gone = found.cause.ranks
+    return Words(
+        summary=(
+            f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how;"
+            f" {_ended_like_the_first(context, found.failed)}"
+        ),
+        explanation=f"{phrases.name(context, gone[0])}: {phrases.last(context, gone[0])}.",
+        next_step=(
+            f"look at the end of the output of {ranks_phrase(gone)}, and at the scheduler's log"
+        ),
+        would_raise_confidence=(
+            "The system's log (dmesg, the scheduler) may show how it ended; `commlens launch`"
+            " records it."
+        ),
+    )
+
+
+def _from_outside(context: Context, found: FoundEnded) -> Words:
+    first, signal = found.first, found.cause.signal or ""
+    return Words(
+        summary=(f"the job was ended from outside: {_ended_like_the_first(context, found.failed)}"),
+        explanation=prose(
+            f"{phrases.name(context, first)} {context.job.views[first].exit.text};"
+            f" {phrases.last(context, first)}.",
+            outside_cause(signal),
+        ),
+        next_step=outside_step(signal),
+        would_raise_confidence="The signal is known, its sender is not.",
+    )
+
+
+def _ended_like_the_first(context: Context, ranks: list[int]) -> str:
+    """``"ranks 1-3 were ended by SIGTERM"``."""
+    text = context.job.views[ranks[0]].exit.text
+    if len(ranks) > 1 and text.startswith("was "):
+        text = text.replace("was ", "were ", 1)
+    return f"{ranks_phrase(ranks)} {text}"
+
+
+def _refused_call(context: Context, found: FoundEnded) -> Words:
+    ranks = found.cause.ranks
+    return Words(
+        summary=f"strict verification refused a call on {ranks_phrase(ranks)}: {found.reason}",
+        explanation=f"It was {found.operation.strip()}",
+        next_step="compare the arguments with which these ranks make this call",
+        evidence=_exits(context, ranks),
+        would_raise_confidence="The exception's whole text is in the output of these ranks.",
+    )
+
+
+def _named_by_refusal(context: Context, found: FoundEnded) -> Words:
+    views, ended = context.job.views, found.cause.ranks
+    op = views[found.first].last_op
+    call = op_phrase(op) if op is not None else "a call of the others"
+    return Words(
+        summary=(
+            f"{ranks_and_verb(ended, 'ended', 'ended')} without {call}; strict verification refused"
+            f" it on {ranks_phrase(found.failed)}"
+        ),
+        explanation=prose(
+            *(
+                f"{phrases.name(context, rank)} {views[rank].exit.text};"
+                f" {phrases.last(context, rank)}."
+                for rank in [rank for rank in ended if rank in views][:2]
+            )
+        ),
+        next_step=f"look at the end of the output of {ranks_phrase(ended)}",
+        evidence=_exits(context, found.failed),
+        would_raise_confidence="Only the refusals tell it: nobody saw how it ended.",
+    )
+
+
+def _exits(context: Context, ranks: Sequence[int]) -> list[str]:
+    return [f"rank {rank} {context.job.views[rank].exit.text}." for rank in ranks[:_SHOWN]]
