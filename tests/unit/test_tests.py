@@ -127,21 +127,28 @@ NOT_YET = {
     "unit/diagnosis/align/test_out_of_step.py": """
         diagnosis/index/column_differences
     """,
-    "unit/diagnosis/findings/test_startup_and_exit.py": """
+    "unit/diagnosis/causes/test_groups_differ.py": """
         diagnosis/graph/store_keys
     """,
     "unit/diagnosis/test_api_library.py": """
         model/verdict_html
     """,
     "unit/diagnosis/test_examine.py": """
-        diagnosis/align/alignment diagnosis/align/peer_order diagnosis/align/rounds
-        diagnosis/align/swapped_order diagnosis/findings/context diagnosis/findings/cycle
-        diagnosis/findings/dead diagnosis/findings/find_all diagnosis/findings/missing
-        diagnosis/findings/named diagnosis/findings/sides diagnosis/findings/straggler
-        diagnosis/findings/stuck_inside diagnosis/findings/twins diagnosis/findings/unwritten
-        diagnosis/graph/build diagnosis/graph/wait_graph diagnosis/index/dump_index
-        diagnosis/index/first_steps diagnosis/index/job_index diagnosis/index/process_exit
-        diagnosis/live diagnosis/select/job model/collective model/ranklog
+        diagnosis/align/alignment diagnosis/align/lateness diagnosis/align/peer_order
+        diagnosis/align/rounds diagnosis/align/swapped_order diagnosis/causes/context
+        diagnosis/causes/ended diagnosis/causes/fewer diagnosis/causes/missing
+        diagnosis/causes/motionless diagnosis/causes/slow diagnosis/causes/started_twice
+        diagnosis/causes/stuck_inside diagnosis/causes/unrecorded diagnosis/causes/unwritten
+        diagnosis/findings/cycle diagnosis/findings/dead diagnosis/findings/find_all
+        diagnosis/findings/named diagnosis/graph/build diagnosis/graph/wait_graph
+        diagnosis/index/dump_index diagnosis/index/first_steps diagnosis/index/job_index
+        diagnosis/index/process_exit diagnosis/live diagnosis/select/job diagnosis/words/absence
+        diagnosis/words/describe diagnosis/words/ended diagnosis/words/fewer
+        diagnosis/words/finding diagnosis/words/groups_differ diagnosis/words/missing
+        diagnosis/words/motionless diagnosis/words/phrases diagnosis/words/sides
+        diagnosis/words/slow diagnosis/words/started_twice diagnosis/words/stuck_inside
+        diagnosis/words/unrecorded diagnosis/words/unwritten diagnosis/words/working model/cause
+        model/collective model/ranklog
     """,
     "unit/diagnosis/views/test_dump_diff.py": """
         model/movement

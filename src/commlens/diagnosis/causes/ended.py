@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from commlens.diagnosis.causes.context import Context, processes_of
+from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.error_texts import ended_in_refusal
 from commlens.model.cause import Ended, Kind
 
@@ -33,11 +34,7 @@ def find_ended(context: Context) -> None:
     if not failed or any(case.claim.kind == "dead" for case in context.cases):
         return
     peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
-    refused = [
-        rank
-        for rank in peers
-        if views[rank].exit.refused and _OPERATION in (views[rank].log.exception or "")
-    ]
+    refused = [rank for rank in peers if _has_refused_operation(views[rank])]
     stopped = [rank for rank in failed if views[rank].exit.kind == "terminated"]
     if refused:
         _add_refused(context, refused)
@@ -45,6 +42,10 @@ def find_ended(context: Context) -> None:
         _add_after_a_peer(context, peers, failed)
     elif stopped:
         _add_stopped(context, stopped)
+
+
+def _has_refused_operation(view: RankView) -> bool:
+    return view.exit.refused and _OPERATION in (view.log.exception or "")
 
 
 def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> None:

@@ -33,6 +33,12 @@ def find_groups_that_differ(context: Context) -> None:
         | {rank for rank, view in views.items() if view.exit.failed}
     )
     calls = _calls(context) if held else {}
+    if not _add_first_that_differs(context, calls, held):
+        _add_first_not_called(context, calls, held)
+
+
+def _add_first_that_differs(context: Context, calls: _Calls, held: list[int]) -> bool:
+    """Add the first call in which ranks ask for different groups; return whether there is one."""
     for (_, name, _), ops in sorted(
         calls.items(), key=lambda item: min(op.announced_ns for op in item[1].values())
     ):
@@ -41,7 +47,13 @@ def find_groups_that_differ(context: Context) -> None:
             sides[_request(op)].append(rank)
         if len(sides) > 1 and (name != "init_process_group" or not _all_completed(ops)):
             _add_sides(context, ops, sorted(sides.values(), key=len, reverse=True), held)
-            return
+            return True
+    return False
+
+
+def _add_first_not_called(context: Context, calls: _Calls, held: list[int]) -> None:
+    """Add the first call of new_group that some ranks wait in, while others went on without it."""
+    views = context.job.views
     for (_, name, _), ops in sorted(calls.items()):
         others = [
             rank for rank in held if rank not in ops and rank in views and _went_on(context, rank)

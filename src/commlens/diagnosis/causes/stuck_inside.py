@@ -77,19 +77,19 @@ def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
         > 1
     ):
         return False
-    waiting = {edge.rank for edge in edges}
-    if _failed(context, sorted(waiting)) or any(
-        context.job.views[rank].log.captured_ns for rank in waiting
-    ):
+    waiting = sorted({edge.rank for edge in edges})
+    if _failed(context, waiting) or _are_timed(context, waiting):
         return False
-    return any(
-        all(
-            not _has_ended(context.job.views[rank], at)
-            for rank in at.key[2]
-            if rank in context.job.views
-        )
-        for at in instances
-    )
+    return not all(_has_ended_on_some(context, instance) for instance in instances)
+
+
+def _are_timed(context: Context, ranks: Sequence[int]) -> bool:
+    return any(context.job.views[rank].log.captured_ns for rank in ranks)
+
+
+def _has_ended_on_some(context: Context, at: Instance) -> bool:
+    views = context.job.views
+    return any(_has_ended(views[rank], at) for rank in at.key[2] if rank in views)
 
 
 def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
