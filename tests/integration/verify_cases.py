@@ -75,7 +75,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        return inspect.cleandoc(self.body.__doc__ or "").rstrip(".")
+        return " ".join((self.body.__doc__ or "").split()).rstrip(".")
 
     @property
     def lines(self) -> list[str]:
