@@ -41,8 +41,9 @@ main()
 LAUNCH = """
 import sys
 from commlens import commands
-from commlens.diagnosis import pace
-from commlens.watch import metrics, slowness
+from commlens.speed import pace
+from commlens.watch import slowness
+from commlens.watch.alerts import metrics
 
 pace.MIN_S = 2.0
 slowness.INTERVAL_S = 0.4
