@@ -112,6 +112,14 @@ def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
     return singular if len(set(ranks)) == 1 else plural
 
 
+def used_columns(
+    headings: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """A table's headings and rows without the columns that are empty in all rows."""
+    used = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    return [headings[column] for column in used], [[row[column] for column in used] for row in rows]
+
+
 def csv_cell(text: str) -> str:
     """The text as a cell of CSV. An apostrophe keeps spreadsheets from running a text that begins
     like a formula.

@@ -114,7 +114,7 @@ def _status(job: Path) -> JobStatus:
 def _print(job: JobStatus, *, everything: bool) -> None:
     from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
-    from commlens.text import sentence
+    from commlens.text import sentence, used_columns
 
     print(f"{job.heading}: {sentence(job.answer)}")
     for line in job.other_nodes:
@@ -122,14 +122,9 @@ def _print(job: JobStatus, *, everything: bool) -> None:
     if not job.needs_attention and not everything:
         return
     rows = arrange(job.rows if everything else fold(job.rows), "rank")
-    table = [cells(row) for row in rows]
-    # A column that says nothing is left out.
-    used = [column for column in range(len(HEADINGS)) if any(row[column] for row in table)]
-    pids = len(rows) == len(job.rows)
-    lines = [tuple(row[column] for column in used) for row in table]
-    headings = [HEADINGS[column] for column in used]
-    if pids:
-        lines = [(line[0], str(row.pid), *line[1:]) for line, row in zip(lines, rows, strict=True)]
+    headings, lines = used_columns(HEADINGS, [cells(row) for row in rows])
+    if len(rows) == len(job.rows):
         headings.insert(1, "pid")
+        lines = [[line[0], str(row.pid), *line[1:]] for line, row in zip(lines, rows, strict=True)]
     headings, lines = add_hosts(job, rows, headings, lines)
     print_table(lines, headings=headings, indent=2)

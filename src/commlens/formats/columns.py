@@ -22,6 +22,8 @@ from commlens.model.ranklog import Observation
 
 SCHEDULED: Final = 0
 """``state``: enqueued, and not known to have started, which is never known without timing."""
+STATES: Final = ("scheduled", "started", "completed", "retired")
+"""The values of ``state`` in words."""
 STARTED: Final = 1
 COMPLETED: Final = 2
 RETIRED: Final = 3

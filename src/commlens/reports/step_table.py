@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from commlens.speed.step_times import StepPart, StepTimes
-from commlens.text import count, number, short_duration, size
+from commlens.text import count, number, short_duration, size, used_columns
 
 HEADINGS: Final = (
     "group",
@@ -39,16 +39,15 @@ def step_table(times: StepTimes) -> StepTable:
         return StepTable(
             "Where a step's communication time goes is not known.", [], [], times.unknown
         )
-    rows = [_cells(part, times) for part in times.parts]
-    used = [column for column in range(len(HEADINGS)) if any(row[column] for row in rows)]
+    headings, rows = used_columns(HEADINGS, [_cells(part, times) for part in times.parts])
     notes = [
         f"{count(times.places_left_out, 'more place')} with less time"
         f" {'is' if times.places_left_out == 1 else 'are'} not shown."
     ]
     return StepTable(
         _answer(times),
-        [HEADINGS[column] for column in used],
-        [[row[column] for column in used] for row in rows],
+        headings,
+        rows,
         [*notes[: bool(times.places_left_out)], *times.unknown],
     )
 

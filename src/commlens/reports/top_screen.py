@@ -4,6 +4,7 @@ stack, and the keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlens.diagnosis.views.status import JobStatus, Order, StatusRow
-from commlens.text import sentence
+from commlens.text import sentence, used_columns
 
 _ORDERS: Final[tuple[Order, ...]] = ("rank", "for", "state")
 _ANSWER_LINES: Final = 3
@@ -78,7 +79,7 @@ class Screen:
 
     job: JobStatus
     rows: list[StatusRow]
-    cells: list[tuple[str, ...]]  # of the rows
+    cells: Sequence[Sequence[str]]  # of the rows
     headings: tuple[str, ...]
     stack: list[str]  # lines of the chosen row's stack
     took_s: float = 0.0  # to read the job
@@ -150,16 +151,15 @@ def _wrapped(text: Text, width: int, most: int) -> list[Text]:
 
 def _table(screen: Screen, view: View, room: int, width: int) -> RenderableType:
     """Draw only the rows that fit: a job may have thousands."""
-    visible = screen.cells[view.first : view.first + room]
-    used = [column for column in range(len(screen.headings)) if any(row[column] for row in visible)]
-    widths = {
-        column: max(len(screen.headings[column]), *(len(row[column]) for row in visible))
-        for column in used
-    }
-    while (over := sum(widths.values()) + len(used) - width) > 0:
+    headings, rows = used_columns(screen.headings, screen.cells[view.first : view.first + room])
+    widths = [
+        max(len(heading), *(len(row[column]) for row in rows))
+        for column, heading in enumerate(headings)
+    ]
+    while (over := sum(widths) + len(widths) - width) > 0:
         # Ranks and times stay whole; the widest of the other columns is cut.
         widest = max(
-            (column for column in used if screen.headings[column] in _CUT),
+            (column for column, heading in enumerate(headings) if heading in _CUT),
             key=widths.__getitem__,
             default=None,
         )
@@ -167,14 +167,10 @@ def _table(screen: Screen, view: View, room: int, width: int) -> RenderableType:
             break
         widths[widest] = max(_NARROWEST, widths[widest] - min(over, max(1, widths[widest] // 8)))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", expand=False)
-    for column in used:
-        table.add_column(
-            screen.headings[column], no_wrap=True, overflow="ellipsis", width=widths[column]
-        )
-    for position, row in enumerate(visible, view.first):
-        table.add_row(
-            *(row[column] for column in used), style="reverse" if position == view.chosen else ""
-        )
+    for heading, wide in zip(headings, widths, strict=True):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", width=wide)
+    for position, row in enumerate(rows, view.first):
+        table.add_row(*row, style="reverse" if position == view.chosen else "")
     return table
 
 

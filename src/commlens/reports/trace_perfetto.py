@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from commlens.reports.trace_events import name_rank, name_track
+
 _HIDDEN = (
     "rank",
     "started_ns",
@@ -40,12 +42,7 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
     arrow = 0
     for rank, started, rows in traces:
         shift = max(0, started - origin) if started else 0
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        )
+        events += name_rank(rank)
         waits: list[tuple[int, int, int, dict[str, Any]]] = []
         issues: dict[int, list[tuple[int, int]]] = {}
         for row in rows:
@@ -108,15 +105,7 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
         events += _wait_events(rank, shift, waits, issues)
         for thread in sorted(issues):
             name = "main thread" if thread == 0 else f"thread {thread}"
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": rank,
-                    "tid": thread,
-                    "args": {"name": name},
-                }
-            )
+            events.append(name_track(rank, thread, name))
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}), left_out
 
 
@@ -145,14 +134,7 @@ def _wait_events(
                 break
             number += 1
         if number and not ends:
-            name = {"name": f"waits for thread {thread}'s"}
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": rank,
-                "tid": _lane(thread, number),
-                "args": name,
-            }
+            yield name_track(rank, _lane(thread, number), f"waits for thread {thread}'s")
         ends.append(ended)
         at = (began + shift) / _MICROSECOND
         arrow = about.pop("id")

@@ -109,15 +109,15 @@ def add_hosts(
     job: JobStatus,
     rows: Sequence[StatusRow],
     headings: Sequence[str],
-    lines: Sequence[tuple[str, ...]],
-) -> tuple[list[str], list[tuple[str, ...]]]:
+    lines: Sequence[Sequence[str]],
+) -> tuple[list[str], list[list[str]]]:
     """Return a table's headings and lines, with each row's host after its ranks if the job runs on
     several hosts.
     """
     if len({row.host for row in job.rows}) < 2:
-        return list(headings), list(lines)
+        return list(headings), [list(line) for line in lines]
     return [headings[0], "host", *headings[1:]], [
-        (line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)
+        [line[0], row.host, *line[1:]] for line, row in zip(lines, rows, strict=True)
     ]
 
 

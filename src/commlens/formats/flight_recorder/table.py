@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from commlens.formats import columns
+
 INT64_MAX: Final = (1 << 63) - 1
-STATES: Final = {"scheduled": 0, "started": 1, "completed": 2}
+STATES: Final = {name: number for number, name in enumerate(columns.STATES[: columns.RETIRED])}
 
 Sizes = tuple[tuple[int, ...], ...]
 Signature = tuple[Sizes, tuple[str, ...], Sizes, tuple[str, ...]]

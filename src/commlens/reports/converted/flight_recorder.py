@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, STATES, RankColumns
 from commlens.formats.flight_recorder.names import DTYPES
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
 from commlens.model.ops import BARRIERS, IN_PLACE, NCCL_NAMES, POINT_TO_POINT
@@ -29,7 +29,6 @@ _MESSAGES_FROM: Final = 1_000_000
 """The first number of messages. torchfrtrace takes a collective and a message with equal numbers
 for a coalesced group, and fails.
 """
-_STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
 
 
 def to_pickle(rows: RankColumns, problems: list[str]) -> bytes:
@@ -94,7 +93,7 @@ def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
             "input_dtypes": input_dtypes,
             "output_sizes": output_sizes,
             "output_dtypes": output_dtypes,
-            "state": _STATES.get(state, "scheduled"),
+            "state": STATES[state] if state != RETIRED else "scheduled",
             "time_discovered_started_ns": (
                 int(rows.started_ns[at]) or None if state in (STARTED, COMPLETED) else None
             ),

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, STATES, RankColumns
 from commlens.model.collective import CollectiveArgs, user_frame
-from commlens.reports.converted.table import STATES
+from commlens.reports.trace_events import name_rank, name_track
 from commlens.text import format_ranks, group_label, tensor_phrase
 
 _TRACKS: Final = 100
@@ -36,22 +36,8 @@ def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
 
 
 def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
-    host = f" ({rows.host})" if rows.host else ""
     rank = rows.rank
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": rank,
-        "tid": 0,
-        "args": {"name": f"rank {rank}{host}"},
-    }
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": rank,
-        "tid": 0,
-        "args": {"sort_index": rank},
-    }
+    yield from name_rank(rank, rows.host)
     # by channel: when each of its tracks is free again; -1 after an open slice
     tracks: dict[int, list[int]] = {}
     previous: dict[int, int] = {}  # by channel: when the last operation ended
@@ -111,7 +97,7 @@ def _track_name(rows: RankColumns, index: int, track: tuple[int, bool]) -> Itera
         f" ({track[0] + 1})" if track[0] else ""
     )
     tid = 1 + index * _TRACKS + track[0]
-    yield {"ph": "M", "name": "thread_name", "pid": rows.rank, "tid": tid, "args": {"name": name}}
+    yield name_track(rows.rank, tid, name)
     yield {
         "ph": "M",
         "name": "thread_sort_index",

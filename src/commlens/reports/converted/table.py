@@ -11,23 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from commlens.errors import MissingDependency
-from commlens.formats.columns import RankColumns
+from commlens.formats.columns import DTYPES, STATES, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
 from commlens.text import csv_cell, format_ranks
 
-# by the number in ``RankColumns.state``
-STATES: Final = ("scheduled", "started", "completed", "retired")
-_PLAIN: Final = {
-    "sequence": "int64",
-    "peer": "int32",
-    "created_ns": "int64",
-    "started_ns": "int64",
-    "completed_ns": "int64",
-    "duration_ns": "int64",
-    "timeout_ms": "int64",
-    "coalesced": "int32",
-}
-"""Columns taken from RankColumns. Their -1 or 0 for "unknown" is written as an empty cell."""
 _EMPTY: Final = {
     "peer": -1,
     "created_ns": 0,
@@ -37,6 +24,9 @@ _EMPTY: Final = {
     "timeout_ms": 0,
     "coalesced": 0,
 }
+"""What stands for "unknown" in columns of RankColumns, and is written as an empty cell."""
+_PLAIN: Final = ("sequence", *_EMPTY)
+"""Columns taken from RankColumns."""
 
 _CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
     "group": lambda one: one.group.name,
@@ -102,7 +92,7 @@ def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
             f"Writing Parquet needs the package pyarrow ({error}): pip install pyarrow"
         ) from None
     texts = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
-    types = {name: pyarrow.type_for_alias(dtype) for name, dtype in _PLAIN.items()}
+    types = {name: pyarrow.type_for_alias(DTYPES[name]) for name in _PLAIN}
     types |= {"rank": pyarrow.int32(), "index": pyarrow.int64(), "p2p": pyarrow.bool_()}
     schema = pyarrow.schema([(name, types.get(name, texts)) for name in COLUMNS])
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
