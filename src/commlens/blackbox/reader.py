@@ -14,7 +14,6 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.copy import Parts, read_parts
@@ -164,12 +163,7 @@ class OpenBox:
     def __enter__(self) -> OpenBox:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -15,8 +15,8 @@ from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
-from commlens.text import INLINE_CODE, count, printable, ranks_phrase
-from commlens.watch.strangers import has_torch
+from commlens.processes.process import command_line, has_torch
+from commlens.text import INLINE_CODE, count, ranks_phrase
 
 _SAME_JOB: Final = ("WORLD_SIZE", *launchers.PLACES, *launchers.STARTS)
 _LAUNCHERS: Final = re.compile(
@@ -107,8 +107,8 @@ def find_jobs(launcher: int | None = None) -> list[FoundJob]:
             process counts.
     """
     found: dict[tuple[str, ...], list[RankProcess]] = {}
-    for pid in _pids():
-        environ = process.environment(pid) if _runs_python(pid) else {}
+    for pid in process.pids():
+        environ = process.environment(pid) if process.runs_python(pid) else {}
         one = _rank_process(pid, environ)
         if one is not None and one.rank >= 0:
             key = tuple(environ.get(name, "") for name in _SAME_JOB)
@@ -160,7 +160,9 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
             " of them has loaded torch."
         )
     ranks = [
-        RankProcess(-1, 0, -1, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch))
+        RankProcess(
+            -1, 0, -1, one, job_dirs.start_ticks(one), command_line(pid), (), len(with_torch)
+        )
         for one in with_torch
     ]
     return FoundJob(ranks, [])
@@ -170,7 +172,7 @@ def _is_a_helper(pid: int) -> bool:
     """Return whether a process is multiprocessing's own, or a worker of a data loader: its parent
     is a rank, not it.
     """
-    command = command_of(pid)
+    command = command_line(pid)
     return "resource_tracker" in command or "forkserver" in command or "compile_worker" in command
 
 
@@ -212,23 +214,12 @@ def _as_this_user() -> str:
     )
 
 
-def _pids() -> list[int]:
-    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
-
-
-def _runs_python(pid: int) -> bool:
-    try:
-        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))  # noqa: PTH115, PTH119
-    except OSError:
-        return False
-
-
 def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     rank = launchers.number(environ, launchers.RANK)
     stat = process.read_stat(pid)
     if rank < 0 or stat is None or stat.ended:
         return None
-    command = command_of(pid)
+    command = command_line(pid)
     if _OUR_OWN.search(command) or (_LAUNCHERS.search(command) and not has_torch(pid)):
         return None
     return RankProcess(
@@ -293,15 +284,9 @@ def _with_expected(job: FoundJob) -> FoundJob:
     return job._replace(expected=list(range(start, start + first.local_world_size)))
 
 
-def command_of(pid: int) -> str:
-    """Return the command line of a process, cut short."""
-    words = (process.read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " ")
-    return printable(words if len(words) <= 400 else words[:400] + "...")
-
-
 def short_command_of(pid: int) -> str:
     """Return the command line of a process without code that it holds: ``"python -c '...'"``."""
-    command = command_of(pid)
+    command = command_line(pid)
     words = command.split(" ")
     for position, word in enumerate(words[1:], 1):
         if _CODE_FOLLOWS.fullmatch(word):

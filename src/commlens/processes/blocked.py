@@ -12,7 +12,7 @@ import re
 import socket
 from typing import Final, NamedTuple
 
-from commlens.processes.process import children, descendants, read_text
+from commlens.processes.process import children, command_line, descendants, read_text
 from commlens.text import printable
 
 _CALLS: Final = {
@@ -207,9 +207,5 @@ def _lines(path: str) -> list[str]:
 
 def _named(pid: int) -> str:
     """``"4242 (python train.py)"``."""
-    words = printable((read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " "))
-    return (
-        f"{pid} ({words[:_COMMAND_MAX]}{'...' if len(words) > _COMMAND_MAX else ''})"
-        if words
-        else str(pid)
-    )
+    words = command_line(pid, _COMMAND_MAX)
+    return f"{pid} ({words})" if words else str(pid)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commlens.blackbox import job_dirs
-from commlens.text import signal_name
+from commlens.text import printable, signal_name
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -150,6 +150,34 @@ def environment(pid: int) -> dict[str, str]:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def pids() -> list[int]:
+    """Return all processes that this user sees."""
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
+
+
+def command_line(pid: int, most: int = 400) -> str:
+    """Return the command line of a process, cut short; empty if it cannot be read."""
+    words = (read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " ")
+    return printable(words if len(words) <= most else f"{words[:most]}...")
+
+
+def runs_python(pid: int) -> bool:
+    """Return whether a process is a Python interpreter."""
+    try:
+        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))  # noqa: PTH115, PTH119
+    except OSError:
+        return False
+
+
+def has_torch(pid: int) -> bool:
+    """Return whether a process has loaded torch."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
+            return any(b"libtorch" in line for line in maps)
+    except OSError:
+        return False
 
 
 def children(pid: int) -> list[int]:

@@ -14,11 +14,11 @@ from typing import Final
 from commlens import error_file
 from commlens.model.verdict import Verdict
 from commlens.processes import process
+from commlens.processes.process import has_torch
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Roster
 from commlens.watch.stall import reason_to_go_on
-from commlens.watch.strangers import has_torch
 
 KILL_AFTER_S: Final = 5.0
 

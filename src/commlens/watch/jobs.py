@@ -14,7 +14,6 @@ from commlens.blackbox import job_dirs
 from commlens.dumps import save
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
-from commlens.text import printable
 
 FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
@@ -78,14 +77,10 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     ]
     if len(found) == 1:
         return found
-    words = (
-        (process.read_text(f"/proc/{wanted}/cmdline") or "").replace("\0", " ").strip()
-        if wanted.isdigit()
-        else ""
-    )
+    words = process.command_line(int(wanted), 80) if wanted.isdecimal() else ""
     if words and not found:
         raise EvidenceError(
-            f"The process {wanted} ({printable(words[:80])}) is not recorded: it is no rank, or it"
+            f"The process {wanted} ({words}) is not recorded: it is no rank, or it"
             " was started without commlens. Start the job with `commlens launch`, `commlens run`"
             f" or COMMLENS=1 to record it. `py-spy dump --pid {wanted}` shows its Python stack now."
         )

@@ -4,7 +4,6 @@ processes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from commlens.blackbox import job_dirs
 from commlens.errors import FormatError
 from commlens.processes import process
 from commlens.processes.observer import Observer
+from commlens.processes.process import has_torch
 from commlens.text import ranks_phrase
 from commlens.watch.roster import Member, Roster, Worker
 
@@ -118,9 +118,9 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
     """
     found: dict[int, Worker] = {}
     candidates: dict[int, int] = {}  # pid: rank
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdecimal() and _is_python(int(name)):
-            environ = process.environment(int(name))
+    for pid in process.pids():
+        if process.runs_python(pid):
+            environ = process.environment(pid)
             hosts = {environ.get("MASTER_ADDR") or meeting.host, meeting.host}
             same_port = environ.get("MASTER_PORT") == meeting.port and environ.get(
                 "WORLD_SIZE"
@@ -133,7 +133,7 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
                     for pair in zip(_node(environ), meeting.node, strict=True)
                 )
                 if rank >= 0 and rank not in known and same_node:
-                    candidates[int(name)] = rank
+                    candidates[pid] = rank
     # A rank's own children have its environment, and perhaps so has a program that started it.
     for pid, rank in sorted(candidates.items(), key=lambda item: job_dirs.start_ticks(item[0])):
         better = found.get(rank)
@@ -152,25 +152,9 @@ def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _is_python(pid: int) -> bool:
-    try:
-        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))  # noqa: PTH115, PTH119
-    except OSError:
-        return False
-
-
 def _rank(environ: Mapping[str, str]) -> int:
     names = ["RANK", *(["LOCAL_RANK"] if environ.get("NODE_RANK", "0") == "0" else [])]
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), -1)
-
-
-def has_torch(pid: int) -> bool:
-    """Return whether a process has loaded torch."""
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
-            return any(b"libtorch" in line for line in maps)
-    except OSError:
-        return False
 
 
 def why_unrecorded(pid: int, *, joined: bool) -> str:

@@ -43,16 +43,7 @@ def token(op: Collective) -> Hashable:
     that issue it, and its sizes.
     """
     sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
-    return (
-        op.op,
-        op.channel.group.name,
-        op.channel.group.incarnation,
-        op.channel.device,
-        op.peer,
-        op.args.root,
-        op.call_lines,
-        sizes,
-    )
+    return (*loose_token(op), sizes)
 
 
 def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
@@ -72,7 +63,7 @@ def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
     ]
 
 
-def loose_token(op: Collective) -> Hashable:
+def loose_token(op: Collective) -> tuple[Hashable, ...]:
     """Return the token without sizes, for programs in which these vary."""
     return (
         op.op,

@@ -17,7 +17,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,12 +85,7 @@ class FakeWorld:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
     @property
