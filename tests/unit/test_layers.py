@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dumps",
         "error_file",
         "errors",
+        "launchers",
         "matching",
         "model",
         "processes",

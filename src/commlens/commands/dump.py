@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commlens.commands.naming_jobs import find_recorded_jobs
+from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 
 
 class DumpCommand:
@@ -14,12 +14,7 @@ class DumpCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "job",
-            nargs="?",
-            metavar="JOB|PID",
-            help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)",
-        )
+        add_recorded_job(parser)
         parser.add_argument(
             "-o",
             "--output",

@@ -82,7 +82,6 @@ class Screen:
     cells: Sequence[Sequence[str]]  # of the rows
     headings: tuple[str, ...]
     stack: list[str]  # lines of the chosen row's stack
-    took_s: float = 0.0  # to read the job
 
 
 def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:

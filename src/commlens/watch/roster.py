@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
@@ -398,19 +399,15 @@ def children_workers(parent: int) -> Workers:
 
 
 def _worker(pid: int, start_ticks: int, environ: dict[str, str]) -> Worker | None:
-    def number(name: str, default: int) -> int:
-        text = environ.get(name, "")
-        return int(text) if text.isdigit() else default
-
-    rank = number("RANK", -1)
+    rank = launchers.number(environ, ["RANK"])
     if rank < 0:
         return None
     return Worker(
         rank,
         pid,
         start_ticks,
-        number("WORLD_SIZE", 0),
-        number("LOCAL_RANK", 0),
-        number("TORCHELASTIC_RESTART_COUNT", 0),
-        number("LOCAL_WORLD_SIZE", 0),
+        launchers.number(environ, ["WORLD_SIZE"], 0),
+        launchers.number(environ, ["LOCAL_RANK"], 0),
+        launchers.number(environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
+        launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import FormatError
 from commlens.processes import process
@@ -104,11 +105,9 @@ def meeting_of(members: Sequence[Member]) -> Meeting | None:
             )
             if place.startswith("tcp://"):
                 host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")
-        size = environ.get("LOCAL_WORLD_SIZE", "")
+        size = launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0)
         if port and member.world_size:
-            return Meeting(
-                host, port, member.world_size, int(size) if size.isdecimal() else 0, _node(environ)
-            )
+            return Meeting(host, port, member.world_size, size, _node(environ))
     return None
 
 
@@ -154,7 +153,7 @@ def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _rank(environ: Mapping[str, str]) -> int:
     names = ["RANK", *(["LOCAL_RANK"] if environ.get("NODE_RANK", "0") == "0" else [])]
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), -1)
+    return launchers.number(environ, names)
 
 
 def why_unrecorded(pid: int, *, joined: bool) -> str:
