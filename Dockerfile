@@ -4,9 +4,10 @@
 #     docker run --rm --shm-size=1g --cap-add=SYS_PTRACE commlens demo
 #     docker run --rm -v "$PWD/commlens-dumps:/dumps:ro" commlens diagnose /dumps
 #
-# In an image of your own, two lines beside your torch are enough:
+# In an image of your own, three lines beside your torch are enough:
 #
-#     RUN pip install 'commlens[stacks]' && commlens build-native -o /opt/commlens-native
+#     COPY commlens /opt/commlens-source
+#     RUN pip install '/opt/commlens-source[stacks]' && commlens build-native -o /opt/commlens-native
 #     ENV COMMLENS_NATIVE_DIR=/opt/commlens-native
 FROM python:3.11-slim-bookworm AS build
 ARG TORCH=2.13.0
