@@ -461,5 +461,5 @@ def test_an_estimate_is_that_of_a_step_and_the_setup_is_told_apart(open_page, tm
 
     once, twice = estimated(steps=1), estimated(steps=2, setup=3)
     per_step = re.search(r", (\S+ us per step) if none are hidden", once)[1]
-    assert "over 2 optimizer steps and the setup before them (3 and 900 kB)" in twice
+    assert "over 2 optimizer steps and the setup before them (3 collectives and 900 kB)" in twice
     assert re.search(rf", {per_step} and \S+ us in the setup if none are hidden", twice)

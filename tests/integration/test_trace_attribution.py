@@ -1477,7 +1477,10 @@ def test_setup_ends_with_the_first_forward(fake: None) -> None:
     assert {event.phase for event in setup} == {Phase.OUTSIDE} < {event.phase for event in steps}
     assert "scatter" not in {event.op for event in steps}
     answer = trace.to_summary().answer
-    assert f" and the setup before them ({sum(event.count for event in setup)} and " in answer
+    assert (
+        f" and the setup before them ({sum(event.count for event in setup)} collectives and "
+        in answer
+    )
 
 
 def test_a_step_without_modules_ends_the_setup_too(fake: None) -> None:

@@ -132,7 +132,10 @@ def test_every_rank_saves_a_file_and_the_first_says_so(traced):
     hint, *said = [line for line in done.stderr.splitlines() if line.startswith("commlens: ")]
     assert hint.startswith("commlens: --steps stands after train.py, so train.py gets it")
     assert len(said) == 4
-    assert "over 4 optimizer steps and the setup before them (3 and 1.2 kB), rank 0 of 2" in said[0]
+    assert (
+        "over 4 optimizer steps and the setup before them (3 collectives and 1.2 kB), rank 0 of 2"
+        in said[0]
+    )
     assert "commlens view commlens-trace/trace-rank0.json" in said[-1]
     for rank in (0, 1):
         data = load(folder / "commlens-trace" / f"trace-rank{rank}.json")

@@ -21,12 +21,14 @@ EXIT_UNREADABLE = 3
 class CompareCommand:
     """Report what changed between two traces, or between two dumps of a job.
 
-    Traces: collectives that are new, gone, moved or changed. Lines of code and the order of issue
-    are ignored; whether time moved by more than the noise is reported, but is no change. Folders
-    with one file per rank are compared rank by rank. A golden file is a trace. Dumps, from any
-    source: which ranks progressed from the first to the second, and which did not. Exit status: 0
-    if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor
-    dump, 3 if no rank of one of the dumps could be read.
+    Traces: report collectives that are new, gone, moved or changed. Lines of code and the order of
+    issue are ignored. A difference in time that exceeds the noise is reported, but does not count
+    as a change. Folders with one file per rank are compared rank by rank. A golden file is a trace.
+
+    Dumps, from any source: report which ranks progressed from the first to the second.
+
+    Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is
+    neither trace nor dump, 3 if no rank of one of the dumps could be read.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

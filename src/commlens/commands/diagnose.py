@@ -144,13 +144,10 @@ def _print_pace(examined: ExaminedJob) -> None:
     rows = [(ranks_phrase(ranks), f"{share:.0%}") for share, ranks in pace.shares(measured)]
     print_table(rows, headings=("", "in collectives"), indent=2)
     least, gap = pace.waits_least(measured)
-    enough = (
-        f"From {pace.MIN_COST:.0%} on, over at least {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s,"
-        " they make the job slow."
-    )
     print(
-        f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least, {gap:.0%} of the time less than"
-        f" all others. {enough}"
+        f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least: {gap:.0%} of the time less than"
+        f" all others. A difference of {pace.MIN_COST:.0%} or more, over at least {pace.MIN_STEPS}"
+        f" steps and {pace.MIN_S:.0f} s, is reported as a slow rank."
     )
 
 

@@ -22,9 +22,9 @@ from commlens.text import size
 from commlens.version import __version__
 
 _EXIT: Final = (
-    "recording waits a moment before destroy_process_group, so a job that torch keeps from ending"
-    " (Reducer and ProcessGroupGloo join\nthreads with the GIL held) may hang only without"
-    " commlens; docs/launch.md has the details"
+    "recording waits a moment before destroy_process_group. There torch itself can hang (Reducer"
+    " and ProcessGroupGloo join threads\nwhile they hold the GIL), so a job may end well while it"
+    " is recorded and hang without commlens: see docs/launch.md"
 )
 
 

@@ -64,7 +64,7 @@ def _answer(times: StepTimes) -> str:
     text += f"{short_duration(times.waited_ns)} of it ({times.waited_ns / times.step_ns:.0%})"
     if times.hidden_ns:
         text += (
-            f"; for another {short_duration(times.hidden_ns)} they run while it does something else"
+            f"; another {short_duration(times.hidden_ns)} of collectives are hidden behind its work"
         )
     if times.device_ns:
         text += f"; they take {short_duration(times.device_ns)} on the device"

@@ -107,7 +107,11 @@ def _over(data: TraceData) -> str:
     if not data.steps:
         return ""
     calls, carried = _setup(data)
-    setup = f" and the setup before them ({number(calls)} and {size(carried)})" if calls else ""
+    setup = (
+        f" and the setup before them ({count(calls, 'collective')} and {size(carried)})"
+        if calls
+        else ""
+    )
     return f", over {count(data.steps, 'optimizer step')}{_each(data)}{setup}"
 
 
@@ -128,7 +132,7 @@ def _each(data: TraceData) -> str:
     ):
         return ""
     calls, carried = each[min(each)]
-    return f" ({number(calls)} and {size(carried)} each)"
+    return f" ({count(calls, 'collective')} and {size(carried)} each)"
 
 
 def _setup(data: TraceData) -> tuple[int, int]:

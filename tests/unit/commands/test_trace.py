@@ -44,7 +44,7 @@ def test_the_summary(x, capsys):
     status, out, err = run(capsys, "view", x)
     assert status == 0 and err == ""
     assert out.startswith(
-        "32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),"
+        "32 collectives, 340 kB on the wire, over 2 optimizer steps (16 collectives and\n170 kB each),"
     )
 
 

@@ -156,8 +156,8 @@ def test_diagnose_shows_how_long_each_rank_waits(
         ["ranks", "0-1,3", "33%"],
     ]
     assert lines[-1].startswith(
-        "Rank 2 waits least, 33% of the time less than all others. From 10% on, over at least 50"
-        " steps"
+        "Rank 2 waits least: 33% of the time less than all others. A difference of 10% or more, over"
+        " at least 50 steps"
     )
     monkeypatch.setattr(
         "commlens.diagnosis.api.examine_paths",

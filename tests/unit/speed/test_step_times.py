@@ -83,7 +83,7 @@ def test_a_collective_that_runs_while_its_rank_computes():
         1.5,
         1.5,
     ), "in flight for 2.5 ms, waited for during the last one"
-    assert "for another 1.5 ms they run while it does something else" in step_table(times).answer
+    assert "another 1.5 ms of collectives are hidden behind its work" in step_table(times).answer
     assert times.unknown == [
         "A collective may have ended before the rank waited for it, so less may be hidden than"
         " shown."

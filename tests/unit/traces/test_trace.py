@@ -19,8 +19,8 @@ from commlens.traces.fields import FIELDS
 from commlens.traces.rows import COLUMNS
 
 SUMMARY = """\
-32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),
-rank 0 of 8.
+32 collectives, 340 kB on the wire, over 2 optimizer steps (16 collectives and
+170 kB each), rank 0 of 8.
 The 32 collectives took 2.9 ms; the rank waited for 1.9 ms of it (67%), and
 other work ran during the rest. A step took 1.6 ms, of which the rank waited 960
 us (60%) in collectives.

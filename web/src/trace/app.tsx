@@ -232,7 +232,7 @@ function answer(trace: Trace): string {
   const who = `rank ${trace.rank} of ${number(trace.worldSize)}${trace.preview ? ", a preview" : ""}`;
   const setup = trace.events.filter((event) => trace.isSetup(event));
   const [calls, bytes] = [setup.reduce((total, event) => total + event.count, 0), setup.reduce((total, event) => total + event.wireBytes * event.count, 0)];
-  const before = calls ? ` and the setup before them (${number(calls)} and ${size(bytes)})` : "";
+  const before = calls ? ` and the setup before them (${count(calls, "collective")} and ${size(bytes)})` : "";
   const over = trace.steps ? `, over ${count(trace.steps, "optimizer step")}${before}` : "";
   return `${some}${trace.bytesKnown ? `, ${size(trace.wireBytes)} on the wire` : ""}${over}, ${who}${estimatedTime(trace, setup)}.`;
 }
