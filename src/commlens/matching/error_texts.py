@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import re
 
-from commlens.text import parse_ranks
-
 # Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6
 # to 2.15), or by Ctrl-C in a wait.
 _CLOSED_TEXT = r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)"
@@ -37,7 +35,6 @@ _MISMATCH = re.compile(
 )
 # Raised by commlens's strict verification on every rank that it refuses a collective.
 _REFUSAL = re.compile(r"\bDistributedOperationException\b")
-_ENDED = re.compile(r"\branks? ([\d,:-]{0,200}\d) (?:has|have) ended and will not take part")
 
 
 def is_peer_error(text: str | None) -> bool:
@@ -74,12 +71,3 @@ def is_refusal(text: str | None) -> bool:
     show the cause.
     """
     return _REFUSAL.search((text or "").split(":", 1)[0]) is not None
-
-
-def ended_in_refusal(text: str | None) -> tuple[int, ...]:
-    """Return the ranks of which a refusal says that they had ended before."""
-    found = _ENDED.search(text or "") if is_refusal(text) else None
-    try:
-        return parse_ranks(found[1], limit=10_000) if found is not None else ()
-    except ValueError:  # a damaged text
-        return ()

@@ -353,12 +353,11 @@ class Motionless(Cause, tag="motionless", kw_only=True):
     still_s: list[float]  # for which each has not moved, in the order of the ranks
 
 
-HowEnded = Literal["after-a-peer", "unobserved", "from-outside", "refused-call", "named-by-refusal"]
+HowEnded = Literal["after-a-peer", "unobserved", "from-outside"]
 """How processes ended that no other cause explains.
 
 ``after-a-peer``: a peer ended or did not answer. ``unobserved``: nobody saw it. ``from-outside``: a
-signal ended the job. ``refused-call``: strict verification refused a call. ``named-by-refusal``:
-it refused a call of the others, because these had ended.
+signal ended the job.
 """
 
 

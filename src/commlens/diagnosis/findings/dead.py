@@ -12,7 +12,6 @@ from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.next_steps import death_step
 from commlens.diagnosis.words.phrases import prose
-from commlens.matching.error_texts import ended_in_refusal
 from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, ranks_phrase, verb
@@ -102,7 +101,12 @@ def _keep_the_first(
     views = context.job.views
     gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
     all_ended = all(view.exit.ended for view in views.values())
-    named = {ended for view in views.values() for ended in ended_in_refusal(view.log.exception)}
+    named = {
+        rank
+        for view in views.values()
+        if view.log.refusal is not None and view.log.refusal.kind == "dead"
+        for rank in view.log.refusal.absent
+    }
     for key, ranks in groups.items():
         if views[ranks[0]].exit.kind != "gone":
             continue

@@ -25,6 +25,7 @@ from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.named import find_named
+from commlens.diagnosis.findings.refused import demote_refused, find_refused
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.diagnosis.words.describe import describe
@@ -71,8 +72,10 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     if not context.cases:
         find_motionless(context)
     _demote_cut_waits(context)
-    if not any(case.claim.root_cause for case in context.cases):
-        find_ended(context)
+    demote_refused(context)
+    for find_last in (find_refused, find_ended):
+        if not any(case.claim.root_cause for case in context.cases):
+            find_last(context)
     if job.knows.completion_times and not context.cases:
         find_slow(context)
     _demote_consequences(context.cases)

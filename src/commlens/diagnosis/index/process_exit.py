@@ -128,10 +128,9 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
                 frame,
             )
         return ProcessExit("own", "exit", at, f"exited with status {status}", frame)
-    if is_refusal(exception):
-        return ProcessExit(
-            "peer", "exception", at, "raised DistributedOperationException", frame, refused=True
-        )
+    if is_refusal(exception) or log.refusal is not None:
+        text = "raised DistributedOperationException"
+        return ProcessExit("peer", "exception", at, text, frame, refused=True)
     of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
     peer = is_peer_error(exception) and (of_torch or is_peer_error(_last_failure(log)))
     mismatch = is_mismatch_error(exception)

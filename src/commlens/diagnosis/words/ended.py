@@ -10,7 +10,7 @@ from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.diagnosis.words.phrases import prose
-from commlens.text import op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import ranks_and_verb, ranks_phrase
 
 _SHOWN = 4  # ranks
 
@@ -24,10 +24,6 @@ def words(context: Context, found: FoundEnded) -> Words:
             return _unobserved(context, found)
         case "from-outside":
             return _from_outside(context, found)
-        case "refused-call":
-            return _refused_call(context, found)
-        case "named-by-refusal":
-            return _named_by_refusal(context, found)
 
 
 def _after_a_peer(context: Context, found: FoundEnded) -> Words:
@@ -89,39 +85,6 @@ def _ended_like_the_first(context: Context, ranks: list[int]) -> str:
     if len(ranks) > 1 and text.startswith("was "):
         text = text.replace("was ", "were ", 1)
     return f"{ranks_phrase(ranks)} {text}"
-
-
-def _refused_call(context: Context, found: FoundEnded) -> Words:
-    ranks = found.cause.ranks
-    return Words(
-        summary=f"strict verification refused a call on {ranks_phrase(ranks)}: {found.reason}",
-        explanation=f"It was {found.operation.strip()}",
-        next_step="compare the arguments with which these ranks make this call",
-        evidence=_exits(context, ranks),
-        would_raise_confidence="The exception's whole text is in the output of these ranks.",
-    )
-
-
-def _named_by_refusal(context: Context, found: FoundEnded) -> Words:
-    views, ended = context.job.views, found.cause.ranks
-    op = views[found.first].last_op
-    call = op_phrase(op) if op is not None else "a call of the others"
-    return Words(
-        summary=(
-            f"{ranks_and_verb(ended, 'ended', 'ended')} without {call}; strict verification refused"
-            f" it on {ranks_phrase(found.failed)}"
-        ),
-        explanation=prose(
-            *(
-                f"{phrases.name(context, rank)} {views[rank].exit.text};"
-                f" {phrases.last(context, rank)}."
-                for rank in [rank for rank in ended if rank in views][:2]
-            )
-        ),
-        next_step=f"look at the end of the output of {ranks_phrase(ended)}",
-        evidence=_exits(context, found.failed),
-        would_raise_confidence="Only the refusals tell it: nobody saw how it ended.",
-    )
 
 
 def _exits(context: Context, ranks: Sequence[int]) -> list[str]:

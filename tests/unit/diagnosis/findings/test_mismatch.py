@@ -12,6 +12,7 @@ from builders import Die, Job, S, Stay, all_reduce, collective, recv
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.refusal import Refusal, RefusedWait
 from commlens.model.verdict import Verdict
 
 TEXT = (
@@ -117,42 +118,94 @@ def test_a_mismatch_that_was_caught_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind", "told"),
+    ("refusal", "kind", "culprits"),
     [
         (
-            "due to shape mismatches. All shapes across devices must be valid.",
+            Refusal(
+                "mismatch/shape", "shape", "shape mismatches", "`train.gather`  (#1)", (0, 1, 2)
+            ),
             "mismatch/shape",
-            "shape mismatches. All shapes",
+            [],
         ),
         (
-            "due to structure mismatches. Containers must have the same elements.",
-            "dead",
-            "structure mismatches. Containers",
+            Refusal(
+                "mismatch/structure", "structure", "structure mismatches", "`train.gather`  (#1)"
+            ),
+            "mismatch/op",
+            [],
         ),
         (
-            ": rank 1 did not take part within 4 s.",
+            Refusal("missing", reason="rank 3 did not take part within 4 s", absent=(3,)),
             "missing",
-            "rank 1 did not take part within 4 s",
+            [3],
+        ),
+        (
+            Refusal("mismatch/p2p", "peer", "rank 1 sends to rank 9", "`send`", culprits=(1,)),
+            "mismatch/p2p",
+            [1],
         ),
     ],
 )
-def test_a_call_of_a_function_that_no_record_shows(reason: str, kind: str, told: str) -> None:
+def test_a_refusal_that_no_record_explains_is_the_verdict(
+    refusal: Refusal, kind: str, culprits: list[int]
+) -> None:
+    """Its fields decide: the text of the exception may be any."""
+
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 8, line=10)
 
     logs = Job(3).run(program).logs()
     for log in logs:
-        text = (
-            f"Cannot apply desired operation{'' if reason[0] == ':' else ' '}{reason} Operation:"
-            " `train.gather` (#1) Input shapes: ..."
-        )
-        log.exception = f"DistributedOperationException: {text}"
+        log.exception, log.refusal = "DistributedOperationException: some words", refusal
         log.observation = Observation(End.FAILED, 1, ended_ns=S)
     verdict = diagnose_logs(logs)
-    assert (verdict.kind, verdict.culprits, verdict.victims) == (kind, [], [0, 1, 2])
-    assert told in verdict.summary
-    assert "`train.gather`" in verdict.findings[0].explanation
-    assert "peer" not in verdict.summary
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
+    assert verdict.victims == [rank for rank in range(3) if rank not in culprits]
+    if not culprits:
+        assert refusal.reason in verdict.summary
+        assert "`train.gather`" in verdict.findings[0].explanation
+    assert "peer ended" not in verdict.summary
+
+
+def test_a_refused_cycle_that_the_records_do_not_show_is_the_verdict() -> None:
+    """The ring has lost the waits, and one rank ended before it reached the others' broadcast."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank != 1:
+            yield collective("broadcast", job.world, 8, line=12, root=0)
+
+    logs = refuse(Job(3).run(program).logs())
+    waits = (
+        RefusedWait(0, "all_reduce #7 of group a", (1,), "train.py:7 in main"),
+        RefusedWait(1, "all_reduce #9 of group b", (0,), "train.py:8 in main"),
+    )
+    for log in logs:
+        log.exception = "DistributedOperationException: some words"
+        log.refusal = Refusal("cycle", waits=waits, ranks=(0, 1, 2))
+        log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("cycle", [], [0, 1, 2])
+    assert "rank 1 waits in all_reduce #9 of group b (train.py:8 in main)" in verdict.explanation
+
+
+def test_a_rank_that_raised_a_refusal_is_never_the_cause_of_it() -> None:
+    """Rank 2 came when rank 0 had given up: both had been refused since rank 1 had ended."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank != 1:
+            yield all_reduce(job.world, 8, line=11)
+
+    logs = Job(3).run(program).logs()
+    logs[2].collectives[-1].announced_ns += 5 * S
+    first = logs[0].collectives[-1].announced_ns
+    refuse([logs[0]], at_ns=first + 3 * S)
+    refuse([logs[2]])
+    for rank in (0, 2):
+        logs[rank].refusal = Refusal("dead", absent=(1,), ranks=(0, 1, 2))
+    verdict = diagnose_logs(logs)
+    assert verdict.culprits == [1], verdict.summary
 
 
 def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None:
@@ -258,11 +311,8 @@ def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
         log.closed = log.rank == 1
         log.observation = Observation(End.RUNNING)
         if log.rank != 1:
-            absent = "rank 3 has" if log.rank == 2 else "rank 1 has"
-            log.exception = (
-                f"DistributedOperationException: Cannot apply desired operation: {absent} ended and"
-                " will not take part. Operation: x"
-            )
+            log.exception = "DistributedOperationException: some words"
+            log.refusal = Refusal("dead", absent=(3,) if log.rank == 2 else (1,))
             log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == (
