@@ -404,6 +404,13 @@ def both_receive(c: Context) -> None:
         dist.recv(torch.ones(4), 1 - c.rank)  # reported
 
 
+@case(P2P, "cycle", DETECTED, "Each sends before it receives", sizes=BOTH)
+def both_send(c: Context) -> None:
+    """Both ranks send first."""
+    if c.rank < 2:
+        dist.send(torch.ones(4), 1 - c.rank)  # reported
+
+
 @case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32")
 def batch_shape(c: Context) -> None:
     """batch_isend_irecv: number of elements."""

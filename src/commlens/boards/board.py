@@ -67,6 +67,7 @@ COUNTS_FROM: Final = 136
 ASKS: Final = 160
 REMOTE: Final = 168  # not 0: a copy of a board on another node; LINKED or LOST
 HEARD: Final = 176  # of a copy: CLOCK_MONOTONIC ns of the last sign of life of the other node
+ANY_SOURCE: Final = 192  # 1: it has received from any rank; such receives are not announced
 ENDED: Final = 184  # of a copy: 1: the rank's process has ended without closing its board
 ANSWER_AT: Final = 512  # of a copy: the answer to the last question about its rank's whereabouts
 # its question, as in ASKS; the length of the text that follows

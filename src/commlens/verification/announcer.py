@@ -20,7 +20,7 @@ from commlens.verification.call_site import call_site
 from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.waiting import may_complete_early, needed, needed_at_issue
+from commlens.verification.waiting import may_complete_early, needed_at_issue, needed_at_wait
 
 log = logging.getLogger("commlens")
 
@@ -155,7 +155,7 @@ class Announcer:
             self._known_blob((id(args), code, stack), args),
             code,
             at_issue,
-            needed(args, peers, own),
+            needed_at_wait(args, peers, own),
         )
 
     def forget_groups(self) -> None:
@@ -191,6 +191,7 @@ class Announcer:
         if args.op in POINT_TO_POINT:
             tag = args.tag if channel.matches_tags else 0
             if args.peer < 0 or args.flags & L.FLAG_ANY_SOURCE:
+                self._board.set_word(B.ANY_SOURCE, 1)
                 if self._exchange is not None and (channel, tag) not in self._from_any_source:
                     self._from_any_source.add((channel, tag))
                     # it has plans for messages that are not compared from now on

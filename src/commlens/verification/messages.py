@@ -212,6 +212,8 @@ def cycle_text(steps: Sequence[CycleStep]) -> str:
     ops = {step.op for step in steps}
     if ops == {"recv"}:
         lines.append("Each receives before it sends: let one of them send first.")
+    elif ops == {"send"}:
+        lines.append("Each sends before it receives: let one of them receive first.")
     elif ops & POINT_TO_POINT:
         lines.append(
             "A message's other side is missing, or comes only after a call that waits for this"
