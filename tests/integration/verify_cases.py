@@ -411,6 +411,15 @@ def both_send(c: Context) -> None:
         dist.send(torch.ones(4), 1 - c.rank)  # reported
 
 
+@case(P2P, "mismatch/p2p", DETECTED, "rank 1 sends to rank 9, which is not in", sizes=BOTH)
+def send_to_nobody(c: Context) -> None:
+    """send to a rank that does not exist."""
+    if c.odd:
+        dist.send(torch.ones(4), 9)  # reported
+    else:
+        dist.all_reduce(torch.ones(4))
+
+
 @case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32")
 def batch_shape(c: Context) -> None:
     """batch_isend_irecv: number of elements."""

@@ -36,6 +36,7 @@ class InternedArgs:
         "meets",
         "next_number",
         "next_tagged",
+        "no_such_peer",
         "op",
         "peer",
         "refused_locally",
@@ -78,6 +79,7 @@ class InternedArgs:
         self.wait_only = self.op in GLOO_WAIT_ONLY
         # the backend will refuse it on this rank alone, so no peer's can match it
         self.refused_locally = False
+        self.no_such_peer = False  # of a message: the group has no member with this rank
 
 
 def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
@@ -174,6 +176,11 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
         L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
     )
     named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
+    args.no_such_peer = (
+        spec.peer >= 0
+        and not args.flags & L.FLAG_ANY_SOURCE
+        and not 0 <= int(arguments[spec.peer]) < len(group.ranks)
+    )
     args.refused_locally = (
         args.tag < 0
         or any(not 0 <= rank < len(group.ranks) for rank in named)

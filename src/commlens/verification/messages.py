@@ -201,6 +201,37 @@ def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: st
     return "\n".join([*lines, *([f"Rank {send.rank} {where}."] if where else [])])
 
 
+def no_such_peer_text(subject: Subject, row: Row) -> str:
+    """Return the message for a send to, or a receive from, a rank that does not exist."""
+    lines = [
+        f"Cannot apply desired operation: {_no_such_peer(subject, row)}.",
+        "",
+        _operation(subject, [row], "p2p"),
+        "Messages:",
+        *_table("p2p", [row]),
+    ]
+    return "\n".join(lines)
+
+
+def no_such_peer_refusal(subject: Subject, row: Row) -> Refusal:
+    """Return the facts of :func:`no_such_peer_text`."""
+    return Refusal(
+        "mismatch/p2p",
+        aspect="peer",
+        reason=_no_such_peer(subject, row),
+        operation=_operation_name(subject, [row], "p2p"),
+        culprits=(row.rank,),
+    )
+
+
+def _no_such_peer(subject: Subject, row: Row) -> str:
+    does = "sends to" if row.args is not None and row.args.op == "send" else "receives from"
+    return (
+        f"rank {row.rank} {does} rank {row.peer}, which is not in {subject.group}"
+        f" [{format_ranks(subject.ranks)}]"
+    )
+
+
 def cycle_text(steps: Sequence[CycleStep]) -> str:
     """Return the message for ranks that wait for each other in a cycle."""
     lines = [

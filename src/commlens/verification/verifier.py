@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from commlens.blackbox import job_dirs
 from commlens.boards import board as B
@@ -39,9 +39,11 @@ from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
-from commlens.verification.channels import Pending, VerifiedChannel
-from commlens.verification.comparison import Comparison
+from commlens.verification.call_site import call_site
+from commlens.verification.channels import Pending, VerifiedChannel, group_name
+from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.link import Link
+from commlens.verification.messages import Subject, no_such_peer_refusal, no_such_peer_text
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import ALL_RENDEZVOUS, Rendezvous
@@ -161,12 +163,11 @@ class Verifier:
             DistributedOperationException: it must not be issued.
         """
         args = token.args
-        if (
-            self._off
-            or not self._depth
-            or args.refused_locally
-            or (args.channel.device == "cuda" and _is_capturing())
-        ):
+        if self._off or not self._depth or (args.channel.device == "cuda" and _is_capturing()):
+            return
+        if args.no_such_peer:
+            self._refuse_peer(token, frame)
+        if args.refused_locally:
             return
         try:
             self._catch_up()
@@ -187,6 +188,28 @@ class Verifier:
             self._give_up(error)
         finally:
             self._update_exchange()
+
+    def _refuse_peer(self, token: Token, frame: FrameType | None) -> NoReturn:
+        """Refuse a message to or from a rank that does not exist: torch lets it wait for ever.
+
+        Raises:
+            DistributedOperationException: always.
+        """
+        args = token.args
+        group = args.channel.group
+        name, where = call_site(frame, args.op)
+        subject = Subject(group_name(group), group.ranks, token.number)
+        row = table_row(
+            self.rank,
+            {**args.content, "peer": args.peer, "tag": args.tag, "name": name, "where": where},
+        )
+        key = B.key_of("no such peer", group.incarnation, group.name, self.rank, args.op, args.peer)
+        channel = VerifiedChannel(group, key, 0, group.ranks, [])
+        self._refusals.post(
+            Pending(channel, token.number, 0, 0, args),
+            no_such_peer_refusal(subject, row),
+            no_such_peer_text(subject, row),
+        )
 
     def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
         """Return how C++ verifies further collectives like one that was verified here; None if

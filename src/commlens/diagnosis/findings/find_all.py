@@ -25,6 +25,7 @@ from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.named import find_named
+from commlens.diagnosis.findings.no_such_peer import find_no_such_peer
 from commlens.diagnosis.findings.refused import demote_refused, find_refused
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
@@ -47,7 +48,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_deaths(context, dead, told=find_named(context, dead))
     find_skipped_writes(context)
     find_cycles(context)
-    left = find_departures(context, sinks)
+    nowhere = find_no_such_peer(context)
+    left = find_departures(context, [node for node in sinks if node.rank not in nowhere])
     find_missing(context, [node for node in left if node.kind == "absent"])
     find_unwritten(context, [node for node in sinks if node.kind == "key"])
     stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]

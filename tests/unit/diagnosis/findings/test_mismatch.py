@@ -208,6 +208,25 @@ def test_a_rank_that_raised_a_refusal_is_never_the_cause_of_it() -> None:
     assert verdict.culprits == [1], verdict.summary
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_message_of_a_rank_that_does_not_exist(refused: bool) -> None:
+    """It is the argument of rank 0, not a node whose dump is missing."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        yield recv(job.world, 2 if rank == 0 else 0, line=11 + rank)
+
+    logs = Job(2).run(program).logs()
+    if refused:
+        for log in refuse(logs):
+            log.refusal = Refusal("mismatch/p2p", "peer", ranks=(0, 1), culprits=(0,))
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/p2p", [0], "high")
+    assert "rank 0 receives from rank 2" in verdict.summary
+    assert "dump the node" not in verdict.next_step
+    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1
+
+
 def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 8, line=10)
