@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from commlens.model.hazard import Hazard
 from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
@@ -388,3 +389,29 @@ def args_phrase(op: Collective, reduce_op: str | None = None) -> str:
     if op.args.root is not None:
         text += f", root {op.args.root}"
     return text
+
+
+def hazard_phrase(hazard: Hazard) -> str:
+    """Return a hazard as a sentence without its full stop."""
+    where = frame_phrase(hazard.source)
+    calls = f"{hazard.op} at {where}"
+    if hazard.what == "never-waited":
+        return (
+            f"{calls} is asynchronous, and {count(hazard.times, 'Work')} of it"
+            f" {'was' if hazard.times == 1 else 'were'} never waited for: its result may be"
+            " incomplete, and an error of it is lost"
+        )
+    if hazard.what == "written-in-flight":
+        return (
+            f"a tensor of {calls} was written between the call and its wait"
+            f" ({count(hazard.times, 'time')}): its content is undefined"
+        )
+    if hazard.what == "not-a-member":
+        return (
+            f"{calls} was called {count(hazard.times, 'time')} with a group that the rank is not"
+            " in: torch does nothing then"
+        )
+    return (
+        f"{where} made {count(hazard.times, 'group')} of ranks {hazard.group} that were never"
+        " destroyed: each keeps connections and threads; make it once"
+    )

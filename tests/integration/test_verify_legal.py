@@ -142,3 +142,4 @@ def judge(launched: tuple[Path, str], way: str, job: str, size: int, name: str) 
     assert "stops verifying" not in outputs
     assert "records in Python" not in outputs
     assert "the job goes on" not in outputs
+    assert "never waited for" not in outputs

@@ -17,6 +17,7 @@ from commlens.model.collective import (
     ProcessGroup,
     TensorSpec,
 )
+from commlens.model.hazard import HazardKind
 from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
@@ -90,6 +91,21 @@ class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
     text: str
 
 
+class HazardJson(msgspec.Struct, frozen=True):
+    """A latent fault: its kind, how often, and the stack's blob."""
+
+    what: HazardKind
+    times: _Natural = 1
+    stack: _Natural = 0
+    group: str = ""
+
+
+class HazardsJson(msgspec.Struct, frozen=True, tag_field="k", tag="hazards"):
+    """The latent faults that a process found at its end."""
+
+    found: tuple[HazardJson, ...]
+
+
 class SetupJson(msgspec.Struct, frozen=True, tag_field="k", tag="setup"):
     """A call that makes a process group, or one of a store: then its name is the key."""
 
@@ -122,8 +138,10 @@ class EvidenceJson(msgspec.Struct, frozen=True):
     threads: tuple[ThreadJson, ...] = ()
 
 
-BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | SetupJson
-_Kind = TypeVar("_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson, SetupJson)
+BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | HazardsJson | SetupJson
+_Kind = TypeVar(
+    "_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson, HazardsJson, SetupJson
+)
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
 _decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode

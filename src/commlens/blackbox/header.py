@@ -16,7 +16,7 @@ from commlens.text import clean_json
 # largest box in bytes; a header that claims more is rejected
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
-_LIVE: Final = struct.Struct("<18Q")  # from HEARTBEAT_MONO to EXPIRES
+_LIVE: Final = struct.Struct("<19Q")  # from HEARTBEAT_MONO to HAZARDS
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -53,6 +53,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     lost: int  # records lost because of an error in commlens
     evidence_number: int
     expecting: int  # blob
+    hazards: int  # blob
     exception: int  # blob
     main_stack_since_mono_ns: int
     setup: int  # blob
@@ -244,6 +245,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         setup,
         setup_since,
         expires,
+        hazards,
     ) = (min(word, INT_MAX) for word in words)
     # Damaged words that would make a wait older than the box.
     oldest_since, main_since = (
@@ -287,4 +289,5 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         setup=setup,
         setup_since_mono_ns=setup_since,
         expires_mono_ns=expires,
+        hazards=hazards,
     )

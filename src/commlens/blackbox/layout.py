@@ -54,6 +54,7 @@ SETUP_SINCE: Final = 384
 # when torch's watchdog gives up the oldest record in flight on a device, CLOCK_MONOTONIC ns; 0:
 # none or unknown
 EXPIRES: Final = 392
+HAZARDS: Final = 400  # blob {"k": "hazards"}: latent faults, written at the end; 0: none
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

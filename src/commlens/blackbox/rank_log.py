@@ -12,6 +12,7 @@ from commlens.blackbox.blobs import (
     ExceptionJson,
     FrameJson,
     GroupJson,
+    HazardsJson,
     SetupJson,
     SideTable,
     StackJson,
@@ -35,6 +36,7 @@ from commlens.model.collective import (
     State,
 )
 from commlens.model.frames import frame_kind, kind_prefixes
+from commlens.model.hazard import Hazard
 from commlens.model.ranklog import RankLog, ThreadStack
 from commlens.model.refusal import Refusal
 
@@ -238,6 +240,7 @@ class BoxReader:
             exception=exception,
             exception_stack=exception_stack,
             refusal=refusal,
+            hazards=self._hazards(),
             initialised=status.initialised,
             timeout_s=status.timeout_s,
             stall_timeout_s=about_number(about, "stall_timeout"),
@@ -300,6 +303,17 @@ class BoxReader:
             "an exception without a text",
         )
         return line[:_TEXT_MAX], self.frames(blob.f), blob.refusal
+
+    def _hazards(self) -> list[Hazard]:
+        """Return the latent faults. The calls of torch itself, and those of which the line is lost,
+        are none.
+        """
+        blob = self.side.blob(self.status.hazards, HazardsJson)
+        hazards = [
+            Hazard(each.what, each.times, self.stack(each.stack) or (), each.group)
+            for each in (blob.found if blob is not None else ())
+        ]
+        return [each for each in hazards if each.source is not None]
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
         """Return the newest intact evidence slot. The other one may be in the middle of a write."""

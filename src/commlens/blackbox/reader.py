@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from commlens.blackbox import layout as L
@@ -21,7 +21,7 @@ from commlens.blackbox.header import SIZE_MAX, BoxStatus, Identity, read_identit
 from commlens.blackbox.packed import is_packed, pack, unpack
 from commlens.blackbox.rank_log import BoxReader
 from commlens.errors import FormatError
-from commlens.model.collective import FrameKind
+from commlens.model.collective import FrameKind, Stack
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog
 
@@ -140,6 +140,11 @@ class OpenBox:
     def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
         """Read the whole box, or only its ``newest`` records, which is much cheaper."""
         return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
+
+    def stacks(self, positions: Iterable[int]) -> dict[int, Stack | None]:
+        """Return the stacks at these positions of the side table; None for those overwritten."""
+        reader = BoxReader(self._parts(1), self.name, None)
+        return {position: reader.stack(position) for position in positions}
 
     def packed(self, *, newest: int | None = None) -> bytes:
         """Return a packed copy for a dump, with torn records read again: the whole, or only its

@@ -7,12 +7,16 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from typing import Any
+
+from torch._C._distributed_c10d import Work
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture.device_queues import DeviceQueues, result_reader
 from commlens.capture.graphs import Graphs
+from commlens.capture.hazards import Unwaited
 from commlens.capture.thread_id import current
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.token import Token, Verifier
@@ -22,6 +26,9 @@ log = logging.getLogger("commlens")
 _HOLD_WEAKLY_AFTER_NS = 200_000_000
 _HELD_LIMIT = 512
 _monotonic = time.monotonic_ns
+# as they are before torch_patches notes that a program calls them
+_is_completed = Work.is_completed
+_get_future = Work.get_future
 
 
 class CompletionTracker:
@@ -46,6 +53,7 @@ class CompletionTracker:
         )
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
+        self.unwaited = Unwaited()
         self.verifier: Verifier | None = None
         self.lost = 0  # records lost to an error of commlens
         self._logged = False
@@ -66,6 +74,8 @@ class CompletionTracker:
         elif work is None:
             self._done(token, L.HOW_RETURN, now)
         else:
+            if not token.args.meets and token.stack:
+                self.unwaited.issued(work, token.stack)
             self._hold(token, work)
 
     def _enqueued(self, token: Token, work: Any) -> None:
@@ -92,7 +102,7 @@ class CompletionTracker:
             except (RuntimeError, StopIteration):  # another thread has just removed it
                 pass
             else:
-                if not oldest_token.args.wait_only and oldest.is_completed():
+                if not oldest_token.args.wait_only and _is_completed(oldest):
                     self._completed(oldest, oldest_token, L.HOW_POLL)
                 elif len(in_flight) >= _HELD_LIMIT:
                     self._evict(oldest, oldest_token)
@@ -169,6 +179,7 @@ class CompletionTracker:
     def wait_begins(self, work: Any) -> Token | None:
         """Note that a thread is about to block in ``work.wait()``."""
         try:
+            self.unwaited.open.pop(id(work), None)
             token = self.in_flight.get(work)
             if token is None and self.synchronous:
                 token = self.synchronous.get(current.id)
@@ -266,6 +277,14 @@ class CompletionTracker:
             self.in_flight.pop(work, None)
         self._after_wait(token, error)
 
+    def handled(self, work: Any) -> None:
+        """Note that a program asked for the state or the future of a Work: it needs no wait."""
+        self.unwaited.open.pop(id(work), None)
+
+    def unwaited_works(self) -> Counter[int]:
+        """Return how many Works of asynchronous calls nobody waited for, by stack."""
+        return self.unwaited.found()
+
     # --- polling, from the watchdog thread
 
     def sweep(self) -> Token | None:
@@ -282,7 +301,7 @@ class CompletionTracker:
             if token.args.wait_only:
                 if now - token.since > _HOLD_WEAKLY_AFTER_NS:
                     self._hold_weakly(work, token)
-            elif work.is_completed():
+            elif _is_completed(work):
                 self._completed(work, token, L.HOW_POLL)
                 continue
             oldest = _older(oldest, token)
@@ -356,7 +375,7 @@ def error_of(work: Any) -> Exception | None:
     None if it succeeded or has no future.
     """
     try:
-        future = work.get_future()
+        future = _get_future(work)
     except Exception:
         return None
     try:

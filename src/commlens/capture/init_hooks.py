@@ -52,8 +52,10 @@ class InitListener(Protocol):
     def before_store_write(self, keys: Sequence[str]) -> After:
         """A thread writes keys into a store."""
 
-    def before_destroy(self) -> Callable[[], None] | None:
-        """``destroy_process_group`` was called. Return what to call after it."""
+    def before_destroy(self, is_last: bool) -> Callable[[], None] | None:
+        """``destroy_process_group`` was called, for all groups if ``is_last``. Return what to call
+        after it.
+        """
 
     def after_destroy(self) -> None:
         """``destroy_process_group`` returned."""
@@ -112,7 +114,9 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
     @functools.wraps(original_destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
         current = listener()
-        after = safely(current.before_destroy) if current is not None else None
+        group = args[0] if args else kwargs.get("group")
+        is_last = group is None or group is dist.group.WORLD
+        after = safely(current.before_destroy, is_last) if current is not None else None
         result = original_destroy(*args, **kwargs)
         if current is not None:
             safely(current.after_destroy)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,14 @@ class NativeRecorder(Recorder):
             return None
         self.engine.verify_wait(token)
         return None, token
+
+    def handled(self, work: Any) -> None:
+        """Note that a program asked for the state or the future of a Work."""
+        self.engine.handled(work)
+
+    def unwaited_works(self) -> Counter[int]:
+        """Return how many Works of asynchronous calls nobody waited for, by stack."""
+        return Counter(self.engine.unwaited())
 
     def sweep(self) -> Any:
         """Poll the collectives in flight, from the watchdog thread, and return the oldest one that

@@ -278,6 +278,8 @@ class Session:
             self.setups.group_began(name, ranks, backend, description)
         from commlens.capture import connections
 
+        if not is_default:
+            safely(self.recorder.hazards.group_made, ranks)
         is_member = is_default or dist.get_rank() in ranks
         before = safely(connections.sockets) if is_member else None
 
@@ -324,15 +326,17 @@ class Session:
             self.setups.keys_written(keys)
         return None
 
-    def before_destroy(self) -> Callable[[], None] | None:
-        """``destroy_process_group`` was called. Returns the verifier's last check, which may raise
-        a refusal.
+    def before_destroy(self, is_last: bool) -> Callable[[], None] | None:
+        """``destroy_process_group`` was called, for all groups if ``is_last``. Returns the
+        verifier's last check, which may raise a refusal.
         """
         if not self.is_recording:
             return None
         from commlens.tap import torch_patches
 
         verifier = self.recorder.verifier
+        if is_last:
+            safely(self._report_hazards)
         safely(self.recorder.sweep)
         safely(self.recorder.groups.before_destroy)
         # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6
@@ -349,6 +353,15 @@ class Session:
 
         if self.is_recording and not dist.is_initialized():
             self.writer.word(L.PHASE, L.PHASE_LEFT)
+
+    def _report_hazards(self) -> None:
+        """Write the program's latent faults into the box, and log those that are new on this node,
+        unless it ends by an exception, which leaves much undone.
+        """
+        if self.exception_seen or sys.exc_info()[0] is not None:
+            return
+        if self.job_dir is not None:
+            self.recorder.hazards.report(self.job_dir)
 
     # --- verification
 
@@ -420,6 +433,8 @@ class Session:
                 error = None
             if self.is_open and kind is not None and error is not None:
                 safely(self.record_exception, kind, error, trace)
+            if self.initialised and self.is_open:
+                safely(self._report_hazards)
             if not self.initialised and self.is_open:
                 self._watch()  # if it was too soon: the other ranks will wait for this one
                 if self.watcher is not None and not self.watcher_pid:

@@ -17,6 +17,7 @@ from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
 from commlens.capture.completion import CompletionTracker
+from commlens.capture.hazards import Hazards
 from commlens.capture.thread_id import current
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap import tap
@@ -71,6 +72,7 @@ class Recorder(CompletionTracker):
         self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(
             maxlen=writer.capacity
         )
+        self.hazards = Hazards(self)
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._args_table = ArgsTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread

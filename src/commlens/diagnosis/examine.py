@@ -11,6 +11,7 @@ from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.findings.find_all import find_all
+from commlens.diagnosis.findings.hazards import hazard_findings
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
@@ -189,6 +190,7 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
         )
     else:
         verdict = _no_fault(job, missing, looked_at, unread)
+    verdict.findings = [*verdict.findings, *hazard_findings(job)]
     return ExaminedJob(verdict, job, mismatches, graph)
 
 

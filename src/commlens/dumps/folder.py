@@ -42,6 +42,7 @@ _KIND_BY_NAME: Final = (
     (REPORT_NAME, REPORT),
 )
 _JOB_FILES: Final = frozenset({".lock", ".watcher", ".watcher-2"})  # beside the boxes of a live job
+_HAZARD_NAME: Final = re.compile(r"hazard\.[0-9a-f]{8}")
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
 
 
@@ -188,6 +189,8 @@ def _is_own(folder: int, name: str) -> bool:
     if _BOARD_NAME.fullmatch(name):
         return head[:8] == board.MAGIC.to_bytes(8, "little") or not any(head)
     if rank_claims.NAME.fullmatch(name):
+        return not head
+    if _HAZARD_NAME.fullmatch(name):
         return not head
     return (
         bool(_TEMPORARY_NAME.fullmatch(name))

@@ -25,11 +25,13 @@ Kind = Literal[
     "stuck-inside",
     "straggler",
     "waiting",
+    "hazard",
     "healthy",
     "undetermined",
 ]
 """The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and
-``undetermined`` (evidence is unreadable).
+``undetermined`` (evidence is unreadable). ``hazard`` is a latent fault of the program, never the
+kind of a verdict.
 """
 
 Why = Literal[

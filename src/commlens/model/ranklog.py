@@ -7,6 +7,7 @@ from enum import Enum
 import msgspec
 
 from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
+from commlens.model.hazard import Hazard
 from commlens.model.refusal import Refusal
 
 
@@ -120,6 +121,7 @@ class RankLog(msgspec.Struct):
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
     refusal: Refusal | None = None  # if that is, or was raised from, one of strict verification's
+    hazards: list[Hazard] = []  # latent faults, which its process found at its end
     initialised: bool = False  # init_process_group has returned
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown

@@ -19,6 +19,7 @@ inline ArgsPtr from_python(const py::object& described) {
   args->peer = described.attr("peer").cast<int32_t>();
   args->tag = described.attr("tag").cast<int64_t>();
   args->flags = described.attr("flags").cast<uint32_t>();
+  args->meets = described.attr("meets").cast<bool>();
   args->synchronous = described.attr("synchronous").cast<bool>();
   args->wait_only = described.attr("wait_only").cast<bool>();
   const auto op = described.attr("op").cast<std::string>();

@@ -221,6 +221,12 @@ PYBIND11_MODULE(commlens_native, module) {
       })
       .def("held", [](Engine& self) { return self.hot().completion.held(); })
       .def("release", [](Engine& self) { self.hot().completion.release(); })
+      .def("handled", [](Engine& self, const py::object& work) { self.hot().completion.handled(work.cast<c10d::Work*>()); })
+      .def("unwaited", [](Engine& self) {
+        py::dict found;
+        for (const auto& [stack, times] : self.hot().completion.unwaited()) found[py::int_(stack)] = times;
+        return found;
+      }, "The asynchronous calls whose Works nobody waited for: by the position of their stack, how many.")
       .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().args_table.forget_group(reinterpret_cast<const void*>(group)); })
       .def("forget_groups", [](Engine& self) { self.hot().args_table.forget_groups(); })
       .def("renamed", [](Engine& self, const py::object& channel) { self.hot().args_table.renamed(channel.ptr()); })

@@ -32,6 +32,7 @@ class Completion {
       done(*token, HOW_RETURN, now);
     } else {
       synchronous_.forget_work(work.get());
+      if (token->stack && !token->args->meets) unwaited_.issued(work.get(), *token);
       token->work = std::move(work);
       hold(token);
     }
@@ -50,6 +51,7 @@ class Completion {
 
   // `self` is the Python object of the Work, by which a weakly held collective is found.
   TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
+    unwaited_.handled(work);
     TokenPtr token = synchronous_.take_by(work);
     std::vector<TokenPtr> weakly_held;
     const bool any_in_flight = in_flight_count_.load(std::memory_order_relaxed);
@@ -111,6 +113,9 @@ class Completion {
     sweep_weakly_held(oldest);
     return oldest;
   }
+
+  void handled(const c10d::Work* work) { unwaited_.handled(work); }
+  std::unordered_map<uint64_t, uint64_t> unwaited() { return unwaited_.found(); }
 
   // Removes and returns the collectives that were enqueued on a device, about which Python asks torch's recorder.
   std::deque<TokenPtr> take_enqueued() {
@@ -344,6 +349,7 @@ class Completion {
   const Host& host_;
   const bool timing_;
   Synchronous synchronous_;
+  Unwaited unwaited_;
   // A thread that holds it takes no GIL and drops no Work, tensor or Python object: these are moved to a local that is declared before
   // the lock.
   std::mutex mutex_;

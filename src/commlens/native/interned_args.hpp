@@ -40,7 +40,7 @@ struct InternedArgs {
   int32_t peer = -1;
   int64_t tag = 0;
   uint32_t flags = 0;
-  bool synchronous = false, wait_only = false, point_to_point = false;
+  bool meets = false, synchronous = false, wait_only = false, point_to_point = false;
 };
 
 using ArgsPtr = std::shared_ptr<InternedArgs>;

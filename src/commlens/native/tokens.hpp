@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -35,6 +36,44 @@ struct Token {
 };
 
 using TokenPtr = std::shared_ptr<Token>;
+
+// The Works of asynchronous calls for which nobody has waited, nor asked for a state or future. They are known by their address, so none
+// is kept alive: when another Work has the same address, the former one is freed, and can be waited for no more. Not of calls on a device,
+// where a program may wait for the stream instead.
+class Unwaited {
+ public:
+  void issued(const void* work, const Token& token) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (open_.size() >= LIMIT && !open_.count(work)) return;
+    uint64_t& stack = open_[work];
+    if (stack) count(stack, freed_);
+    stack = token.stack;
+  }
+
+  void handled(const void* work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    open_.erase(work);
+  }
+
+  // By the position of their stack, how many.
+  std::unordered_map<uint64_t, uint64_t> found() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto all = freed_;
+    for (const auto& entry : open_) count(entry.second, all);
+    return all;
+  }
+
+ private:
+  static constexpr size_t LIMIT = 4096;
+
+  static void count(uint64_t stack, std::unordered_map<uint64_t, uint64_t>& in) {
+    if (in.size() < LIMIT || in.count(stack)) ++in[stack];
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const void*, uint64_t> open_;  // to the position of the stack
+  std::unordered_map<uint64_t, uint64_t> freed_;
+};
 
 class InFlight {
  public:

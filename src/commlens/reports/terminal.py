@@ -44,8 +44,9 @@ def render(verdict: Verdict, width: int = 80, *, colour: bool = False) -> str:
 
 def _parts(verdict: Verdict) -> list[RenderableType]:
     parts: list[RenderableType] = [_answer(verdict)]
-    if verdict.findings:
-        first, *others = verdict.findings
+    hazards = [finding for finding in verdict.findings if finding.kind == "hazard"]
+    if findings := [finding for finding in verdict.findings if finding.kind != "hazard"]:
+        first, *others = findings
         shown = first.summary + " " + first.explanation
         parts += _list(
             "Evidence",
@@ -56,6 +57,7 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
         rest = [_with_source(finding) for finding in others if not finding.root_cause]
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
         parts += _list("Also found", rest, _MOST_FINDINGS)
+    parts += _list("Latent faults", [finding.summary for finding in hazards], _MOST_FINDINGS)
     said = "left no record" if "left no record" in verdict.summary else "\n"
     parts += _list(
         "Not known", [text for text in verdict.missing_evidence if said not in text], _MOST_UNKNOWN

@@ -13,6 +13,7 @@ import logging
 import re
 import threading
 import time
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,9 @@ class _Recorder(Protocol):
     def capture_begins(self) -> None: ...
     def capture_ends(self, graph: Any) -> None: ...
     def replays(self, graph: Any) -> None: ...
+    def handled(self, work: Any) -> None: ...
+    @property
+    def hazards(self) -> Any: ...
 
 
 _recorder: _Recorder | None = None
@@ -132,7 +136,14 @@ def _install_all() -> None:
         installs.append(tap_reduce_ops)
     if _recorder is not None and not _installed:
         _installed = True
-        installs += [_tap_coalescing, _tap_meshes, _tap_optimizers, _tap_cuda_graphs]
+        installs += [
+            _tap_coalescing,
+            _tap_meshes,
+            _tap_optimizers,
+            _tap_cuda_graphs,
+            _tap_other_uses_of_works,
+            _tap_calls_of_others,
+        ]
     if _recorder is not None and _recorder.verifier is not None:
         installs.append(_tap_waits_in_cpp)
     for install in installs:
@@ -322,6 +333,55 @@ def _tap_coalescing() -> None:
 
 def _tap_cuda_graphs() -> None:
     cuda_graphs.install(active_recorder)
+
+
+_OTHER_USES = (
+    "get_future",
+    "get_future_result",
+    "is_completed",
+    "is_success",
+    "synchronize",
+    "block_current_stream",
+    "exception",
+    "result",
+)
+
+
+def _tap_other_uses_of_works() -> None:
+    """Note that a program polls a Work or takes its future: then it need not wait for it."""
+    for name in _OTHER_USES:
+        if name in Work.__dict__:
+            setattr(Work, name, _noting_use(Work.__dict__[name]))
+
+
+def _noting_use(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _recorder is not None:
+            _recorder.handled(self)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _tap_calls_of_others() -> None:
+    """Note the calls with a group that this rank is not in: torch warns and does nothing."""
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(distributed_c10d, "_warn_not_in_group"):
+        return
+
+    @functools.wraps(distributed_c10d._warn_not_in_group)
+    def _warn_not_in_group(op_name: Any) -> None:
+        if _recorder is not None and _recorder.hazards is not None:
+            _recorder.hazards.not_a_member()
+        # torch's own text, from torch's own line: to call it would name this one
+        world = distributed_c10d.GroupMember.WORLD
+        rank = -1 if world is None else world.rank()
+        text = f"Running {op_name} on global rank {rank} which does not belong to the given group."
+        warnings.warn(text, stacklevel=2)
+
+    distributed_c10d._warn_not_in_group = _warn_not_in_group
 
 
 def _tap_meshes() -> None:

@@ -1,0 +1,73 @@
+"""Latent faults as findings, and Works that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from builders import Job, Stay, all_reduce
+
+from commlens.capture.hazards import Unwaited
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.hazard import Hazard
+from commlens.reports.terminal import render
+
+C10D = Frame("/site/torch/distributed/distributed_c10d.py", 3000, "all_reduce", FrameKind.LIBRARY)
+USER = Frame("/home/me/train.py", 12, "step", FrameKind.USER)
+
+
+def test_they_are_findings_that_change_no_verdict() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+
+    logs = Job(2).run(program).logs()
+    for log in logs:
+        log.hazards = [Hazard("never-waited", 3, (C10D, USER))]
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.is_fault, verdict.culprits) == ("healthy", False, [])
+    assert [(each.kind, each.culprits, each.root_cause) for each in verdict.findings] == [
+        ("hazard", [0, 1], False)
+    ]
+    assert "Latent faults" in render(verdict)
+    assert "all_reduce at train.py:12 step" in verdict.findings[0].summary
+
+
+def test_a_stuck_job_keeps_its_verdict() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 1:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.world, 8, line=10)
+
+    logs = Job(2).run(program).logs()
+    before = diagnose_logs(logs)
+    logs[0].hazards = [Hazard("not-a-member", 1, (C10D, USER))]
+    after = diagnose_logs(logs)
+    assert (after.kind, after.culprits, after.summary) == (
+        before.kind,
+        before.culprits,
+        before.summary,
+    )
+    assert after.findings[-1].kind == "hazard"
+
+
+def test_calls_of_torch_itself_have_no_line() -> None:
+    """FSDP and the reducer wait in C++, or for a stream."""
+    fsdp = Frame("/site/torch/distributed/fsdp/_collectives.py", 7, "gather", FrameKind.LIBRARY)
+    reducer = Frame("/site/torch/autograd/graph.py", 8, "_engine_run_backward", FrameKind.LIBRARY)
+    assert Hazard("never-waited", 1, (C10D, fsdp, USER)).source is None
+    assert Hazard("never-waited", 1, (reducer, USER)).source is None
+    assert Hazard("never-waited", 1, (C10D, USER)).source == USER
+
+
+class Work:
+    pass
+
+
+def test_a_work_that_is_freed_is_known_by_the_next_one_in_its_place() -> None:
+    unwaited, first = Unwaited(), Work()
+    unwaited.issued(first, 7)
+    unwaited.issued(first, 8)  # the same address, after the first is gone
+    assert unwaited.found() == {7: 1, 8: 1}
+    unwaited.open.pop(id(first))  # waited for
+    assert unwaited.found() == {7: 1}
