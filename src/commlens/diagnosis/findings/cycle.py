@@ -206,7 +206,7 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     firsts = [ops[side[0]] for side in sides]
     finding.next_step = (
         receives_step(ranks, firsts)
-        if all(op.op == "recv" for op in ops.values())
+        if {op.op for op in ops.values()} in ({"recv"}, {"send"})
         else tie_step(firsts)
     )
     finding.evidence.insert(0, UNDECIDED)

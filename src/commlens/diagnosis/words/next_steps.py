@@ -243,13 +243,14 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
 
 
 def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
-    """Recommend a step for ranks that all receive from each other, and none sends."""
+    """Recommend a step for ranks that all receive from each other and none sends, or all send."""
+    did, other = ("sends", "receive") if ops[0].op == "send" else ("receives", "send")
     lines = joined(
         list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))[:3]
     )
     return (
-        f"make one of {ranks_phrase(ranks)} send before it"
-        f" receives{f': all of them receive, at {lines}' if lines else ''}"
+        f"make one of {ranks_phrase(ranks)} {other} before it"
+        f" {did}{f': all of them {did[:-1]}, at {lines}' if lines else ''}"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
 
@@ -314,6 +315,22 @@ def test_ranks_that_wait_for_each_other() -> None:
     verdict = diagnose_logs(refuse(Job(2).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("cycle", [], [0, 1])
     assert refused(verdict)
+
+
+@pytest.mark.parametrize(
+    ("op", "advice"), [("send", "receive before it sends"), ("recv", "send before it receives")]
+)
+def test_the_advice_for_ranks_that_all_begin_alike(op: str, advice: str) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield recv(job.world, 1 - rank, line=20)
+
+    logs = Job(2).run(program).logs()
+    for log in logs:
+        last = log.collectives[-1]
+        last.args = msgspec.structs.replace(last.args, op=op)
+    verdict = diagnose_logs(logs)
+    assert verdict.kind == "cycle"
+    assert advice in verdict.next_step
 
 
 def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
