@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.causes.stuck_inside import completed_on
+from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.findings.hazards import hazard_findings
 from commlens.diagnosis.graph.build import build_wait_graph
@@ -17,7 +18,9 @@ from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.straggler import straggler_verdict
-from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
+from commlens.diagnosis.words import told_by_logs
+from commlens.diagnosis.words.finding import finding_of
+from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE, timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
 from commlens.model.cause import Kind
@@ -155,11 +158,12 @@ def examine_dumps(
         examined = _nothing_to_diagnose(missing)
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
     if told is not None and not verdict.is_fault:
+        finding = finding_of(told.cause, told_by_logs.words(told))
         looked_at = verdict.looked_at or count(len({dump.source for dump in dumps}), "text log")
-        verdict = Verdict.from_findings([told], missing_evidence=missing, looked_at=looked_at)
+        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
         verdict.findings = verdict.findings if verdict.is_fault else []
     elif timeouts:
-        verdict.missing_evidence += [f"{text}." for text in timeouts]
+        verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
     return examined._replace(verdict=verdict)
 
 

@@ -1,0 +1,191 @@
+"""What text logs tell of a job as a whole: timeouts in groups without a name, signals to the
+launcher, other tools' reports.
+
+They count only if the ranks' records show no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from commlens.model.cause import ToldByLogs
+from commlens.model.collective import Frame, user_frame
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.index.columns import RankDump
+
+
+class UnplacedTimeout(NamedTuple):
+    """A timeout that cannot be aligned across ranks, as a log tells it."""
+
+    text: str
+    ranks: list[int]  # whose logs tell it, if they name their rank
+
+
+@dataclass
+class FoundInLogs:
+    """What logs tell, and their lines."""
+
+    cause: ToldByLogs
+    timeouts: Sequence[UnplacedTimeout] = ()
+    op: str = ""  # in which ranks timed out
+    exception: str = ""
+    frame: Frame | None = None  # the user's line that raised it
+    others: list[int] = field(default_factory=list)  # ranks in the later collective
+
+
+def find_told(
+    dumps: Sequence[RankDump], chosen: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]
+) -> FoundInLogs | None:
+    """Return the strongest fault in the logs' lines about the job; None if they tell none.
+
+    Args:
+        dumps: of all files.
+        chosen: those of the ranks of the job that is diagnosed.
+        timeouts: those of :func:`unplaced_timeouts`.
+    """
+    ranks = sorted({dump.rank for dump in chosen})
+    if timeouts:
+        return _behind(dumps, timeouts) or _timed_out(dumps, timeouts)
+    if raised := [dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception]:
+        return _raised(raised[0])
+    if signals := sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal}):
+        return _launcher_ended(signals, ranks)
+    return _remarked(dumps, ranks)
+
+
+def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
+    """Return the timeouts that cannot be aligned across ranks, those of most ranks first."""
+    ranks: dict[str, set[int]] = {}
+    for dump in dumps:
+        for text in dump.timeouts:
+            ranks.setdefault(text, set()).add(dump.rank)
+    known = [
+        UnplacedTimeout(text, sorted(rank for rank in of if rank >= 0))
+        for text, of in ranks.items()
+    ]
+    return sorted(known, key=lambda one: (-len(one.ranks), one.ranks, one.text))
+
+
+def _behind(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> FoundInLogs | None:
+    """Return the rank that timed out in an earlier collective than all others did, in logs that do
+    not name the process group.
+    """
+    numbers = {dump.rank: dump.unplaced for dump in dumps if dump.unplaced and dump.rank >= 0}
+    (op, number), others = _most_met(numbers)
+    odd = [rank for rank in numbers if rank not in others]
+    if len(odd) != 1 or len(others) < 2:
+        return None
+    last = max((own for name, own in numbers[odd[0]] if name == op), default=number)
+    if last >= number or any(own >= number for _, own in numbers[odd[0]]):
+        return None
+    cause = ToldByLogs(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=odd,
+        blamed_by="rounds",
+        victims=others,
+        confidence="low",
+        report="behind",
+        ranks=sorted(numbers),
+        numbers=[last, number],
+    )
+    return FoundInLogs(cause, timeouts, op, others=others)
+
+
+def _most_met(numbers: Mapping[int, list[tuple[str, int]]]) -> tuple[tuple[str, int], list[int]]:
+    """Return the op and number in which most ranks timed out, and these ranks.
+
+    Args:
+        numbers: op and number of the collectives in which each rank timed out.
+    """
+    met: dict[tuple[str, int], list[int]] = {}
+    for rank, ops in sorted(numbers.items()):
+        for one in set(ops):
+            met.setdefault(one, []).append(rank)
+    return max(met.items(), key=lambda item: (len(item[1]), item[0]), default=(("", 0), []))
+
+
+def _timed_out(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> FoundInLogs:
+    """Return a hang in a process group that the logs do not name."""
+    waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
+    cause = ToldByLogs(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        blamed_by="unknown",
+        victims=waiting,
+        confidence="low",
+        report="timed-out",
+        ranks=waiting,
+    )
+    return FoundInLogs(cause, timeouts)
+
+
+def _launcher_ended(signals: list[str], ranks: list[int]) -> FoundInLogs:
+    """Return a signal that ended the launcher, and with it the job: nothing else shows a fault."""
+    cause = ToldByLogs(
+        kind="dead",
+        why="killed",
+        root_cause=True,
+        blamed_by="nobody",
+        victims=ranks,
+        confidence="high",
+        report="launcher-ended",
+        ranks=ranks,
+        signals=signals,
+    )
+    return FoundInLogs(cause)
+
+
+def _raised(log: RankDump) -> FoundInLogs:
+    """Return the exception of a rank that no line of its traceback names."""
+    cause = ToldByLogs(
+        kind="dead",
+        why="exception",
+        root_cause=True,
+        blamed_by="unknown",
+        confidence="low",
+        report="raised",
+        ranks=[],
+    )
+    return FoundInLogs(cause, exception=log.exception, frame=user_frame(log.exception_stack))
+
+
+def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
+    """Return what other tools' lines tell: NCCL's RAS of a communicator whose ranks launched
+    different numbers of operations, or vLLM's engine, which waits for a worker.
+    """
+    remarks = [remark for dump in dumps for remark in dump.remarks]
+    operations = sorted({number for kind, number in remarks if kind == "ras-behind"})
+    waits = [number for kind, number in remarks if kind == "broadcast-wait"]
+    if len(operations) > 1:
+        cause = ToldByLogs(
+            kind="missing",
+            why="unknown",
+            root_cause=True,
+            blamed_by="unknown",
+            victims=ranks,
+            confidence="low",
+            report="ras-behind",
+            ranks=ranks,
+            numbers=operations,
+        )
+    elif waits:
+        cause = ToldByLogs(
+            kind="undetermined",
+            why="unknown",
+            root_cause=False,
+            blamed_by="unknown",
+            victims=ranks,
+            confidence="low",
+            report="engine-waits",
+            ranks=ranks,
+            waited_s=max(waits),
+        )
+    else:
+        return None
+    return FoundInLogs(cause)
