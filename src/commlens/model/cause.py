@@ -297,6 +297,46 @@ class Unwritten(Cause, tag="unwritten", kw_only=True):
     written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
 
 
+class RingWait(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rank of a ring, and the rank that it waits for."""
+
+    rank: Rank
+    awaited: Rank
+    collective: CollectiveRef
+    group: GroupRef | None = None
+    source: str | None = None  # file name and line number
+
+
+class LeftOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rank that left the order in which it, or the others, use their groups."""
+
+    rank: Rank
+    collective: CollectiveRef  # to which it moved on
+    group: GroupRef | None = None
+    instead_of: CollectiveRef | None = None  # what it, or the others, used to issue here
+    group_before: GroupRef | None = None
+
+
+class UnmetMessage(msgspec.Struct, frozen=True):
+    """A message that the other side has not issued: its rank waits in a collective first."""
+
+    rank: Rank  # that waits for the message
+    message: CollectiveRef
+    issued: int  # messages of the other side so far
+    stands_in: CollectiveRef  # where the other side waits
+
+
+class Cycle(Cause, tag="cycle", kw_only=True):
+    """Ranks that wait for each other."""
+
+    ranks: list[Rank]  # that do so
+    ring: list[RingWait] = []  # a shortest cycle; empty: not all of its waits are in the records
+    waits: list[Wait] = []  # for ranks that are not known to have come
+    left_order: list[LeftOrder] = []  # the culprits
+    unmet_message: UnmetMessage | None = None
+    perhaps_come: list[Rank] = []  # awaited; their dumps may be older than the others
+
+
 class Claims(msgspec.Struct, frozen=True):
     """The processes that have the same rank."""
 
@@ -397,6 +437,7 @@ AnyCause = (
     | Unrecorded
     | StuckInside
     | Unwritten
+    | Cycle
     | StartedTwice
     | Slow
     | Fewer

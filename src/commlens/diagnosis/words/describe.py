@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.cycle import FoundCycle, FoundDeparture
 from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.causes.fewer import FoundFewer
 from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
@@ -14,6 +15,7 @@ from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckI
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
+    cycle,
     ended,
     fewer,
     groups_differ,
@@ -52,6 +54,10 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, stuck_inside.words_of_groups(context, found))
         case FoundUnwritten():
             return finding_of(found.cause, unwritten.words(context, found))
+        case FoundCycle():
+            return finding_of(found.cause, cycle.words(context, found))
+        case FoundDeparture():
+            return finding_of(found.cause, cycle.words_of_departure(context, found))
         case FoundStartedTwice():
             return finding_of(found.cause, started_twice.words(found))
         case FoundSlow():
