@@ -39,6 +39,28 @@ _LAUNCHERS: Final = re.compile(
 _TYPED: Final = ("<string>", "<stdin>", "<input>", "<console>", "<ipython-input")
 
 
+SETUP_FUNCTIONS: Final = frozenset(
+    {
+        "init_process_group",
+        "new_group",
+        "_new_group_with_tag",
+        "_new_process_group_helper",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+        "init_device_mesh",
+        "_store_based_barrier",
+        "rendezvous",
+        "_init_process_groups",
+        "_tcp_rendezvous_handler",
+        "_env_rendezvous_handler",
+        "_create_c10d_store",
+        "_create_store_from_options",
+    }
+)
+"""Functions of torch that make process groups, and meet the other ranks for it."""
+
+
 def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
     """Return the prefixes by which to classify this process's own files."""
     paths = sysconfig.get_paths()

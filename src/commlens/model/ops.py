@@ -103,6 +103,7 @@ _BY_KEY: Final = {_key(name): op for name, op in WIRE_OPS.items()} | {
     "reduceoop": "reduce",
     "allgatherintotensor": "all_gather",
     "allgathersingle": "all_gather",
+    "allgathertensor": "all_gather",
     "allgatherv": "all_gather",
     "reducescattertensor": "reduce_scatter",
     "reducescattersingle": "reduce_scatter",

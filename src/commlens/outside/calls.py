@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commlens.model.collective import Frame
-from commlens.model.frames import FrameKind
+from commlens.model.frames import SETUP_FUNCTIONS, FrameKind
+from commlens.model.ops import recorder_wire_op
 from commlens.outside.sample import DEFAULT_GROUP, Call
 
 Locals = Mapping[str, str]
@@ -31,33 +32,34 @@ class SeenFrame(NamedTuple):
 
 
 _COLLECTIVES: Final[dict[str, str]] = {
-    "all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_object": "all_gather_object",
-    "all_gather_tensor": "all_gather",
-    "all_gather_coalesced": "all_gather",
-    "_all_gather_base": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "broadcast": "broadcast",
-    "broadcast_object_list": "broadcast_object_list",
-    "barrier": "barrier",
-    "monitored_barrier": "monitored_barrier",
-    "gather": "gather",
-    "gather_object": "gather_object",
-    "scatter": "scatter",
-    "scatter_object_list": "scatter_object_list",
-    "reduce": "reduce",
-    "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "_sync_params_and_buffers": "broadcast",
-    "_verify_param_shape_across_processes": "all_gather",
-}
+    name: recorder_wire_op(name)
+    for name in (
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_gather_object",
+        "all_gather_tensor",
+        "all_gather_coalesced",
+        "_all_gather_base",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "_reduce_scatter_base",
+        "broadcast",
+        "broadcast_object_list",
+        "barrier",
+        "monitored_barrier",
+        "gather",
+        "gather_object",
+        "scatter",
+        "scatter_object_list",
+        "reduce",
+        "all_to_all",
+        "all_to_all_single",
+    )
+} | {"_sync_params_and_buffers": "broadcast", "_verify_param_shape_across_processes": "all_gather"}
 _MESSAGES: Final[dict[str, str]] = {
     "send": "send",
     "isend": "send",
@@ -66,21 +68,7 @@ _MESSAGES: Final[dict[str, str]] = {
     "irecv": "recv",
     "recv_object_list": "recv",
 }
-_SETUP: Final = frozenset(
-    {
-        "init_process_group",
-        "new_group",
-        "_new_group_with_tag",
-        "new_subgroups",
-        "split_group",
-        "init_device_mesh",
-        "_store_based_barrier",
-        "destroy_process_group",
-        "rendezvous",
-        "_tcp_rendezvous_handler",
-        "_env_rendezvous_handler",
-    }
-)
+_SETUP: Final = SETUP_FUNCTIONS | {"destroy_process_group"}
 _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 _WAIT_SOURCE: Final = re.compile(r"\.wait\(")

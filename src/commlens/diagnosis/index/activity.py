@@ -14,6 +14,7 @@ from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.diagnosis.select.job import last_moment
 from commlens.model.cause import Why
 from commlens.model.collective import Frame, FrameKind, Stack
+from commlens.model.frames import SETUP_FUNCTIONS
 from commlens.model.ranklog import Observation, RankLog
 from commlens.text import duration, frame_phrase, size
 
@@ -51,25 +52,6 @@ _DATA_NAMES = re.compile(
     r"(mini|micro)?_?(batch(es)?|data(set)?|samples?|examples?|shards?|items?|records?)(_iter(ator)?|_fn|_index|_async)?$|"
     r"data_?loader|dataset|^__getitem__$|collate|^_?tokeni[sz]e",
     re.IGNORECASE,
-)
-_INIT_NAMES = frozenset(
-    {
-        "init_process_group",
-        "new_group",
-        "_new_group_with_tag",
-        "_new_process_group_helper",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "split_group",
-        "init_device_mesh",
-        "_store_based_barrier",
-        "rendezvous",
-        "_init_process_groups",
-        "_tcp_rendezvous_handler",
-        "_env_rendezvous_handler",
-        "_create_c10d_store",
-        "_create_store_from_options",
-    }
 )
 DEBUGGED = "is stopped by a debugger"
 
@@ -302,7 +284,7 @@ def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
             # else it is being imported
             if _COMPILING.search(file) and frame.function != "<module>":
                 return FrameClass("compilation", named)
-            if frame.function in _INIT_NAMES and "torch/" in file:
+            if frame.function in SETUP_FUNCTIONS and "torch/" in file:
                 return FrameClass("initialising", named)
             if _CHECKPOINT_FILES.search(file):
                 return FrameClass("checkpoint-io", named)
@@ -313,7 +295,7 @@ def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
             return FrameClass("checkpoint-io", named, by_name=True)
         if _DATA_NAMES.search(frame.function) or _DATA_FILES.search(file):
             return FrameClass("data-loading", named, by_name=True)
-        if frame.function in _INIT_NAMES:
+        if frame.function in SETUP_FUNCTIONS:
             return FrameClass("initialising", named, by_name=True)
     if not log.initialised and not log.collectives and not frames:
         return FrameClass("initialising", "it has not returned from init_process_group")
