@@ -206,3 +206,13 @@ def test_help_shows_both(bench: Bench) -> None:
     text = "\n".join(program.out)
     assert "--stall-timeout" in text
     assert "--nproc-per-node" in text
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_run_without_a_process_group_says_that_nothing_was_verified(
+    bench: Bench, verified: bool
+) -> None:
+    (bench.folder / "alone.py").write_text("import torch\n")
+    program = bench.launch(*(["--debug"] if verified else []), "alone.py")
+    assert program.end() == 0, program.report()
+    assert program.error.count("nothing was verified: this run made no process group") == verified

@@ -25,6 +25,7 @@ from commlens.capture.rank_environment import Place
 from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
+_ACCELERATE_ALONE = " (on CPUs, Accelerate needs ACCELERATE_USE_CPU=true or Accelerator(cpu=True))"
 _WATCH_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
 
 
@@ -439,9 +440,39 @@ class Session:
                 self._watch()  # if it was too soon: the other ranks will wait for this one
                 if self.watcher is not None and not self.watcher_pid:
                     safely(self.watcher.start)
+            if self.is_open and error is None and not self.exception_seen:
+                safely(self._warn_if_nothing_was_verified)
             safely(
                 self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED
             )
+
+    def _warn_if_nothing_was_verified(self) -> None:
+        """Say, once on a node, that the ranks of a job which was to be verified never met."""
+        verifier, place = self.recorder.verifier, rank_environment.place_of()
+        local = rank_environment.local_rank()
+        if (
+            not self.settings.debug
+            or place.world_size < 2
+            or (verifier is not None and verifier.has_announced)
+            or self._issued() > 0
+            or local > 0
+            or (local < 0 and place.rank > 0)
+        ):
+            return
+        log.warning(
+            "commlens: nothing was verified: this run %s, so each of its %d processes worked"
+            " alone%s.",
+            "issued no collective" if self.initialised else "made no process group",
+            place.world_size,
+            _ACCELERATE_ALONE if "accelerate" in sys.modules else "",
+        )
+
+    def _issued(self) -> int:
+        """Return the number of collectives recorded so far."""
+        with self.writer.path.open("rb") as box:
+            box.seek(L.NEXT_INDEX)
+            count: int = L.LIVE_WORD.unpack(box.read(L.LIVE_WORD.size))[0]
+        return count
 
     def _after_fork_in_child(self) -> None:
         """Detach a forked child, which must write nothing into its parent's box. It is a rank if it

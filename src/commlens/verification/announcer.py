@@ -53,6 +53,7 @@ class Announcer:
         self._peers = peers
         self._refusals = refusals
         self._channels: dict[Any, VerifiedChannel] = {}
+        self.has_announced = False  # anything, also on groups that are gone
         self._signatures: dict[int, tuple[InternedArgs, int]] = {}
         # with the object whose id is in the key, to keep it alive
         self._blobs: dict[Any, tuple[Any, int]] = {}
@@ -207,6 +208,7 @@ class Announcer:
         found = self._channels.get(identity)
         if found is None:
             found = self._channels[identity] = self._new_channel(channel, args, identity)
+            self.has_announced = True
         return found
 
     def channel_of(self, key: int) -> VerifiedChannel | None:
@@ -266,6 +268,7 @@ class Announcer:
                     ranks_phrase(left_out),
                 )
             found = self._channels[group] = VerifiedChannel(group, key, slot, group.ranks, peers)
+            self.has_announced = True
         return found
 
     def _with_round(self, channel: VerifiedChannel, number: int) -> int:

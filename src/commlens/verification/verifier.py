@@ -458,6 +458,11 @@ class Verifier:
         self._board.set_word(B.ACTIVE, 0)
         self._update_exchange()
 
+    @property
+    def has_announced(self) -> bool:
+        """Whether this rank has announced any call to its peers."""
+        return self._announcer.has_announced
+
     def close(self) -> None:
         """Tell the peers that this rank has finished."""
         self._off = True
