@@ -149,6 +149,33 @@ def under(mode: Any, step: Callable[[], object]) -> Any:
 # --- next to PyTorch's
 
 
+def test_the_table_has_the_causes_where_asked_for(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model, x = parallel_mlp(mesh), torch.rand(8, 10)
+    one, other = (distribute_tensor(torch.rand(8, 8), mesh, [Shard(0)]) for _ in range(2))
+    mode = CommDebugMode()
+    with mode:
+        model(x)
+        one @ other
+    text = plain(mode.generate_comm_debug_tracing_table(0, causes=True))
+    (tmp_path / "x.txt").touch()
+    mode.log_comm_debug_tracing_table_to_file(str(tmp_path / "x.txt"), 0, causes=True)
+    assert (tmp_path / "x.txt").read_text() == text
+    reduced = "      1 × DTensor Partial(sum) -> Replicate() (explicit)"
+    gathered = "      1 × DTensor Shard(0) -> Replicate(), to run mm (implicit)"
+    assert [line for line in text.splitlines() if line in (reduced, gathered)] == [
+        reduced,
+        gathered,
+    ], "of Global"
+    assert text.count("DTensor Partial(sum)") == 3, "also of the modules around"
+    whys = mode.trace().whys()
+    assert all(any(line.partition(" × ")[2] in why for why in whys) for line in (reduced, gathered))
+    without = [line for line in text.splitlines() if " × " not in line]
+    assert table(mode, 0).splitlines() == without
+    with mode:
+        pass
+    assert "DTensor" not in mode.generate_comm_debug_tracing_table(0, causes=True)
+
+
 def test_the_table_of_the_tensor_parallel_mlp(mesh):
     assert table(under(CommDebugMode(), mlp_step(mesh)), 0) == MLP_TABLE
 

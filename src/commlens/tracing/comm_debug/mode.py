@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from commlens.errors import MissingDependency
-from commlens.model.trace import Phase, TraceData
+from commlens.model.trace import Cause, Phase, TraceData
 from commlens.traces.trace import Trace
 
 if importlib.util.find_spec("torch") is None:
@@ -54,6 +54,8 @@ class CommDebugMode:
     def __init__(self) -> None:
         self.comm_counts: Counts = defaultdict(int)
         self.comm_module_counts: dict[str, dict[str, Counts]] = {}
+        # by module, pass and op, counted as the collectives are
+        self._causes: dict[str, dict[str, dict[Any, Counter[Cause]]]] = {}
         self.comm_registry: set[Any] = set(registry())
         self.advanced_module_tracker = ModuleView()
         self._modules = SeenModules()
@@ -145,20 +147,25 @@ class CommDebugMode:
 
     # --- output
 
-    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+    def generate_comm_debug_tracing_table(
+        self, noise_level: int = 3, *, causes: bool = False
+    ) -> str:
         """Return a table of modules with their collectives and ops, in ANSI colours.
 
         Args:
             noise_level: 0 shows counts of collectives; 1 adds module types, parameters and DTensor
                 ops; 2 adds other ops; 3 adds trivial ops such as views.
+            causes: list below each collective the redistributions of DTensors that issued it.
         """
-        return table.table(self._sections(), noise_level)
+        return table.table(self._sections(), noise_level, causes=causes)
 
     def log_comm_debug_tracing_table_to_file(
-        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3, *, causes: bool = False
     ) -> None:
         """Write the table to a file, without colours."""
-        text = table.without_colours(self.generate_comm_debug_tracing_table(noise_level))
+        text = table.without_colours(
+            self.generate_comm_debug_tracing_table(noise_level, causes=causes)
+        )
         Path(file_name).write_text(text, encoding="utf-8")
 
     def generate_json_dump(
@@ -180,12 +187,14 @@ class CommDebugMode:
         self.comm_counts.clear()
         self.comm_module_counts.clear()
         self.comm_module_counts[GLOBAL] = _no_counts()
+        self._causes.clear()
         self._modules = SeenModules()
 
     def _issued(self, event: RawEvent) -> None:
         if event.call is not None:
             self._modules.of_row(event.call.row)
-        self._count(key_of(event), event.phase, self._owner(event) or event.path)
+        path = self._owner(event) or event.path
+        self._count(key_of(event), event.phase, path, event.cause)
 
     def _owner(self, event: RawEvent) -> str | None:
         """Return the block whose parameters a collective carries. FSDP2 gathers one block's
@@ -196,28 +205,33 @@ class CommDebugMode:
             return None
         return owner.name if owner.name.partition(".")[0] in self._modules.by_path else None
 
-    def _count(self, packet: Any, phase: Phase | None, path: str | None) -> None:
+    def _count(
+        self, packet: Any, phase: Phase | None, path: str | None, cause: Cause | None = None
+    ) -> None:
         self.comm_counts[packet] += 1
         which = PASSES[phase]
         module = self._modules.nearest(path)
         if path is not None and path != module.path:
-            self._add(path, which, packet)  # not called yet
+            self._add(path, which, packet, cause)  # not called yet
         while True:
-            self._add(module.path, which, packet)
+            self._add(module.path, which, packet, cause)
             if module.parent is None:
                 return
             module = module.parent
 
-    def _add(self, path: str, which: str, packet: Any) -> None:
+    def _add(self, path: str, which: str, packet: Any, cause: Cause | None) -> None:
         counts = self.comm_module_counts.get(path)
         if counts is None:
             counts = self.comm_module_counts[path] = _no_counts()
         if which not in counts:
             counts[which] = defaultdict(int)
         counts[which][packet] += 1
+        if cause is not None and cause.after:
+            by_pass = self._causes.setdefault(path, {})
+            by_pass.setdefault(which, {}).setdefault(packet, Counter())[cause] += 1
 
     def _sections(self) -> list[Section]:
-        return sections(self._modules, self.comm_module_counts, self._records())
+        return sections(self._modules, self.comm_module_counts, self._records(), self._causes)
 
     def _records(self) -> list[OpRecord]:
         if self._ops is None:

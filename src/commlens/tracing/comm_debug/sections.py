@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from commlens.model.trace import Phase
+from commlens.model.trace import Cause, Phase
 from commlens.tracing.comm_debug.modules import SeenModule, SeenModules
 from commlens.tracing.ops import OpRecord
 
@@ -37,12 +37,14 @@ class Section(NamedTuple):
     module: SeenModule
     collectives: Mapping[str, Mapping[Any, int]]  # by pass and packet, including modules inside
     operations: Mapping[str, list[OpRecord]]  # by pass, own ops only
+    causes: Mapping[str, Mapping[Any, Mapping[Cause, int]]]  # of the collectives, likewise
 
 
 def sections(
     modules: SeenModules,
     counts: Mapping[str, Mapping[str, Mapping[Any, int]]],
     records: list[OpRecord],
+    causes: Mapping[str, Mapping[str, Mapping[Any, Mapping[Cause, int]]]],
 ) -> list[Section]:
     """Return the sections in the order of the tree, ``"Global"`` first."""
     operations: dict[str, dict[str, list[OpRecord]]] = {}
@@ -51,7 +53,12 @@ def sections(
         by_pass.setdefault(PASSES[record.phase], []).append(record)
     tree = modules.root.with_descendants()
     return [
-        Section(module, counts.get(module.path, {}), operations.get(module.path, {}))
+        Section(
+            module,
+            counts.get(module.path, {}),
+            operations.get(module.path, {}),
+            causes.get(module.path, {}),
+        )
         for module in tree
     ]
 

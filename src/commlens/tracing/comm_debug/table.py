@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from commlens.traces.wording import cause_words
 from commlens.tracing.comm_debug.sections import Section, shown
 
 _YELLOW, _RED, _PLAIN = "\033[1;33m", "\033[1;31m", "\033[0m"
@@ -18,9 +19,13 @@ HEADINGS = {
 }
 
 
-def table(sections: Iterable[Section], noise_level: int) -> str:
+def table(sections: Iterable[Section], noise_level: int, *, causes: bool = False) -> str:
     """Return the table with ANSI colours."""
-    return "".join(f"{line}\n" for section in sections for line in _section(section, noise_level))
+    return "".join(
+        f"{line}\n"
+        for section in sections
+        for line in _section(section, noise_level, causes=causes)
+    )
 
 
 def without_colours(text: str) -> str:
@@ -28,7 +33,7 @@ def without_colours(text: str) -> str:
     return _ANSI.sub("", text)
 
 
-def _section(section: Section, noise_level: int) -> Iterator[str]:
+def _section(section: Section, noise_level: int, *, causes: bool) -> Iterator[str]:
     module = section.module
     indent = " " * 4 * module.depth
     yield f"{indent}{module.path}"
@@ -47,6 +52,9 @@ def _section(section: Section, noise_level: int) -> Iterator[str]:
         yield f"{indent}  {heading}"
         for packet, count in collectives.items():
             yield f"{_YELLOW}{indent}    *{packet}: {count}{_PLAIN}"
+            found = section.causes.get(which, {}).get(packet, {}) if causes else {}
+            for cause, times in found.items():
+                yield f"{indent}      {times} × {cause_words(cause)}"
         for record in shown(operations, noise_level):
             yield f"{_YELLOW}{indent}    **{record.op}{_PLAIN}"
             layout = record.layout
