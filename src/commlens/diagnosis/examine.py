@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
+from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
+from commlens.diagnosis.causes.unexplained import find_unexplained
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.findings.hazards import hazard_findings
 from commlens.diagnosis.graph.build import build_wait_graph
-from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
+from commlens.diagnosis.graph.wait_graph import Graph, Instance
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.straggler import straggler_verdict
-from commlens.diagnosis.words import told_by_logs
+from commlens.diagnosis.words import evidence, told_by_logs, unexplained
 from commlens.diagnosis.words.finding import finding_of
-from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE, timeout_phrase
+from commlens.diagnosis.words.no_fault import nothing_to_diagnose, nothing_told
+from commlens.diagnosis.words.no_fault import words as no_fault_words
+from commlens.diagnosis.words.told_by_logs import timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
-from commlens.model.cause import Kind
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.pace import find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
-from commlens.text import capital, count, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import count
 
 if TYPE_CHECKING:
     from commlens.diagnosis.index.columns import RankDump
-
-
-_LOGS_NAMED = 3
 
 
 class ExaminedJob(NamedTuple):
@@ -106,7 +106,8 @@ def examine_logs(
     """
     chosen, notes = select_job(logs)
     if not chosen:
-        return _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
+        missing = [*problems, *notes, "No rank's log could be read."]
+        return _without_records(nothing_to_diagnose(missing))
     examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes], unread)
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
@@ -145,17 +146,17 @@ def examine_dumps(
     told = find_told(dumps, chosen, timeouts)
     if not chosen and told is None:
         logs = [dump.source for dump in dumps if dump.is_log]
-        return (
-            _nothing_told(logs, missing)
+        return _without_records(
+            nothing_told(logs, missing)
             if logs
-            else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
+            else nothing_to_diagnose([*missing, "No rank's dump could be read."])
         )
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
         examined = _examine(job, missing, unread)
     else:
-        examined = _nothing_to_diagnose(missing)
+        examined = _without_records(nothing_to_diagnose(missing))
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
     if told is not None and not verdict.is_fault:
         finding = finding_of(told.cause, told_by_logs.words(told))
@@ -178,218 +179,26 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
     mismatches = [*align_records(job), *find_astray(job)]
     graph = build_wait_graph(job, mismatches)
     findings = find_all(job, mismatches, graph)
-    missing += _missing_evidence(job)
-    looked_at = _looked_at(job)
-    unexplained = _unexplained_waits(graph) if not findings else []
+    missing += evidence.missing_evidence(job)
     if graph.incomplete:
-        missing.append(
-            "The ranks wait in too many different collectives: only some of them were followed to"
-            " their causes."
-        )
+        missing.append(evidence.INCOMPLETE)
+    if not findings and (found := find_unexplained(job, graph)) is not None:
+        findings = [finding_of(found.cause, unexplained.words(found))]
     if findings:
-        verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
-    elif graph.incomplete or unexplained:
         verdict = Verdict.from_findings(
-            [_unexplained(job, graph, unexplained)], missing_evidence=missing, looked_at=looked_at
+            findings, missing_evidence=missing, looked_at=evidence.looked_at(job)
         )
     else:
-        verdict = _no_fault(job, missing, looked_at, unread)
+        cause = no_fault(job, unread)
+        finding = finding_of(cause, no_fault_words(job, cause))
+        verdict = Verdict.from_findings(
+            [finding], missing_evidence=missing, looked_at=evidence.looked_at(job)
+        )
+        verdict.findings = []
     verdict.findings = [*verdict.findings, *hazard_findings(job)]
     return ExaminedJob(verdict, job, mismatches, graph)
 
 
-def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
-    """Return the verdict on a job of which no rank's records are readable."""
-    verdict = Verdict(
-        kind="undetermined",
-        summary="there is nothing to diagnose",
-        confidence="low",
-        missing_evidence=missing,
-    )
+def _without_records(verdict: Verdict) -> ExaminedJob:
+    """Return a verdict on a job of which no record is readable."""
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
-
-
-def _nothing_told(logs: Sequence[str], missing: list[str]) -> ExaminedJob:
-    """Return the verdict on logs of a distributed job of which no line tells a rank or a fault."""
-    verdict = Verdict(
-        kind="undetermined",
-        summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank",
-        confidence="low",
-        next_step=LOOK_AT_MORE,
-        missing_evidence=missing,
-        looked_at=count(len(logs), "text log"),
-    )
-    return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
-
-
-def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) -> Verdict:
-    """Return the verdict that nothing is wrong, or that the unreadable part of the evidence may
-    show a fault.
-    """
-    complete = len(job.views) == job.size
-    known = (
-        "all collectives agree and no rank waits"
-        if any(v.history for v in job.views.values())
-        else "no collective was recorded"
-    )
-    summary = (
-        f"nothing is wrong: {known}"
-        if complete
-        else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
-    )
-    unreadable = not any(view.history for view in job.views.values()) and all(
-        view.log.problems for view in job.views.values()
-    )
-    cut = [rank for rank, view in job.views.items() if view.log.problems and view.lost_newest]
-    kind: Kind = (
-        "undetermined"
-        if unreadable or cut or job.only_logs or (unread and not complete)
-        else "healthy"
-    )
-    if unreadable:
-        summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"
-    elif job.moving:
-        kind = "healthy"
-        summary = (
-            "nothing is wrong: the job was running when it was dumped, and its collectives complete"
-        )
-    elif job.only_logs:
-        summary = f"no line tells a fault of {ranks_phrase(job.views)}"
-    elif cut:
-        summary = f"no fault shows, but the newest records of {ranks_phrase(cut)} are unreadable"
-    elif kind == "undetermined":
-        summary = (
-            f"no fault shows in what {ranks_phrase(job.views)} recorded, but"
-            f" {count(unread, 'file')} could not be read"
-        )
-    ended = (
-        [rank for rank, view in job.views.items() if view.exit.kind == "clean"]
-        if job.knows.process_exit
-        else []
-    )
-    explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
-    finding = Finding(
-        kind=kind,
-        why="unknown",
-        root_cause=False,
-        culprits=[],
-        victims=[],
-        confidence="low" if kind == "undetermined" else "high" if complete else "medium",
-        summary=summary,
-        explanation=explanation,
-        next_step=LOOK_AT_MORE if job.only_logs else "",
-    )
-    verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
-    verdict.findings = []
-    return verdict
-
-
-def _unexplained_waits(graph: Graph) -> list[Node]:
-    """Return the stuck threads, except those that may go on: in a collective that all ranks have
-    reached, or until a key is written.
-    """
-    sinks = graph.sinks()
-    explained = graph.reaching(
-        node
-        for node in sinks
-        if node.kind == "key" or (node.kind == "stuck" and not graph.is_alone(node))
-    )
-    return sorted(node for node in graph.blocks if node not in explained)
-
-
-def _unexplained(job: JobIndex, graph: Graph, waits: Sequence[Node]) -> Finding:
-    """Report ranks that are stuck for an unknown reason, or in too many different collectives: with
-    no culprit.
-    """
-    stuck = sorted({node.rank for node in waits})
-    if graph.incomplete:
-        stuck = [
-            rank
-            for rank, view in job.views.items()
-            if not view.died and any(block.stuck for block in view.blocks.values())
-        ]
-    summary = (
-        f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the"
-        " cause"
-    )
-    if not graph.incomplete:
-        names = list(dict.fromkeys(op_phrase(graph.blocks[node].op) for node in waits))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        they_wait = f"{ranks_and_verb(stuck, 'waits', 'wait')} in {', '.join(names[:3])}{more}"
-        summary = (
-            f"{they_wait}; the ranks that {verb(stuck, 'it waits', 'they wait')} for are unknown"
-        )
-    return Finding(
-        kind="missing",
-        why="unknown",
-        root_cause=True,
-        culprits=[],
-        victims=stuck,
-        confidence="low",
-        summary=summary,
-        next_step="check that these are dumps of one job, and of one moment",
-        would_raise_confidence="Nothing in these records shows for which rank they wait.",
-    )
-
-
-def _looked_at(job: JobIndex) -> str:
-    total = sum(len(view.history) for view in job.views.values())
-    ranks = count(len(job.views), "rank")
-    of = f" of {job.size}" if job.size != len(job.views) else ""
-    unseen = sorted(
-        {
-            text.rstrip(".").removesuffix(" are not seen")
-            for view in job.views.values()
-            for text in view.log.coverage
-        }
-    )
-    without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
-    groups = {key[1:] for key in job.channels}
-    return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
-
-
-def _missing_evidence(job: JobIndex) -> list[str]:
-    """Return sentences about ranks without records, unreadable records and overwritten ones."""
-    notes: list[str] = []
-    if lost := [rank for rank in job.no_record if rank not in job.strangers]:
-        left = f"{verb(lost, 'has', 'have')} no line" if job.only_logs else "left no record"
-        notes.append(f"{capital(ranks_phrase(lost))} of {job.size} {left}.")
-    notes += [
-        f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}."
-        for rank, log in sorted(job.strangers.items())
-    ]
-    if job.elsewhere and job.meets_here:
-        notes.append(f"{capital(ranks_phrase(job.elsewhere))} of {job.size} left no record.")
-    elif job.elsewhere:
-        hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
-        of = f" of {', '.join(hosts[:4])}" if hosts else ""
-        notes.append(
-            f"There are no records of {ranks_phrase(job.elsewhere)} of {job.size}, which probably"
-            f" run on another node: only those{of} are here."
-        )
-    by_text: dict[str, list[int]] = {}
-    if lost := [rank for rank, view in job.views.items() if view.log.head_lost]:
-        device, entries = (
-            verb(lost, "its device waits", "their devices wait"),
-            max(len(job.views[rank].history) for rank in lost),
-        )
-        notes.append(
-            f"{capital(ranks_phrase(lost))}: the collective in which {device} is overwritten, since"
-            f" more than {entries} were issued after it; it is older than the one named here"
-            " (COMMLENS_BOX_ENTRIES)."
-        )
-    for rank, view in job.views.items():
-        log = view.log
-        for text in log.problems:
-            by_text.setdefault(text.rstrip("."), []).append(rank)
-        if log.issued > len(view.history) and not log.problems:
-            dropped = log.issued - len(view.history)
-            active = view.columns is not None and view.columns.dump.only_active
-            overwritten = (
-                f"the oldest {count(dropped, 'record')} {'is' if dropped == 1 else 'are'}"
-                " overwritten"
-            )
-            by_text.setdefault(overwritten + " or left out of the dump" * active, []).append(rank)
-    for text, ranks in by_text.items():
-        notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")
-    return notes

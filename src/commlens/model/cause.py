@@ -431,6 +431,41 @@ class ToldByLogs(Cause, tag="told-by-logs", kw_only=True):
     waited_s: float | None = None
 
 
+class Unexplained(Cause, tag="unexplained", kw_only=True):
+    """Ranks that wait, and nothing shows for which ranks."""
+
+    ranks: list[Rank]
+    too_many_waits: bool  # in too many different collectives to follow them
+
+
+NoFaultState = Literal[
+    "all-agree",
+    "part-agrees",
+    "running",
+    "unreadable",
+    "logs-tell-none",
+    "newest-unreadable",
+    "files-unreadable",
+]
+"""Why no fault shows.
+
+``all-agree``: all ranks have records, and agree. ``part-agrees``: so do those that have one.
+``running``: the job was moving when it was dumped. ``unreadable``: no record is readable.
+``logs-tell-none``: no line of a log tells a fault. ``newest-unreadable``: the newest records of
+some ranks. ``files-unreadable``: files that may be of ranks without a record.
+"""
+
+
+class NoFault(Cause, tag="no-fault", kw_only=True):
+    """Nothing is wrong, or nothing shows in the readable part of the evidence."""
+
+    state: NoFaultState
+    ranks: list[Rank]  # with a record
+    finished: list[Rank]
+    newest_unreadable: list[Rank]
+    files_unreadable: int
+
+
 AnyCause = (
     Missing
     | Working
@@ -445,4 +480,6 @@ AnyCause = (
     | Motionless
     | Ended
     | ToldByLogs
+    | Unexplained
+    | NoFault
 )
