@@ -1,4 +1,4 @@
-"""Latent faults as findings, and Works that nobody waits for."""
+"""Latent faults as findings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from builders import Job, Stay, all_reduce
 
-from commlens.capture.hazards import Unwaited
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.hazard import Hazard
@@ -49,25 +48,3 @@ def test_a_stuck_job_keeps_its_verdict() -> None:
         before.summary,
     )
     assert after.findings[-1].kind == "hazard"
-
-
-def test_calls_of_torch_itself_have_no_line() -> None:
-    """FSDP and the reducer wait in C++, or for a stream."""
-    fsdp = Frame("/site/torch/distributed/fsdp/_collectives.py", 7, "gather", FrameKind.LIBRARY)
-    reducer = Frame("/site/torch/autograd/graph.py", 8, "_engine_run_backward", FrameKind.LIBRARY)
-    assert Hazard("never-waited", 1, (C10D, fsdp, USER)).source is None
-    assert Hazard("never-waited", 1, (reducer, USER)).source is None
-    assert Hazard("never-waited", 1, (C10D, USER)).source == USER
-
-
-class Work:
-    pass
-
-
-def test_a_work_that_is_freed_is_known_by_the_next_one_in_its_place() -> None:
-    unwaited, first = Unwaited(), Work()
-    unwaited.issued(first, 7)
-    unwaited.issued(first, 8)  # the same address, after the first is gone
-    assert unwaited.found() == {7: 1, 8: 1}
-    unwaited.open.pop(id(first))  # waited for
-    assert unwaited.found() == {7: 1}

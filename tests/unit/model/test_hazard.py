@@ -1,0 +1,18 @@
+"""Which call of torch.distributed a latent fault is about."""
+
+from __future__ import annotations
+
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.hazard import Hazard
+
+C10D = Frame("/site/torch/distributed/distributed_c10d.py", 3000, "all_reduce", FrameKind.LIBRARY)
+USER = Frame("/home/me/train.py", 12, "step", FrameKind.USER)
+
+
+def test_calls_of_torch_itself_have_no_line() -> None:
+    """FSDP and the reducer wait in C++, or for a stream."""
+    fsdp = Frame("/site/torch/distributed/fsdp/_collectives.py", 7, "gather", FrameKind.LIBRARY)
+    reducer = Frame("/site/torch/autograd/graph.py", 8, "_engine_run_backward", FrameKind.LIBRARY)
+    assert Hazard("never-waited", 1, (C10D, fsdp, USER)).source is None
+    assert Hazard("never-waited", 1, (reducer, USER)).source is None
+    assert Hazard("never-waited", 1, (C10D, USER)).source == USER
