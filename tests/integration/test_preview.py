@@ -173,9 +173,11 @@ def test_buckets_of_ddp_have_owners(report):
 def test_fake_tensors_need_no_memory_and_say_what_was_made_up(report):
     size, blind = report["huge"]
     assert size == 2 << 40
-    assert blind == [
-        "The program read values of fake tensors, which were invented: preview_programs.py:190."
-    ]
+    (said,) = blind
+    assert re.fullmatch(
+        r"The program read values of fake tensors, which were invented: preview_programs.py:\d+\.",
+        said,
+    )
 
 
 def test_the_process_is_left_as_it_was(report):

@@ -38,7 +38,7 @@ import families
 from families.inspection import Traces, differences, digest, left_behind, state_of
 
 GROUP_TIMEOUT = timedelta(seconds=20)
-JOB_TIMEOUT_S = 150
+JOB_TIMEOUT_S = 300
 DEEP = (("fake", 8), ("gloo", 2))
 """Where tensor ops are traced, too."""
 
