@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from commlens import launchers
 from commlens.blackbox import layout as L
@@ -24,6 +24,8 @@ _MEMORY_BACKED = frozenset({"tmpfs", "ramfs"})
 _SILENT_S = 60.0
 # States in /proc/PID/stat. A zombie has ended: its parent has just not reaped it yet.
 ENDED = frozenset("ZXx")
+TOLD: Final = ".told-"
+"""Begins the name of a file in a job's folder: a rank, its content, has printed a refusal."""
 _BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(L.SUFFIX)}")
 
 

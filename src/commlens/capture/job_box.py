@@ -192,6 +192,8 @@ def _move_stale_boxes(job_dir: Path) -> None:
     if not any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(job_dir)):
         for claim in (_CLAIM, _SECOND_CLAIM):
             (job_dir / claim).unlink(missing_ok=True)  # of watchers of that job
+        for told in job_dir.glob(f"{job_dirs.TOLD}*"):
+            told.unlink(missing_ok=True)
 
 
 def _free_ended_boxes(job_dir: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import re
 import sys
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from commlens import error_file
+from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
 
@@ -33,6 +36,9 @@ def record_exception(
 ) -> None:
     """Write an uncaught exception into the black box, and a refusal also into torchelastic's error
     file.
+
+    The message of a refusal is the same on all ranks: the first rank of a node that ends with it
+    prints it, the others refer to that rank.
     """
     refusal = _refusal_in(error)
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
@@ -52,8 +58,34 @@ def record_exception(
     if isinstance(refusal, DistributedOperationException) and refusal.refusal:
         position = writer.add_blob({**blob, "refusal": refusal.refusal})
     writer.word(L.EXCEPTION, position or writer.add_blob(blob))  # it may be too large with it
-    if refusal is not None:
-        error_file.write(os.environ, str(refusal))
+    if refusal is None:
+        return
+    message, teller = str(refusal), None
+    if isinstance(refusal, DistributedOperationException) and refusal.refusal:
+        teller = _teller(writer.path, message)
+    if teller is not None:
+        first_line = message.splitlines()[0]
+        refusal.args = (f"{first_line} (The whole message is in the output of {teller}.)",)
+    error_file.write(os.environ, str(refusal), earliest=teller is None)
+
+
+def _teller(box: Path, message: str) -> str | None:
+    """Claim the message of a refusal for the rank of this box; return the rank that claimed it
+    before.
+    """
+    claim = box.parent / f"{job_dirs.TOLD}{zlib.crc32(message.encode()):08x}"
+    mine = claim.with_name(f"{claim.name}-{os.getpid()}")
+    try:
+        mine.write_text(f"rank {job_dirs.box_rank(box)}")
+        os.link(mine, claim)  # with its content at once
+    except FileExistsError:
+        return claim.read_text()
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            mine.unlink()
+    return None
 
 
 def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:

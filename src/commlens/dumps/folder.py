@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.blackbox import rank_claims
+from commlens.blackbox import job_dirs, rank_claims
 from commlens.blackbox.reader import reason
 from commlens.boards import board, refusal_log
 from commlens.dumps.detect import (
@@ -195,5 +195,6 @@ def _is_own(folder: int, name: str) -> bool:
     return (
         bool(_TEMPORARY_NAME.fullmatch(name))
         or (name in _JOB_FILES and not head)
+        or (name.startswith(job_dirs.TOLD) and head.startswith(b"rank "))
         or name == refusal_log.NAME
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ pytest.importorskip("torch")
 from torch._utils import ExceptionWrapper
 
 from commlens.capture.uncaught import record_exception
+from commlens.errors import DistributedOperationException
 
 
-def recorded(error: BaseException) -> dict[str, Any]:
+def recorded(error: BaseException, box: Path = Path("rank0.1.box")) -> dict[str, Any]:
     blobs: list[dict[str, Any]] = []
     writer = SimpleNamespace(
-        word=lambda at, value: None, add_blob=lambda blob: blobs.append(blob) or 1
+        path=box, word=lambda at, value: None, add_blob=lambda blob: blobs.append(blob) or 1
     )
     record_exception(writer, type(error), error, error.__traceback__)
     return blobs[0]
@@ -66,3 +68,23 @@ def test_the_error_of_the_rank_on_which_a_distributed_checkpoint_failed_is_kept(
         == "ValueError: CheckpointException ranks:dict_keys([1]) (RANK 1) EOFError: Ran out of"
         " input"
     )
+
+
+def refused(what: str) -> DistributedOperationException:
+    error = DistributedOperationException(
+        f"{what} mismatches.\n\nInput shapes:\n  - Process 0: [1]"
+    )
+    error.kind, error.refusal = "mismatch/shape", {"kind": "mismatch/shape"}
+    return error
+
+
+def test_one_rank_of_a_job_prints_a_refusal(tmp_path: Path) -> None:
+    first, second, another = refused("shape"), refused("shape"), refused("dtype")
+    whole = str(first)
+    for rank, error in enumerate((first, second, another)):
+        blob = recorded(error, tmp_path / f"rank{rank}.{100 + rank}.box")
+        assert blob["text"].endswith("Input shapes: - Process 0: [1]"), "every box holds all of it"
+    assert str(first) == whole
+    assert str(second) == "shape mismatches. (The whole message is in the output of rank 0.)"
+    assert "Process 0" in str(another), "another refusal is printed, too"
+    assert len(list(tmp_path.iterdir())) == 2
