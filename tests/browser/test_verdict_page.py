@@ -286,7 +286,7 @@ def test_a_mismatch_names_no_rank_s_op_for_all_and_shows_both_lines(
     assert caption.startswith("collective #5 of the default group [0-3]: ")
     answer = page.inner_text(".answer")
     assert "/home/me/train.py:21 average" in answer
-    assert "ranks 1-3\n/home/me/train.py:26 average" in answer
+    assert "Ranks 1-3\n/home/me/train.py:26 average" in answer
 
 
 def test_a_refused_collective_is_not_called_a_wait(open_page: OpenPage, tmp_path: Path):

@@ -46,7 +46,7 @@ export function Summary({ page }: { page: VerdictPage }) {
         )}
         {page.others && (
           <>
-            <dt>{ranksPhrase(page.others.ranks)}</dt>
+            <dt>{capital(ranksPhrase(page.others.ranks))}</dt>
             <dd class="with-button">
               <code>{page.others.place}</code>
               <CopyButton label={`Copy the source line of ${ranksPhrase(page.others.ranks)}`} text={page.others.place} bare />
@@ -67,7 +67,7 @@ export function Summary({ page }: { page: VerdictPage }) {
 function Source({ source }: { source: SourceLines }) {
   const width = String(source.first + source.lines.length).length;
   return (
-    <pre aria-label="Source">
+    <pre tabIndex={0} role="group" aria-label="Source">
       {source.lines.map((text, index) => {
         const number = source.first + index;
         return <span key={number} class={number === source.line ? "at" : ""}><span class="number">{String(number).padStart(width)}</span> {text}{"\n"}</span>;
@@ -112,7 +112,11 @@ function FindingList({ title, findings }: { title: string; findings: Finding[] }
 /** A sentence as a title; a file name at its start is not capitalised. */
 function headline(text: string): string {
   const title = sentence(text);
-  return /^(ranks?|nothing|there|no)\b/.test(title) ? title[0]!.toUpperCase() + title.slice(1) : title;
+  return /^(ranks?|nothing|there|no)\b/.test(title) ? capital(title) : title;
+}
+
+function capital(text: string): string {
+  return text[0]!.toUpperCase() + text.slice(1);
 }
 
 /** With a full stop. */
