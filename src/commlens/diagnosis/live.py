@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.findings.mismatch import find_mismatches
+from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from commlens.model.collective import TensorSpec
+
 Kind = Literal[
     "mismatch/op",
     "mismatch/shape",
@@ -86,6 +88,7 @@ BlamedBy = Literal[
     "majority",
     "rounds",
     "routine",
+    "other-groups",
     "process",
     "device",
     "exit",
@@ -337,6 +340,77 @@ class Cycle(Cause, tag="cycle", kw_only=True):
     perhaps_come: list[Rank] = []  # awaited; their dumps may be older than the others
 
 
+class Arguments(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The arguments of a collective that its ranks must agree on."""
+
+    tensors: tuple[TensorSpec, ...] = ()  # that every rank has
+    reduce_op: str | None = None
+    root: Rank | None = None
+    input_splits: tuple[int, ...] = ()  # empty: even, or unknown
+    output_splits: tuple[int, ...] = ()
+
+
+class Issued(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Ranks that issued the same at one line."""
+
+    ranks: list[Rank]
+    collective: CollectiveRef
+    arguments: Arguments
+    source: str | None = None  # file name and line number
+
+
+class ThreadRace(msgspec.Struct, frozen=True):
+    """Two threads of each rank whose collectives come in any order."""
+
+    ranks: list[Rank]  # that had collectives of both in flight at once
+    main: CollectiveRef  # of the main thread
+    main_source: str | None
+    beside: CollectiveRef  # of the other thread
+    beside_source: str | None
+
+
+MismatchDoubt = Literal[
+    "order-of-threads",
+    "splits-unknown",
+    "undecided",
+    "routine-may-change",
+    "groups-may-differ",
+    "single-match",
+    "race-not-seen",
+]
+"""What limits the confidence in a mismatch.
+
+``order-of-threads``: several threads issue the group's collectives. ``splits-unknown``: the records
+do not tell them. ``undecided``: nothing chooses between the sides. ``routine-may-change``,
+``groups-may-differ``: on purpose. ``single-match``: one collective alone fits the shift.
+``race-not-seen``: some ranks had not both threads' collectives in flight at once.
+"""
+
+
+class Mismatch(Cause, tag="mismatch", kw_only=True):
+    """Ranks that met in one collective or message and disagree on it, in what the kind tells; or
+    that are out of step, if the kind is ``missing``.
+    """
+
+    group: GroupRef | None
+    number: int  # of the collective or message
+    issued: list[Issued]  # the most ranks first, at most eight
+    not_seen: list[Rank] = []  # of the group: no record tells what they issued
+    departure: Literal["skipped", "extra", "either"] | None = None  # of the culprits, if any
+    shifted_by: int = 0  # collectives that a rank is ahead of the others from here on
+    matches: int = 0  # later collectives that agree with the shift
+    steps_ahead: int = 0  # optimizer steps that the first of the culprits did more than the others
+    never_meets: bool = False  # the message goes astray: its tags differ, or a rank is wrong
+    silent: bool  # no rank hangs because of it
+    refused: bool  # strict verification raised before anything was sent
+    race: ThreadRace | None = None
+    held_up: list[Rank] = []  # wait because of it
+    ended_by_it: list[Rank] = []  # their processes died of it
+    repeats: int = 0  # later collectives with the same mismatch
+    alike: int = 0  # collectives of other ranks or groups in which the same lines disagree
+    doubt: MismatchDoubt | None = None
+
+
 class Claims(msgspec.Struct, frozen=True):
     """The processes that have the same rank."""
 
@@ -473,6 +547,7 @@ AnyCause = (
     | StuckInside
     | Unwritten
     | Cycle
+    | Mismatch
     | StartedTwice
     | Slow
     | Fewer

@@ -11,7 +11,6 @@ import pytest
 from builders import Die, Job, S, Stay, Step, Wait, all_reduce, at, collective, recv, send, training
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.findings.mismatch import _and_so_on
 from commlens.diagnosis.live import find_disagreements
 from commlens.model.collective import Channel, Frame, FrameKind, LearnedHow, State
 from commlens.model.ranklog import End, Observation, RankLog
@@ -1758,7 +1757,3 @@ def test_overwritten_records_are_called_so() -> None:
     for log in logs:
         log.collectives = log.collectives[2:]
     assert judge(logs).missing_evidence == ["Ranks 0-3: the oldest 2 records are overwritten."]
-
-
-def test_a_single_match_does_not_go_on() -> None:
-    assert [_and_so_on(matches) for matches in (1, 5)] == ["", ", and so on for 5 collectives"]

@@ -10,6 +10,7 @@ from commlens.diagnosis.causes.cycle import find_cycles, find_departures
 from commlens.diagnosis.causes.ended import find_ended
 from commlens.diagnosis.causes.fewer import find_fewer
 from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
+from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.causes.missing import find_missing
 from commlens.diagnosis.causes.motionless import find_motionless
 from commlens.diagnosis.causes.slow import find_slow
@@ -23,7 +24,6 @@ from commlens.diagnosis.causes.stuck_inside import (
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.findings.dead import find_deaths
-from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.no_such_peer import find_no_such_peer
 from commlens.diagnosis.findings.refused import demote_refused, find_refused

@@ -7,6 +7,7 @@ from commlens.diagnosis.causes.cycle import FoundCycle, FoundDeparture
 from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.causes.fewer import FoundFewer
 from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
+from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace
 from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
 from commlens.diagnosis.causes.motionless import FoundMotionless
 from commlens.diagnosis.causes.slow import FoundSlow
@@ -19,6 +20,7 @@ from commlens.diagnosis.words import (
     ended,
     fewer,
     groups_differ,
+    mismatch,
     missing,
     motionless,
     slow,
@@ -58,6 +60,10 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, cycle.words(context, found))
         case FoundDeparture():
             return finding_of(found.cause, cycle.words_of_departure(context, found))
+        case FoundMismatch():
+            return finding_of(found.cause, mismatch.words(context, found))
+        case FoundRace():
+            return finding_of(found.cause, mismatch.words_of_race(context, found))
         case FoundStartedTwice():
             return finding_of(found.cause, started_twice.words(found))
         case FoundSlow():

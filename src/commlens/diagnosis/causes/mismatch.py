@@ -1,0 +1,315 @@
+"""Ranks that met in one collective or message but disagree on it, and ranks that are out of
+step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from commlens.diagnosis.align.alignment import Mismatch, Race
+from commlens.diagnosis.align.call_paths import Path, part, path_of
+from commlens.diagnosis.align.out_of_step import steps_ahead
+from commlens.diagnosis.causes.context import Context, collective_of, group_of
+from commlens.diagnosis.findings.dead import is_absorbed
+from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.index.job_index import RankView
+from commlens.matching.answer import Aspect
+from commlens.model.cause import (
+    Arguments,
+    BlamedBy,
+    Confidence,
+    Issued,
+    Kind,
+    MismatchDoubt,
+    ThreadRace,
+    Why,
+)
+from commlens.model.cause import Mismatch as MismatchCause
+from commlens.model.collective import Collective
+
+_SIDES_MAX = 8
+_WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
+_KINDS: dict[Aspect, Kind] = {
+    "op": "mismatch/op",
+    "shape": "mismatch/shape",
+    "dtype": "mismatch/dtype",
+    "reduce-op": "mismatch/reduce-op",
+    "root": "mismatch/root",
+    "splits": "mismatch/splits",
+    "p2p": "mismatch/p2p",
+    "device": "mismatch/device",
+    "layout": "mismatch/layout",
+}
+
+
+@dataclass
+class FoundMismatch:
+    """Ranks that disagree or are out of step, and the evidence."""
+
+    cause: MismatchCause
+    mismatch: Mismatch
+    op: Collective  # of the first suspect that has a record
+    shown: Collective  # that the finding is about
+    suspects: list[int]  # the culprits; on a tie, all ranks that met
+    usual: Collective | None  # of the first other rank
+    paths: tuple[Path, Path]  # of the first suspect and of the others, from where they part
+    been_there: bool  # the first suspect has issued this op from the same lines before
+    alike: list[FoundMismatch] = field(default_factory=list)  # ties that are the same fault
+
+
+@dataclass
+class FoundRace:
+    """Two threads on each rank whose collectives come in any order, and the evidence."""
+
+    cause: MismatchCause
+    mismatch: Mismatch
+    race: Race
+
+
+def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
+    """Add each mismatch, whether it blocks ranks or is silent; or several of them that are one
+    fault.
+    """
+    ties: dict[Hashable, FoundMismatch] = {}
+    astray = {
+        rank
+        for mismatch in context.mismatches
+        if mismatch.astray is not None and not mismatch.tie
+        for rank in mismatch.culprits
+    }
+    for number, mismatch in enumerate(context.mismatches):
+        node = sinks.get(number)
+        blocked = context.blocked_by([node]) if node is not None else []
+        if mismatch.racing is not None:
+            _add_race(context, mismatch, mismatch.racing, blocked)
+            continue
+        found = _found(context, mismatch, blocked)
+        if mismatch.tie:
+            known = ties.setdefault(_lines_of_tie(found), found)
+            # the same lines disagree for other ranks or in other groups: it is one fault
+            if known is not found and found.op.call_lines:
+                _add_alike(known, found)
+                continue
+            found.cause.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
+        line = found.paths[0].line
+        if mismatch.tie and len({op.source for op in mismatch.ops.values()}) != 1:
+            line = None
+        context.add(
+            found,
+            found.shown,
+            line,
+            blocked=len(blocked),
+            order=_order(mismatch),
+            mismatch=mismatch,
+        )
+
+
+def _order(mismatch: Mismatch) -> tuple[int, ...]:
+    first = min(
+        (mismatch.ops[rank].index for rank in mismatch.culprits if rank in mismatch.ops), default=0
+    )
+    return (first, min(op.announced_ns for op in mismatch.ops.values()))
+
+
+def _lines_of_tie(found: FoundMismatch) -> Hashable:
+    ops = found.mismatch.ops.values()
+    lines = frozenset((op.op, op.call_lines) for op in ops)
+    return found.cause.kind, found.mismatch.astray is None, lines
+
+
+def _add_alike(known: FoundMismatch, found: FoundMismatch) -> None:
+    known.alike.append(found)
+    known.cause.alike += 1
+    known.cause.victims = sorted({*known.cause.victims, *found.cause.victims})
+
+
+def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> FoundMismatch:
+    views, suspects, op = context.job.views, sorted(mismatch.culprits), _odd_op(mismatch)
+    members = [rank for rank in mismatch.ops if rank not in suspects]
+    usual = mismatch.ops[min(members)] if members else None
+    held = sorted(set(blocked) - set(suspects))
+    failed = _failed(context, mismatch)
+    victims = {*held, *members, *failed} - set(suspects)
+    cause = _cause(context, mismatch, suspects, victims)
+    cause.held_up = [rank for rank in held if rank not in views or not views[rank].exit.refused]
+    cause.ended_by_it = _ended_by_it(context, failed)
+    if usual is not None and mismatch.pair is None:
+        cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
+    is_shift = mismatch.shift is not None and mismatch.answer is None
+    return FoundMismatch(
+        cause,
+        mismatch,
+        op,
+        mismatch.shift.skipped if is_shift and mismatch.shift is not None else op,
+        suspects,
+        usual,
+        _paths(context, mismatch, op),
+        _has_been_there(views.get(suspects[0]), op),
+    )
+
+
+def _cause(
+    context: Context, mismatch: Mismatch, suspects: list[int], victims: set[int]
+) -> MismatchCause:
+    answer, shift = mismatch.answer, mismatch.shift
+    confidence, doubt = _confidence(mismatch)
+    return MismatchCause(
+        kind=_KINDS[answer.aspect] if answer is not None else "missing",
+        why=_WHY.get(mismatch.departure, "in-collective"),
+        root_cause=True,
+        culprits=[] if mismatch.tie else suspects,
+        blamed_by=_blamed_by(mismatch),
+        victims=sorted({*victims, *suspects} if mismatch.tie else victims),
+        confidence=confidence,
+        group=group_of(_odd_op(mismatch)),
+        number=mismatch.number,
+        issued=_issued(mismatch),
+        not_seen=_not_seen(mismatch),
+        departure=mismatch.departure or None,
+        shifted_by=shift.by if shift is not None else 0,
+        matches=shift.matches if shift is not None else 0,
+        never_meets=mismatch.astray is not None,
+        silent=mismatch.silent,
+        refused=mismatch.refused,
+        repeats=mismatch.repeats,
+        doubt=doubt,
+    )
+
+
+def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequence[int]) -> None:
+    """Add two threads on each rank whose collectives come in any order: no rank is to blame."""
+    answer = mismatch.answer
+    every = set(mismatch.ops) <= set(race.ranks)
+    cause = MismatchCause(
+        kind=_KINDS[answer.aspect] if answer is not None else "mismatch/op",
+        why="in-collective",
+        root_cause=True,
+        blamed_by="nobody",
+        victims=sorted(mismatch.ops),
+        confidence="high" if every else "medium",
+        group=group_of(race.main),
+        number=mismatch.number,
+        issued=_issued(mismatch),
+        not_seen=_not_seen(mismatch),
+        silent=mismatch.silent,
+        refused=mismatch.refused,
+        race=ThreadRace(
+            list(race.ranks),
+            collective_of(race.main),
+            _source(race.main),
+            collective_of(race.other),
+            _source(race.other),
+        ),
+        ended_by_it=_ended_by_it(context, mismatch.key[2]),
+        repeats=mismatch.repeats,
+        doubt=None if every else "race-not-seen",
+    )
+    context.add(
+        FoundRace(cause, mismatch, race),
+        _odd_op(mismatch),
+        race.main.source,
+        blocked=len(blocked),
+        order=_order(mismatch),
+        mismatch=mismatch,
+    )
+
+
+def _issued(mismatch: Mismatch) -> list[Issued]:
+    """Return what the ranks issued, those that issued the same at one line together."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, op in sorted(mismatch.ops.items()):
+        alike[collective_of(op), _arguments(op), _source(op)].append(rank)
+    largest = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks))[:_SIDES_MAX]
+    ops = [(ranks, mismatch.ops[ranks[0]]) for ranks in largest]
+    return [Issued(ranks, collective_of(op), _arguments(op), _source(op)) for ranks, op in ops]
+
+
+def _arguments(op: Collective) -> Arguments:
+    args = op.args
+    return Arguments(args.payload, args.reduce_op, args.root, args.input_splits, args.output_splits)
+
+
+def _source(op: Collective) -> str | None:
+    return op.source.where if op.source is not None else None
+
+
+def _not_seen(mismatch: Mismatch) -> list[int]:
+    """Return the ranks of the group of which no record tells what they issued."""
+    return sorted(set(mismatch.key[2]) - set(mismatch.ops)) if mismatch.pair is None else []
+
+
+def _failed(context: Context, mismatch: Mismatch) -> list[int]:
+    views = context.job.views
+    if mismatch.silent:
+        return []
+    return sorted({rank for rank in mismatch.key[2] if rank in views and views[rank].exit.failed})
+
+
+def _ended_by_it(context: Context, ranks: Iterable[int]) -> list[int]:
+    """Return the ranks that died of a mismatch: gloo aborts a process whose tensor has the wrong
+    size.
+    """
+    views = context.job.views
+    return [
+        rank
+        for rank in ranks
+        if rank in views and views[rank].exit.kind == "own" and is_absorbed(context, rank)
+    ]
+
+
+def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, Path]:
+    """Return the call paths of the first culprit and of the others, from where they part."""
+    culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
+    members = [rank for rank in mismatch.ops if rank not in mismatch.culprits]
+    if not members or mismatch.pair is not None:
+        return path_of(op), path_of(mismatch.ops[min(members)]) if members else Path(None, "", "")
+    return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
+
+
+def _odd_op(mismatch: Mismatch) -> Collective:
+    """Return the record of the first culprit that has one."""
+    return next(
+        (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
+        next(iter(mismatch.ops.values())),
+    )
+
+
+def _has_been_there(view: RankView | None, op: Collective) -> bool:
+    """Return whether the rank has issued this op from the same lines before."""
+    return view is not None and any(
+        (each.op, each.call_lines) == (op.op, op.call_lines)
+        for each in view.history
+        if each.index < op.index
+    )
+
+
+def has_one_side(mismatch: Mismatch) -> bool:
+    """Return whether only the sum over all ranks is wrong, so that there are no sides."""
+    return mismatch.answer is not None and len(mismatch.answer.parties) == 1
+
+
+def _blamed_by(mismatch: Mismatch) -> BlamedBy:
+    if mismatch.tie:
+        return "undecided"
+    if mismatch.by_groups:
+        return "other-groups"
+    return "routine" if mismatch.by_history or mismatch.astray is not None else "majority"
+
+
+def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
+    """Return the confidence, and what limits it."""
+    if mismatch.uncertain:
+        return "low", "order-of-threads"
+    if has_one_side(mismatch):
+        return "low", "splits-unknown"
+    if mismatch.tie:
+        return "low", "undecided"
+    if mismatch.by_history:
+        return "medium", "routine-may-change"
+    if mismatch.by_groups:
+        return "medium", "groups-may-differ"
+    if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2:
+        return "medium", "single-match"
+    return "high", None
