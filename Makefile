@@ -4,10 +4,11 @@ VENV := .venv
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_VERSION := $(PINNED_TORCH)
 
-# The first suitable Python that can create virtual environments.
+# The first suitable Python that can create virtual environments. In an active one it is the Python that
+# this was made from: the targets may make .venv anew.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
-	$$python -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
-	&& { command -v $$python; break; }; done)
+	$$python -c 'import sys, ensurepip, venv; (3, 10) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); \
+	print(sys._base_executable)' 2>/dev/null && break; done)
 
 # PyTorch's index of CPU builds, if it is reachable: PyPI's builds for Linux include gigabytes of CUDA.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
