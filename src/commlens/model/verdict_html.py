@@ -69,9 +69,12 @@ def verdict_text(verdict: Any) -> str:
 
 
 def _sections(verdict: Any) -> list[tuple[str, list[str]]]:
+    # a program's hazards stand beside what the verdict is about
+    first = [finding for finding in verdict.findings[:1] if finding.kind != "hazard"]
+    others = verdict.findings[len(first) :]
     return [
-        ("Evidence", verdict.findings[0].evidence if verdict.findings else []),
-        ("Also found", [_with_ranks(finding) for finding in verdict.findings[1:]]),
+        ("Evidence", first[0].evidence if first else []),
+        ("Also found", [_with_ranks(finding) for finding in others]),
         ("Not known", verdict.missing_evidence),
     ]
 

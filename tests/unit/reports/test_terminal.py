@@ -141,6 +141,12 @@ def test_other_causes_and_consequences_are_told_apart() -> None:
     assert "Also found\n  - rank 7 waits too" in text
 
 
+def test_print_lists_a_hazard_of_a_healthy_job() -> None:
+    hazard = finding(kind="hazard", root_cause=False, summary="nobody waited for a broadcast")
+    healthy = Verdict(kind="healthy", findings=[hazard])
+    assert "Also found\n  - nobody waited for a broadcast" in str(healthy)
+
+
 def test_long_lists_are_cut_and_say_so() -> None:
     text = render(verdict(finding(), missing_evidence=[f"File {i} is damaged." for i in range(30)]))
     assert "22 more; --json lists them all." in text
