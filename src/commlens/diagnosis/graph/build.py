@@ -220,7 +220,7 @@ class _Builder:
         for member in arrivals.absent:
             self._wait_for_rank(at, self.job.views[member], key, edge)
         for member in arrivals.behind:
-            self._wait_for_thread(at, self.job.views[member], key, edge)
+            self._wait_for_device(at, self.job.views[member], key, edge)
         if arrivals.absent or arrivals.behind:
             return at
         for member in arrivals.dead:
@@ -331,13 +331,13 @@ class _Builder:
         if match is None:
             self._wait_for_rank(node, other, key, edge)
         elif is_queued(other, match):
-            self._wait_for_thread(node, other, key, edge)
+            self._wait_for_device(node, other, key, edge)
         elif other.died:
             self.graph.add(node, Node("dead", other.rank), edge)
-        elif _waits_for_more(other, view.rank):
+        elif _waits_for_more(other, match, view.rank):
             # it has arrived, in a batch that waits for another message
-            self._wait_for_thread(node, other, key, edge)
-        elif not is_queued(view, op) and not _waits_for_more(view, other.rank):
+            self._wait_for_device(node, other, key, edge)
+        elif not is_queued(view, op) and not _waits_for_more(view, op, other.rank):
             self.graph.add(node, self._instance_node("stuck", edge.instance), edge)
 
     def _find_match(
@@ -393,6 +393,15 @@ class _Builder:
         self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))
 
+    def _wait_for_device(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
+        """Add an edge to what a rank's device waits in, which the op is queued behind."""
+        head = other.head
+        if head is None or not head.stuck:
+            self._wait_for_thread(node, other, key, edge)
+            return
+        self.graph.add(node, Node("wait", other.rank, head.thread), edge)
+        self._todo.append((other, head))
+
     def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
         """Return the block of the thread that issues on this channel; of the main thread if none
         has yet.
@@ -441,11 +450,14 @@ def _waits_for(op: Collective, view: RankView) -> bool:
     ) is False
 
 
-def _waits_for_more(view: RankView, peer: int) -> bool:
-    """Return whether a rank's device is stuck in a batch that has messages with other peers,
-    too.
+def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:
+    """Return whether a rank's device is stuck in a batch that has a message, and others with other
+    peers.
     """
-    return view.head is not None and any(part.peer != peer for part in view.head.parts)
+    parts = view.head.parts if view.head is not None else []
+    return any(part.index == message.index for part in parts) and any(
+        part.peer != peer for part in parts
+    )
 
 
 def _waits_for_other_thread(frames: tuple[Frame, ...]) -> bool:

@@ -723,7 +723,9 @@ def is_queued(view: RankView, op: Collective) -> bool:
     head = view.head
     if (
         head is None
-        or not op.in_flight
+        or not (
+            op.in_flight or op.index in view.open_pairs
+        )  # a batch has the state of its messages
         or op.index in view.running
         or not (view.columns is not None or op.channel.runs_ahead)
     ):

@@ -1,0 +1,69 @@
+"""Who waits for whom, where records alone tell it."""
+
+from __future__ import annotations
+
+from builders import spec
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.cause import Cycle
+from commlens.model.collective import (
+    Channel,
+    Collective,
+    CollectiveArgs,
+    Frame,
+    LearnedHow,
+    ProcessGroup,
+    State,
+)
+from commlens.model.ranklog import RankLog
+
+SECOND = 10**9
+BEGAN = 1_000 * SECOND
+CHANNEL = Channel(ProcessGroup("0", (0, 1), "default_pg", "nccl"), "cuda", runs_ahead=True)
+
+
+def device_log(rank: int, *batches: tuple[str, int, int]) -> RankLog:
+    """A rank that issued these to its device: (op, how many, line). Several are one batch."""
+    log = RankLog(rank=rank, world_size=2, pid=100 + rank, captured_ns=BEGAN + 60 * SECOND)
+    messages = 0
+    for number, (op, size, line) in enumerate(batches, start=1):
+        stack = (Frame("/home/me/train.py", line, "step"),)
+        is_message = op in ("send", "recv")
+        members = size if is_message else 0
+        for last in [False] * members + [True]:
+            messages += not last
+            log.collectives.append(
+                Collective(
+                    index=len(log.collectives) + 1,
+                    channel=CHANNEL,
+                    sequence_number=messages if not last else 0 if members else 1,
+                    args=CollectiveArgs(
+                        op if not last or not members else "coalesced", op, (spec(8),)
+                    ),
+                    state=State.ISSUED if last else State.UNKNOWN,
+                    announced_ns=BEGAN + number,
+                    returned_ns=BEGAN + number,
+                    learned_how=LearnedHow.ENQUEUED if last else LearnedHow.NOT_YET,
+                    stack=stack,
+                    peer=None if last else 1 - rank,
+                    coalescing_id=number if members else 0,
+                    coalesced_members=members if last else 0,
+                )
+            )
+    log.issued = len(log.collectives)
+    return log
+
+
+def test_a_batch_waits_for_the_message_that_is_queued_behind_the_peers_collective() -> None:
+    """NCCL completes a batch as a whole, and what is enqueued behind a collective has not begun."""
+    sender = device_log(0, ("send", 3, 10), ("all_reduce", 1, 11))
+    receiver = device_log(1, ("recv", 2, 20), ("all_reduce", 1, 21), ("recv", 1, 22))
+    first_batch = receiver.collectives[2]
+    first_batch.state, first_batch.done_ns = State.COMPLETED, BEGAN + SECOND
+    verdict = diagnose_logs([sender, receiver])
+    assert verdict.kind == "cycle" and verdict.certain
+    assert len(verdict.findings) == 1
+    cause = verdict.findings[0].cause
+    assert isinstance(cause, Cycle)
+    ring = {(wait.rank, wait.collective.op, wait.collective.sequence_number) for wait in cause.ring}
+    assert ring == {(0, "send", 3), (1, "all_reduce", 1)}
