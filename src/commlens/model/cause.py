@@ -486,6 +486,25 @@ class Ended(Cause, tag="ended", kw_only=True):
     signal: str | None = None
 
 
+DeathDoubt = Literal["first-unknown", "perhaps-aborted", "unobserved"]
+"""What limits the confidence in a death.
+
+``first-unknown``: all ranks ended, and nothing tells which did first. ``perhaps-aborted``: NCCL's
+watchdog may have aborted them, because another rank did not come. ``unobserved``: nobody saw how
+they ended.
+"""
+
+
+class Dead(Cause, tag="dead", kw_only=True):
+    """Processes that ended in the same way, and not because a peer had."""
+
+    ranks: list[Rank]
+    processes: list[ProcessState]  # in the order of the ranks
+    waits: list[Wait]  # for these ranks
+    ended_by_it: list[Rank]  # their processes ended after these
+    doubt: DeathDoubt | None = None
+
+
 LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
 """What text logs tell of a job as a whole.
 
@@ -554,6 +573,7 @@ AnyCause = (
     | GroupsDiffer
     | Motionless
     | Ended
+    | Dead
     | ToldByLogs
     | Unexplained
     | NoFault

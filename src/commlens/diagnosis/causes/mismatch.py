@@ -12,7 +12,7 @@ from commlens.diagnosis.align.alignment import Mismatch, Race
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.out_of_step import steps_ahead
 from commlens.diagnosis.causes.context import Context, collective_of, group_of
-from commlens.diagnosis.findings.dead import is_absorbed
+from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.answer import Aspect

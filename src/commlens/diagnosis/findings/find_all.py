@@ -7,6 +7,7 @@ from __future__ import annotations
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.cycle import find_cycles, find_departures
+from commlens.diagnosis.causes.dead import find_deaths
 from commlens.diagnosis.causes.ended import find_ended
 from commlens.diagnosis.causes.fewer import find_fewer
 from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
@@ -23,7 +24,6 @@ from commlens.diagnosis.causes.stuck_inside import (
 )
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
-from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.no_such_peer import find_no_such_peer
 from commlens.diagnosis.findings.refused import demote_refused, find_refused

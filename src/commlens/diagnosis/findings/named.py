@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.findings.dead import is_absorbed
+from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.diagnosis.words.phrases import prose
 from commlens.matching.error_claims import About, Claim, claim_of

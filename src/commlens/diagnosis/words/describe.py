@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.cycle import FoundCycle, FoundDeparture
+from commlens.diagnosis.causes.dead import FoundDead
 from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.causes.fewer import FoundFewer
 from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
@@ -17,6 +18,7 @@ from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
     cycle,
+    dead,
     ended,
     fewer,
     groups_differ,
@@ -76,4 +78,6 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, motionless.words(found))
         case FoundEnded():
             return finding_of(found.cause, ended.words(context, found))
+        case FoundDead():
+            return finding_of(found.cause, dead.words(context, found))
     raise TypeError(f"there are no words for {type(found)}")

@@ -1,0 +1,255 @@
+"""Processes that ended, not because a peer had."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.causes.context import Context, most_waited, processes_of, waits_of
+from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.index.job_index import RankView
+from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt
+from commlens.model.collective import Collective, Frame
+
+_SAME_MOMENT_NS = 1_000_000_000
+# in which the same error differs between ranks: a rank, a size, an address
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+_Alike = tuple[str, str, str]
+"""Why processes ended, their error without its numbers, and the line that raised it."""
+
+_CONFIDENCE: Mapping[DeathDoubt | None, Confidence] = {
+    None: "high",
+    "unobserved": "medium",
+    "first-unknown": "low",
+    "perhaps-aborted": "low",
+}
+
+
+@dataclass
+class FoundDead:
+    """Processes that ended in the same way, and the evidence."""
+
+    cause: Dead
+    edges: list[Edge]  # the waits for them
+    awaited: list[int]  # those of them that the waits are for
+    blocked: list[int]
+    frame: Frame | None  # the line where the first of them ended, or was last seen
+    is_last_op: bool  # at this line it issued its last collective
+
+
+def is_absorbed(context: Context, rank: int) -> bool:
+    """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the
+    wrong size.
+    """
+    if not context.job.views[rank].exit.suggests_mismatch:
+        return False
+    return any(
+        mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch)
+        for mismatch in context.mismatches
+    )
+
+
+def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
+    if mismatch.pair is not None:
+        return rank in mismatch.ops
+    track = context.job.views[rank].tracks.get(mismatch.key)
+    return (
+        track is not None
+        and track.last >= mismatch.number
+        and not (mismatch.silent and track.completed >= mismatch.number)
+    )
+
+
+def find_deaths(
+    context: Context, sinks: dict[int, Node], *, told: frozenset[int] = frozenset()
+) -> None:
+    """Find the ranks that ended. Those that did so in the same way, but for the numbers in their
+    errors, are one cause.
+
+    A rank that ended later, and not with an exception, may have ended because of the first one.
+
+    Args:
+        context: the evidence.
+        sinks: the nodes of ranks that died.
+        told: ranks whose end another cause tells.
+    """
+    groups = _groups(context, sinks, told)
+    _keep_the_first(context, groups, sinks)
+    moments = {
+        key: min(context.job.views[rank].exit.at_ns for rank in ranks)
+        for key, ranks in groups.items()
+    }
+    first = min((moment for moment in moments.values() if moment), default=0)
+    for key, ranks in sorted(
+        groups.items(), key=lambda item: (moments[item[0]] or 1 << 62, item[1])
+    ):
+        # An exception in user code is a cause of its own; a later signal or exit may follow from
+        # the first end.
+        follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key[0] != "exception"
+        nodes = [sinks[rank] for rank in ranks if rank in sinks]
+        _add_death(context, ranks, nodes, moments[key], root_cause=not follows)
+
+
+def _groups(
+    context: Context, sinks: Mapping[int, Node], told: frozenset[int]
+) -> dict[_Alike, list[int]]:
+    """Return the ranks that ended, those that did so in the same way together."""
+    groups: dict[_Alike, list[int]] = defaultdict(list)
+    for rank, view in sorted(context.job.views.items()):
+        end = view.exit
+        if rank in told:
+            continue
+        if (
+            end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))
+        ) and not is_absorbed(context, rank):
+            text = _NUMBER.sub("#", end.text) if end.why == "exception" else end.text
+            groups[(end.why, text, end.source.where if end.source else "")].append(rank)
+    return groups
+
+
+def _keep_the_first(
+    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, Node]
+) -> None:
+    """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody
+    saw in which order they ended.
+
+    A refusal that a rank raised before says which rank had ended by then. While a rank lives, one
+    that waited for another did not end first. If all have ended, one that waited may have been
+    killed like any other: only its last sign of life tells.
+    """
+    views = context.job.views
+    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
+    all_ended = all(view.exit.ended for view in views.values())
+    refused = _named_by_refusals(context)
+    for key, ranks in groups.items():
+        if views[ranks[0]].exit.kind != "gone":
+            continue
+        named = [rank for rank in ranks if rank in refused]
+        if all_ended:
+            groups[key] = named or _ended_first(context, gone) or gone
+        elif len(ranks) > 1:
+            waiting = _waiting_for(context, ranks, sinks)
+            groups[key] = named or [rank for rank in ranks if rank not in waiting] or ranks
+
+
+def _named_by_refusals(context: Context) -> set[int]:
+    """Return the ranks of which a refusal says that they had ended."""
+    return {
+        rank
+        for view in context.job.views.values()
+        if view.log.refusal is not None and view.log.refusal.kind == "dead"
+        for rank in view.log.refusal.absent
+    }
+
+
+def _waiting_for(context: Context, ranks: list[int], sinks: Mapping[int, Node]) -> set[int]:
+    """Return the ranks that wait for one of these."""
+    nodes = [sinks[rank] for rank in ranks if rank in sinks]
+    return {edge.rank for node in nodes for edge in context.graph.edges_into(node)}
+
+
+def _ended_first(context: Context, gone: list[int]) -> list[int]:
+    """Return the rank whose last sign of life is clearly the oldest; none if there is no such
+    rank.
+    """
+    beats = sorted((context.job.views[rank].log.heartbeat_ns, rank) for rank in gone)
+    return [
+        rank
+        for beat, rank in beats[:1]
+        if beat and len(beats) > 1 and beat < beats[1][0] - _SAME_MOMENT_NS
+    ]
+
+
+def _is_missed(context: Context, node: Node | None) -> bool:
+    """Return whether others wait for a rank that is gone. Otherwise, it may have ended well: nobody
+    saw how.
+    """
+    views = context.job.views
+
+    def never_issued(op: Collective) -> bool:
+        track = views[node.rank].tracks.get(op.channel.key) if node is not None else None
+        return op.is_point_to_point or track is None or track.last < op.sequence_number
+
+    return node is not None and any(
+        not views[edge.rank].exit.ended or never_issued(edge.op)
+        for edge in context.graph.edges_into(node)
+    )
+
+
+def _add_death(
+    context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool
+) -> None:
+    view = context.job.views[ranks[0]]
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    blocked = context.blocked_by(nodes)
+    peers = _ended_after(context, ranks)
+    doubt = _doubt(context, ranks, edges)
+    undecided = doubt in ("first-unknown", "perhaps-aborted")
+    blamed_by: BlamedBy = "undecided" if undecided else "exit"
+    victims = {*blocked, *peers}
+    cause = Dead(
+        kind="dead",
+        why=view.exit.why,
+        root_cause=root_cause,
+        culprits=[] if undecided else list(ranks),
+        blamed_by=blamed_by,
+        victims=sorted(victims | {*ranks} if undecided else victims - {*ranks}),
+        confidence=_CONFIDENCE[doubt],
+        ranks=ranks,
+        processes=processes_of(context, ranks),
+        waits=waits_of(context, edges),
+        ended_by_it=peers,
+        doubt=doubt,
+    )
+    awaited = [node.rank for node in nodes] if undecided else ranks
+    frame = view.exit.source or _last_line(view)
+    issued = view.last_op is not None and frame == view.last_op.source
+    op = most_waited(edges).op if edges else view.last_op
+    found = FoundDead(cause, edges, awaited, blocked, frame, issued)
+    context.add(found, op, frame, blocked=len(blocked), order=(moment,))
+
+
+def _ended_after(context: Context, ranks: list[int]) -> list[int]:
+    """Return the other ranks that did not end by themselves, or of which nobody saw how."""
+    return sorted(
+        rank
+        for rank, view in context.job.views.items()
+        if view.exit.kind in ("peer", "terminated", "gone") and rank not in ranks
+    )
+
+
+def _doubt(context: Context, ranks: list[int], edges: list[Edge]) -> DeathDoubt | None:
+    """Return what limits the confidence that these ranks ended by themselves."""
+    views = context.job.views
+    if _may_be_aborted(context, views[ranks[0]]):
+        return "perhaps-aborted"
+    if views[ranks[0]].exit.kind != "gone":
+        return None
+    # Ranks come to init_process_group at any time: who waits there may have ended first.
+    starting = bool(edges) and all(edge.op.is_setup for edge in edges)
+    if (len(ranks) > 1 or starting) and all(view.exit.ended for view in views.values()):
+        return "first-unknown"
+    return "unobserved"
+
+
+def _may_be_aborted(context: Context, view: RankView) -> bool:
+    """Return whether a launcher's message that a rank aborted is all that is known of it: then
+    others may be the cause.
+    """
+    bare = view.columns is not None and not view.history and not view.log.exception
+    return bare and "SIGABRT" in view.exit.text and context.job.size > 1
+
+
+def _last_line(view: RankView) -> Frame | None:
+    """Return the line where a rank was last seen: in its stack if that is newer than its last
+    collective, else the collective's.
+    """
+    stack = view.log.current_stack
+    if stack is not None and stack.source is not None:
+        return stack.source
+    return view.last_op.source if view.last_op is not None else None
