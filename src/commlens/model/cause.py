@@ -505,6 +505,33 @@ class Dead(Cause, tag="dead", kw_only=True):
     doubt: DeathDoubt | None = None
 
 
+class Side(msgspec.Struct, frozen=True):
+    """Ranks that did the same, according to errors."""
+
+    ranks: list[Rank]
+    did: str  # the op, shape, dtype or number of parameters
+
+
+ErrorReport = Literal["op", "shape", "dtype", "parameters", "checkpoint", "sizes"]
+"""What the errors that ranks raised tell.
+
+``op``, ``shape``, ``dtype``: torch compared the collectives of ranks. ``parameters``: DDP compared
+their models. ``checkpoint``: it failed on ranks that every error names. ``sizes``: a message had
+another size than its receiver expects.
+"""
+
+
+class ToldByErrors(Cause, tag="told-by-errors", kw_only=True):
+    """Ranks that the errors of others name, or that differ according to them."""
+
+    report: ErrorReport
+    raised: list[Rank]  # the error
+    sides: list[Side] = []  # the most ranks first
+    named: list[Rank] = []  # by all errors
+    global_ranks: bool  # false: the errors may number the ranks of a smaller group
+    error: str | None = None  # of the rank that failed; of sizes, both
+
+
 LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
 """What text logs tell of a job as a whole.
 
@@ -574,6 +601,7 @@ AnyCause = (
     | Motionless
     | Ended
     | Dead
+    | ToldByErrors
     | ToldByLogs
     | Unexplained
     | NoFault

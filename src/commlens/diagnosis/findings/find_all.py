@@ -22,9 +22,9 @@ from commlens.diagnosis.causes.stuck_inside import (
     find_undecided,
     may_be_running,
 )
+from commlens.diagnosis.causes.told_by_errors import find_told_by_errors
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
-from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.no_such_peer import find_no_such_peer
 from commlens.diagnosis.findings.refused import demote_refused, find_refused
 from commlens.diagnosis.graph.wait_graph import Graph
@@ -45,7 +45,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     groups = len(context.cases)
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     dead = {node.rank: node for node in sinks if node.kind == "dead"}
-    find_deaths(context, dead, told=find_named(context, dead))
+    find_deaths(context, dead, told=find_told_by_errors(context, dead))
     find_skipped_writes(context)
     find_cycles(context)
     nowhere = find_no_such_peer(context)

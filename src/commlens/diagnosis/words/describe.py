@@ -14,6 +14,7 @@ from commlens.diagnosis.causes.motionless import FoundMotionless
 from commlens.diagnosis.causes.slow import FoundSlow
 from commlens.diagnosis.causes.started_twice import FoundStartedTwice
 from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside
+from commlens.diagnosis.causes.told_by_errors import FoundInErrors
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
@@ -28,6 +29,7 @@ from commlens.diagnosis.words import (
     slow,
     started_twice,
     stuck_inside,
+    told_by_errors,
     unrecorded,
     unwritten,
     working,
@@ -80,4 +82,6 @@ def _finding(context: Context, case: Case) -> Finding:
             return finding_of(found.cause, ended.words(context, found))
         case FoundDead():
             return finding_of(found.cause, dead.words(context, found))
+        case FoundInErrors():
+            return finding_of(found.cause, told_by_errors.words(context, found))
     raise TypeError(f"there are no words for {type(found)}")
