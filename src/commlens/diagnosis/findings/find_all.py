@@ -113,10 +113,11 @@ def _add_refusals(context: Context, findings: list[Finding]) -> None:
         if op is not None and known
         else "the collective in which the others waited"
     )
-    cause.evidence.append(
+    cause.evidence = [
+        *cause.evidence,  # which may be a list that other findings share
         f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised"
-        " DistributedOperationException."
-    )
+        " DistributedOperationException.",
+    ]
 
 
 def _demote_consequences(cases: list[Case]) -> None:

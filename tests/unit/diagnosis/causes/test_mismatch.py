@@ -160,6 +160,8 @@ def test_a_refusal_that_no_record_explains_is_the_verdict(
         log.exception, log.refusal = "DistributedOperationException: some words", refusal
         log.observation = Observation(End.FAILED, 1, ended_ns=S)
     verdict = diagnose_logs(logs)
+    as_json = verdict.to_json()
+    assert diagnose_logs(logs).to_json() == as_json
     assert (verdict.kind, verdict.culprits) == (kind, culprits)
     assert verdict.victims == [rank for rank in range(3) if rank not in culprits]
     if not culprits:
