@@ -532,6 +532,33 @@ class ToldByErrors(Cause, tag="told-by-errors", kw_only=True):
     error: str | None = None  # of the rank that failed; of sizes, both
 
 
+RefusedFor = Literal["wrong-arguments", "ended", "not-arrived", "cycle", "disagreement"]
+"""Why strict verification refused a call, where the records do not show it.
+
+``wrong-arguments``: they are wrong, whatever the other ranks do. ``ended``, ``not-arrived``: ranks
+that the others waited for. ``cycle``: ranks wait for each other. ``disagreement``: the arguments
+of ranks differ.
+"""
+
+
+class RankWait(msgspec.Struct, frozen=True):
+    """A rank, and the ranks that it waited for."""
+
+    rank: Rank
+    awaited: list[Rank]
+
+
+class Refused(Cause, tag="refused", kw_only=True):
+    """Calls that strict verification refused, and the records do not show why."""
+
+    refused_for: RefusedFor
+    raised: list[Rank]  # the exception
+    absent: list[Rank] = []  # had ended, or did not arrive
+    processes: list[ProcessState] = []  # of the absent ranks, in their order
+    collective: CollectiveRef | None = None  # for which they were absent
+    waits: list[RankWait] = []  # of a cycle
+
+
 LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
 """What text logs tell of a job as a whole.
 
@@ -602,6 +629,7 @@ AnyCause = (
     | Ended
     | Dead
     | ToldByErrors
+    | Refused
     | ToldByLogs
     | Unexplained
     | NoFault

@@ -14,6 +14,7 @@ from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
 from commlens.matching.error_texts import is_timeout
 from commlens.model.cause import (
+    AnyCause,
     Cause,
     CollectiveRef,
     Doing,
@@ -32,7 +33,7 @@ class Found(Protocol):
     """A cause, with the evidence that words are made of."""
 
     @property
-    def cause(self) -> Cause:
+    def cause(self) -> AnyCause:
         """The cause."""
 
 
