@@ -93,6 +93,7 @@ BlamedBy = Literal[
     "device",
     "exit",
     "lateness",
+    "arguments",
     "undecided",
     "unknown",
     "nobody",
@@ -101,8 +102,9 @@ BlamedBy = Literal[
 
 ``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
 ``rounds``: most ranks of the job came to this line more or less often. ``routine``: they left what
-they did before. ``undecided``: nothing chooses between the sides. ``unknown``: what they waited
-for is not in the records. ``nobody``: no rank is at fault, or known to be.
+they did before. ``arguments``: their calls are wrong, whatever the others do. ``undecided``:
+nothing chooses between the sides. ``unknown``: what they waited for is not in the records.
+``nobody``: no rank is at fault, or known to be.
 """
 
 ProcessState = Literal[
@@ -532,6 +534,15 @@ class ToldByErrors(Cause, tag="told-by-errors", kw_only=True):
     error: str | None = None  # of the rank that failed; of sizes, both
 
 
+class NoSuchPeer(Cause, tag="no-such-peer", kw_only=True):
+    """Messages to or from a rank that their group does not have."""
+
+    ranks: list[Rank]  # that sent or received them
+    collective: CollectiveRef  # of the first of these ranks
+    group: GroupRef | None
+    source: str | None  # file name and line number
+
+
 RefusedFor = Literal["wrong-arguments", "ended", "not-arrived", "cycle", "disagreement"]
 """Why strict verification refused a call, where the records do not show it.
 
@@ -630,6 +641,7 @@ AnyCause = (
     | Dead
     | ToldByErrors
     | Refused
+    | NoSuchPeer
     | ToldByLogs
     | Unexplained
     | NoFault

@@ -108,7 +108,7 @@ def _wrong_arguments(refusal: Refusal, raised: list[int]) -> FoundRefused:
         why="user-code",
         root_cause=True,
         culprits=culprits,
-        blamed_by="exit",
+        blamed_by="arguments",
         victims=sorted({*raised} - {*culprits}),
         confidence="high",
         refused_for="wrong-arguments",

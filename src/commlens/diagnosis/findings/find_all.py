@@ -14,6 +14,7 @@ from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
 from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.causes.missing import find_missing
 from commlens.diagnosis.causes.motionless import find_motionless
+from commlens.diagnosis.causes.no_such_peer import find_no_such_peer
 from commlens.diagnosis.causes.refused import demote_refused, find_refused
 from commlens.diagnosis.causes.slow import find_slow
 from commlens.diagnosis.causes.started_twice import find_started_twice
@@ -26,7 +27,6 @@ from commlens.diagnosis.causes.stuck_inside import (
 from commlens.diagnosis.causes.told_by_errors import find_told_by_errors
 from commlens.diagnosis.causes.unrecorded import find_unrecorded
 from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
-from commlens.diagnosis.findings.no_such_peer import find_no_such_peer
 from commlens.diagnosis.graph.wait_graph import Graph
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.diagnosis.words.describe import describe

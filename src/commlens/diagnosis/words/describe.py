@@ -14,6 +14,7 @@ from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
 from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace
 from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
 from commlens.diagnosis.causes.motionless import FoundMotionless
+from commlens.diagnosis.causes.no_such_peer import FoundNoSuchPeer
 from commlens.diagnosis.causes.refused import FoundRefused
 from commlens.diagnosis.causes.slow import FoundSlow
 from commlens.diagnosis.causes.started_twice import FoundStartedTwice
@@ -30,6 +31,7 @@ from commlens.diagnosis.words import (
     mismatch,
     missing,
     motionless,
+    no_such_peer,
     refused,
     slow,
     started_twice,
@@ -53,6 +55,7 @@ _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
     FoundMismatch: mismatch.words,
     FoundMissing: missing.words,
     FoundMotionless: lambda _, found: motionless.words(found),
+    FoundNoSuchPeer: no_such_peer.words,
     FoundRace: mismatch.words_of_race,
     FoundRefused: refused.words,
     FoundSlow: slow.words,
