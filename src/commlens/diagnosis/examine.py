@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
+from commlens.diagnosis.causes.hazards import find_hazards
 from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
 from commlens.diagnosis.causes.unexplained import find_unexplained
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.findings.hazards import hazard_findings
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.straggler import straggler_verdict
-from commlens.diagnosis.words import evidence, told_by_logs, unexplained
-from commlens.diagnosis.words.finding import finding_of
+from commlens.diagnosis.words import evidence, hazards, told_by_logs, unexplained
+from commlens.diagnosis.words.finding import finding_of, locate
 from commlens.diagnosis.words.no_fault import nothing_to_diagnose, nothing_told
 from commlens.diagnosis.words.no_fault import words as no_fault_words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
@@ -195,7 +195,13 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
             [finding], missing_evidence=missing, looked_at=evidence.looked_at(job)
         )
         verdict.findings = []
-    verdict.findings = [*verdict.findings, *hazard_findings(job)]
+    verdict.findings = [
+        *verdict.findings,
+        *(
+            locate(finding_of(found.cause, hazards.words(found)), None, found.hazard.source)
+            for found in find_hazards(job)
+        ),
+    ]
     return ExaminedJob(verdict, job, mismatches, graph)
 
 

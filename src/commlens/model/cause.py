@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from commlens.model.collective import TensorSpec
+from commlens.model.hazard import HazardKind
 
 Kind = Literal[
     "mismatch/op",
@@ -570,6 +571,15 @@ class Refused(Cause, tag="refused", kw_only=True):
     waits: list[RankWait] = []  # of a cycle
 
 
+class LatentFault(Cause, tag="latent-fault", kw_only=True):
+    """What a program does wrong at one line without being stopped by it."""
+
+    what: HazardKind
+    op: str  # the function of torch.distributed that the line calls
+    times: int  # on the first of the culprits
+    source: str | None  # file name and line number
+
+
 LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
 """What text logs tell of a job as a whole.
 
@@ -642,6 +652,7 @@ AnyCause = (
     | ToldByErrors
     | Refused
     | NoSuchPeer
+    | LatentFault
     | ToldByLogs
     | Unexplained
     | NoFault
