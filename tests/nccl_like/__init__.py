@@ -91,6 +91,8 @@ def why_not() -> str:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < (2, 8):
         return "the emulation follows ProcessGroupNCCL of torch 2.8 and later"
+    if version >= (2, 15):
+        return "in torch 2.15, the emulation does not make operators wait for collectives yet"
     with _commlens():
         from commlens.errors import NativeEngineError
     try:
