@@ -12,6 +12,7 @@ ranks of a channel, and finds the mismatches. Where one rank
 it waits for. 6. The sinks of this graph (an absent or dead rank, a mismatch, a collective that all
 ranks have reached) and its cycles are the
    root causes. The ranks with a path to one are its victims.
-7. ``findings`` makes one finding of each root cause; ``activity`` and ``process_exit`` explain the
-culprit's state. 8. ``examine`` orders the findings and adds the missing evidence: the verdict.
+7. ``causes`` tells each of them as data and separates it from its consequences; ``activity`` and
+``process_exit`` explain the culprit's state. 8. ``words`` makes a finding of each, and ``examine``
+adds the missing evidence: the verdict.
 """

@@ -1,5 +1,5 @@
 """Records in, verdict out: select the job, index it, align the ranks, build the wait-for graph,
-make findings. No torch, no I/O.
+find the causes and word them. No torch, no I/O.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
+from commlens.diagnosis.causes.find_all import find_all
 from commlens.diagnosis.causes.hazards import find_hazards
 from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
 from commlens.diagnosis.causes.unexplained import find_unexplained
-from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.words import evidence, hazards, told_by_logs, unexplained
+from commlens.diagnosis.words.describe import describe_all
 from commlens.diagnosis.words.finding import finding_of, locate
 from commlens.diagnosis.words.no_fault import nothing_to_diagnose, nothing_told
 from commlens.diagnosis.words.no_fault import words as no_fault_words
@@ -169,7 +170,7 @@ def examine_dumps(
 
 
 def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
-    """Find the mismatches, build the wait-for graph and make the findings.
+    """Find the mismatches, build the wait-for graph, find the causes and word them.
 
     Args:
         job: the indexed ranks of one job.
@@ -178,7 +179,7 @@ def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
     """
     mismatches = [*align_records(job), *find_astray(job)]
     graph = build_wait_graph(job, mismatches)
-    findings = find_all(job, mismatches, graph)
+    findings = describe_all(find_all(job, mismatches, graph))
     missing += evidence.missing_evidence(job)
     if graph.incomplete:
         missing.append(evidence.INCOMPLETE)

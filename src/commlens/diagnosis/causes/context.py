@@ -1,4 +1,4 @@
-"""The evidence that all findings are made from, and what was found so far."""
+"""The evidence that all causes are found in, and what was found so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from commlens.model.cause import (
     Wait,
 )
 from commlens.model.collective import Collective, Frame
-from commlens.model.verdict import Finding
 
 TOO_LONG = 8  # stall timeouts
 MOTIONLESS = 3  # stall timeouts
@@ -39,9 +38,9 @@ class Found(Protocol):
 
 @dataclass
 class Case:
-    """A finding, or what was found and is put into words later, and its weight among the others."""
+    """What was found and is put into words later, and its weight among the others."""
 
-    found: Found | Finding
+    found: Found
     op: Collective | None
     frame: Frame | None  # the culprit's line
     blocked: int = 0  # number of ranks that wait because of it
@@ -49,9 +48,9 @@ class Case:
     mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
 
     @property
-    def claim(self) -> Cause | Finding:
+    def claim(self) -> Cause:
         """The kind, the culprits and the victims, which later decisions may change."""
-        return self.found if isinstance(self.found, Finding) else self.found.cause
+        return self.found.cause
 
 
 class Context:
@@ -67,7 +66,7 @@ class Context:
 
     def add(
         self,
-        found: Found | Finding,
+        found: Found,
         op: Collective | None,
         frame: Frame | None,
         *,
@@ -78,8 +77,7 @@ class Context:
         """Add what was found on a collective and a source line.
 
         Args:
-            found: the cause with its evidence; or a finding without its group, collective and
-                source, which are filled in later.
+            found: the cause with its evidence.
             op: the collective.
             frame: the culprit's line.
             blocked: number of ranks that wait because of it.

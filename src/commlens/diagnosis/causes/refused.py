@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from commlens.diagnosis.causes.context import Context, collective_of, processes_of
-from commlens.model.cause import Cause, Kind, RankWait, Refused
+from commlens.model.cause import Kind, RankWait, Refused
 from commlens.model.collective import Collective
 from commlens.model.refusal import Refusal
 
@@ -40,7 +40,7 @@ def named_absent(context: Context) -> set[int]:
 
 
 def demote_refused(context: Context) -> None:
-    """Demote findings that blame ranks only because a refusal ended them.
+    """Demote causes that blame ranks only because a refusal ended them.
 
     A refusal names the rank that is the cause, or a cycle. A rank that raised one and is not named
     was waiting.
@@ -55,8 +55,7 @@ def demote_refused(context: Context) -> None:
             claim.culprits = sorted(named & {*claim.victims})
             claim.victims = sorted({*claim.victims} - named)
             claim.confidence = "medium"
-            if isinstance(claim, Cause):
-                claim.blamed_by = "exit"
+            claim.blamed_by = "exit"
         blamed = {*claim.culprits}
         ended = blamed and blamed <= {*refusals} - named
         if ended and all(

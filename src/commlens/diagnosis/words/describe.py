@@ -43,6 +43,7 @@ from commlens.diagnosis.words import (
 )
 from commlens.diagnosis.words.finding import Words, finding_of, locate
 from commlens.model.verdict import Finding
+from commlens.text import ranks_phrase
 
 _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
     FoundCycle: cycle.words,
@@ -69,10 +70,34 @@ _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
 """The function that puts each kind of what was found into words."""
 
 
+def describe_all(context: Context) -> list[Finding]:
+    """Return the findings of all cases."""
+    findings = [describe(context, case) for case in context.cases]
+    _add_refusals(context, findings)
+    return findings
+
+
 def describe(context: Context, case: Case) -> Finding:
     """Return the finding of a case."""
-    found = case.found
-    if isinstance(found, Finding):
-        return locate(found, case.op, case.frame)
-    words = _WORDS[type(found)](context, found)
-    return locate(finding_of(found.cause, words), case.op, case.frame)
+    words = _WORDS[type(case.found)](context, case.found)
+    return locate(finding_of(case.found.cause, words), case.op, case.frame)
+
+
+def _add_refusals(context: Context, findings: list[Finding]) -> None:
+    """If strict verification raised, add to the first root cause that nothing was sent."""
+    refused = [rank for rank, view in sorted(context.job.views.items()) if view.exit.refused]
+    cause = next((finding for finding in findings if finding.root_cause), None)
+    op = cause.collective if cause is not None else None
+    if not refused or cause is None or (op is None and cause.why == "exception"):
+        return  # or the cause tells it: a function's call was refused
+    known = op is not None and cause.kind.startswith("mismatch/")
+    name = (
+        f"{op.op} #{op.sequence_number}"
+        if op is not None and known
+        else "the collective in which the others waited"
+    )
+    cause.evidence = [
+        *cause.evidence,  # which may be a list that other findings share
+        f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised"
+        " DistributedOperationException.",
+    ]
