@@ -9,11 +9,11 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from commlens.model.hazard import Hazard
 from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
+    from commlens.model.hazard import Hazard
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
