@@ -31,7 +31,7 @@ WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --d
 
 RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
 
-test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about ten minutes on two cores (ARGS="-k name" to select among all)
+test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about fifteen minutes on two slow cores (ARGS="-k name" to select among all)
 	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --junitxml=$(VENV)/tests.xml)
 
 test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs
