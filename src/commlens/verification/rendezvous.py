@@ -90,7 +90,7 @@ class Rendezvous:
         """
         ranks = set(self._late) | set(self._peers.all_elsewhere())
         for box in job_dirs.boxes(self._folder):
-            rank = int(box.name.removeprefix("rank").split(".")[0])
+            rank = job_dirs.box_rank(box)
             if rank != self._peers.rank and job_dirs.has_ended(box) is False:
                 ranks.add(rank)
         return sorted(ranks)
