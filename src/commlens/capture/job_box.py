@@ -234,7 +234,7 @@ def _about(job: str) -> dict[str, Any]:
         Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")
     )
     coverage = (
-        ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"]
+        ["the collectives in replays of CUDA graphs, symmetric memory, custom all-reduce kernels"]
         if has_gpu
         else []
     )

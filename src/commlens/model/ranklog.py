@@ -126,7 +126,7 @@ class RankLog(msgspec.Struct):
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)
-    coverage: list[str] = []  # sentences about ops that the tap cannot see in this process
+    coverage: list[str] = []  # what the tap cannot see in this process
     source: str = ""  # file name
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports

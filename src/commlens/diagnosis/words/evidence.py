@@ -18,13 +18,7 @@ def looked_at(job: JobIndex) -> str:
     total = sum(len(view.history) for view in job.views.values())
     ranks = count(len(job.views), "rank")
     of = f" of {job.size}" if job.size != len(job.views) else ""
-    unseen = sorted(
-        {
-            text.rstrip(".").removesuffix(" are not seen")
-            for view in job.views.values()
-            for text in view.log.coverage
-        }
-    )
+    unseen = sorted({text for view in job.views.values() for text in view.log.coverage})
     without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
     groups = {key[1:] for key in job.channels}
     return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
