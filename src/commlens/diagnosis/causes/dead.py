@@ -242,7 +242,7 @@ def _may_be_aborted(context: Context, view: RankView) -> bool:
     others may be the cause.
     """
     bare = view.columns is not None and not view.history and not view.log.exception
-    return bare and "SIGABRT" in view.exit.text and context.job.size > 1
+    return bare and view.exit.signal == "SIGABRT" and context.job.size > 1
 
 
 def _last_line(view: RankView) -> Frame | None:

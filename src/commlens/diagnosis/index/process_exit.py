@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,7 +15,7 @@ from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_r
 from commlens.model.cause import Why
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
-from commlens.text import exit_phrase
+from commlens.text import exit_phrase, signal_name
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed
@@ -28,7 +29,6 @@ _TERMINATION_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
 _SAME_MOMENT_NS = 600_000_000
-_INTERRUPTED = "was interrupted"
 
 
 class ProcessExit(msgspec.Struct):
@@ -43,6 +43,8 @@ class ProcessExit(msgspec.Struct):
     # NCCL's watchdog aborted it, because a collective took longer than its timeout
     gave_up: bool = False
     refused: bool = False  # strict verification refused one of its collectives
+    signal: str = ""  # that ended it: "SIGKILL"
+    interrupted: bool = False  # by Ctrl-C, with the others
 
     @property
     def ended(self) -> bool:
@@ -84,6 +86,14 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
         if log.closed or log.left:
             return ProcessExit("clean", "finished", at, "finished")
         return ProcessExit("gone", "unknown", at, "is gone; how it ended was not observed")
+    exit_ = _from_exit_code(log, failure, at)
+    if seen.exit_code is not None and seen.exit_code < 0:
+        exit_.signal = signal_name(-seen.exit_code)
+    return exit_
+
+
+def _from_exit_code(log: RankLog, failure: str | None, at: int) -> ProcessExit:
+    seen = log.observation
     text = exit_phrase(seen.exit_code) if seen.exit_code is not None else "failed"
     if is_refusal(failure):
         return ProcessExit(
@@ -110,10 +120,11 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
                 "own",
                 "killed",
                 at,
-                f"{_INTERRUPTED}: by SIGINT, or its program raised KeyboardInterrupt",
+                "was interrupted: by SIGINT, or its program raised KeyboardInterrupt",
                 frame,
             )
-        return ProcessExit("terminated", "killed", at, _INTERRUPTED, frame)
+        text = "was interrupted"
+        return ProcessExit("terminated", "killed", at, text, frame, interrupted=True)
     if name == "SystemExit":
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
@@ -158,32 +169,26 @@ def _in_torch(log: RankLog) -> bool:
 
 def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     signal = log.observation.signal or "a signal"
+    ended = partial(ProcessExit, at_ns=at, signal=log.observation.signal or "")
     if log.observation.oom_killed:
-        return ProcessExit(
-            "own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})"
-        )
+        text = f"was killed by the kernel's OOM killer ({signal})"
+        return ended("own", "out-of-memory", text=text)
     if log.exception is not None and (signal != "SIGKILL" or not log.closed):
         return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
     if signal in _TERMINATION_SIGNALS:
-        return ProcessExit(
-            "own" if log.observation.ended_alone else "terminated",
-            "killed",
-            at,
-            f"was ended by {signal}",
-        )
+        kind: Kind = "own" if log.observation.ended_alone else "terminated"
+        return ended(kind, "killed", text=f"was ended by {signal}")
     waited_out = log.timeout_s > 0 and _waited_on_device_ns(log, at) >= 0.9e9 * log.timeout_s
     if signal == "SIGABRT" and (gave_up or waited_out):
         text = f"was aborted by NCCL's watchdog ({signal}), which gave up waiting for a collective"
-        return ProcessExit("peer", "killed", at, text, gave_up=True)
+        return ended("peer", "killed", text=text, gave_up=True)
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
-        return ProcessExit(
-            "peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}"
-        )
+        text = f"died of {signal} after {_short(_last_failure(log))}"
+        return ended("peer", "killed", text=text)
     if log.closed and signal in CRASHES:
-        return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
-    return ProcessExit(
-        "own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV")
-    )
+        return ended("own", "killed", text=f"died of {signal} while it was exiting")
+    mismatch = signal in ("SIGABRT", "SIGSEGV")
+    return ended("own", "killed", text=f"died of {signal}", suggests_mismatch=mismatch)
 
 
 def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
@@ -219,7 +224,7 @@ def _short(text: str | None) -> str:
 
 
 def _is_killed(one: ProcessExit) -> bool:
-    return one.kind == "own" and one.why == "killed" and "SIGKILL" in one.text
+    return one.kind == "own" and one.why == "killed" and one.signal == "SIGKILL"
 
 
 def _waited_for(log: RankLog, other: RankLog) -> bool:
@@ -259,9 +264,7 @@ def attribute_exits(
     )
     gone = sorted(one.at_ns for one in exits.values() if one.kind == "gone")
     killed = [one.at_ns for one in exits.values() if _is_killed(one)]
-    interrupted = [
-        one.at_ns for one in exits.values() if one.kind == "terminated" and one.text == _INTERRUPTED
-    ]
+    interrupted = [one.at_ns for one in exits.values() if one.interrupted]
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
 

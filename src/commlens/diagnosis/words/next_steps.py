@@ -321,7 +321,7 @@ def death_step(view: RankView, frame: Frame | None) -> str:
         )
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
-    if end.why == "killed" and any(signal in end.text for signal in CRASHES):
+    if end.why == "killed" and end.signal in CRASHES:
         if view.log.closed and not view.log.left:
             return (
                 "call destroy_process_group at the end of the program: without it, threads of the"
@@ -329,9 +329,9 @@ def death_step(view: RankView, frame: Frame | None) -> str:
             )
         return (
             f"look at the output of {rank} before it"
-            f" {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
+            f" {'aborted' if end.signal == 'SIGABRT' else 'crashed'}{after}"
         )
-    if end.why == "killed" and "SIGKILL" in end.text and view.log.observation.oom_killed is None:
+    if end.why == "killed" and end.signal == "SIGKILL" and view.log.observation.oom_killed is None:
         limits = "the memory limits of its cgroup and scheduler"
         return (
             f"look for the OOM killer in dmesg and at {limits}, for memory is the usual reason;"
