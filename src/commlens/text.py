@@ -401,11 +401,6 @@ def hazard_phrase(hazard: Hazard) -> str:
             f" {'was' if hazard.times == 1 else 'were'} never waited for: its result may be"
             " incomplete, and an error of it is lost"
         )
-    if hazard.what == "written-in-flight":
-        return (
-            f"a tensor of {calls} was written between the call and its wait"
-            f" ({count(hazard.times, 'time')}): its content is undefined"
-        )
     if hazard.what == "not-a-member":
         return (
             f"{calls} was called {count(hazard.times, 'time')} with a group that the rank is not"

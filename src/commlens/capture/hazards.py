@@ -1,5 +1,5 @@
-"""Latent faults of this process, collected while it runs and written at its end: calls that nobody
-waited for, tensors written in flight, calls on groups of others, groups that pile up.
+"""Collect the latent faults of this process while it runs, and write them at its end: Works that
+were never waited for, calls on groups that the rank is not in, groups that pile up.
 """
 
 from __future__ import annotations

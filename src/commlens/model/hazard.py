@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.model.collective import Frame, FrameKind, Stack
 
-HazardKind = Literal["never-waited", "written-in-flight", "not-a-member", "many-groups"]
+HazardKind = Literal["never-waited", "not-a-member", "many-groups"]
 
 _C10D = ("distributed_c10d.py", "c10d_logger.py")
 _TORCH = "/torch/"
