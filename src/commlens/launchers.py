@@ -102,6 +102,6 @@ def ranks_of_node(environ: Mapping[str, str], rank: int) -> range:
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a program that is no rank."""
+    """Return the environment without the variables that make a program a rank."""
     own = {*RANK, *WORLD_SIZE, *LOCAL_RANK, LOCAL_WORLD_SIZE}
     return {name: value for name, value in environ.items() if name not in own}

@@ -35,7 +35,7 @@ def find_fewer(context: Context) -> None:
 
 
 def _add_fewer(context: Context, key: ChannelKey, last: dict[int, int]) -> None:
-    """Add the ranks that issued fewer, unless these are the most.
+    """Add the ranks that issued fewer collectives, unless they are the majority.
 
     Args:
         context: the job.

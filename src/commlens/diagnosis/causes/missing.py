@@ -425,8 +425,8 @@ def _blame_by_routine(context: Context, absence: Absence) -> _Blame | None:
 
 
 def _other_side(context: Context, absence: Absence) -> Collective | None:
-    """Return the last message of a rank that finished in the direction of the one that a rank waits
-    for.
+    """Return the finished rank's own last message to or from the waiting rank: the other side of
+    the message that is waited for.
     """
     op, view = absence.edge.op, context.job.views[absence.ranks[0]]
     back = "recv" if op.op == "send" else "send"

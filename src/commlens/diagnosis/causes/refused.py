@@ -123,9 +123,7 @@ def _absent(
     op: Collective | None,
     raised: list[int],
 ) -> FoundRefused:
-    """Return the ranks of which the refusals say that they had ended or did not come, while nobody
-    saw how.
-    """
+    """Return the ranks that refusals report as ended or absent, if no record shows their end."""
     known = [rank for rank in absent if rank in context.job.views]
     finished = known and context.job.views[known[0]].exit.kind in ("leaving", "clean")
     ended = refusal.kind == "dead"

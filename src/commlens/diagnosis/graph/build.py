@@ -394,7 +394,7 @@ class _Builder:
         self._todo.append((other, block))
 
     def _wait_for_device(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
-        """Add an edge to what a rank's device waits in, which the op is queued behind."""
+        """Add an edge to the op that holds up a rank's device: the awaited one is queued behind it."""
         head = other.head
         if head is None or not head.stuck:
             self._wait_for_thread(node, other, key, edge)
@@ -451,8 +451,8 @@ def _waits_for(op: Collective, view: RankView) -> bool:
 
 
 def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:
-    """Return whether a rank's device is stuck in a batch that has a message, and others with other
-    peers.
+    """Return whether the batch in which a rank's device is stuck holds this message, and messages
+    with other peers.
     """
     parts = view.head.parts if view.head is not None else []
     return any(part.index == message.index for part in parts) and any(

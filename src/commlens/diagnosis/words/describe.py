@@ -84,7 +84,7 @@ def describe(context: Context, case: Case) -> Finding:
 
 
 def _add_refusals(context: Context, findings: list[Finding]) -> None:
-    """If strict verification raised, add to the first root cause that nothing was sent."""
+    """Add to the first root cause that nothing was sent, if strict verification raised."""
     refused = [rank for rank, view in sorted(context.job.views.items()) if view.exit.refused]
     cause = next((finding for finding in findings if finding.root_cause), None)
     op = cause.collective if cause is not None else None

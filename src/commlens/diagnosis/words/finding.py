@@ -21,7 +21,7 @@ class Words(NamedTuple):
 
 
 def finding_of(cause: AnyCause, words: Words) -> Finding:
-    """Return the finding of a cause, which is not located yet."""
+    """Return the finding of a cause, still without its group, collective and source line."""
     return Finding(
         kind=cause.kind,
         why=cause.why,
