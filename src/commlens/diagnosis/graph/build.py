@@ -394,7 +394,7 @@ class _Builder:
         self._todo.append((other, block))
 
     def _wait_for_device(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
-        """Add an edge to the op that holds up a rank's device: the awaited one is queued behind it."""
+        """Add an edge to what holds up a rank's device: the awaited op is queued behind it."""
         head = other.head
         if head is None or not head.stuck:
             self._wait_for_thread(node, other, key, edge)
