@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.words import phrases
@@ -11,8 +9,6 @@ from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.diagnosis.words.phrases import prose
 from commlens.text import ranks_and_verb, ranks_phrase
-
-_SHOWN = 4  # ranks
 
 
 def words(context: Context, found: FoundEnded) -> Words:
@@ -42,7 +38,7 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
             f" {context.job.views[first].exit.text}; {phrases.last(context, first)}."
         ),
         next_step=f"look at the output of {where} for the first error",
-        evidence=_exits(context, found.failed),
+        evidence=phrases.exits(context, found.failed),
         would_raise_confidence="The records of the missing ranks would show it.",
     )
 
@@ -52,7 +48,7 @@ def _unobserved(context: Context, found: FoundEnded) -> Words:
     return Words(
         summary=(
             f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how;"
-            f" {_ended_like_the_first(context, found.failed)}"
+            f" {phrases.ended_like_the_first(context, found.failed)}"
         ),
         explanation=f"{phrases.name(context, gone[0])}: {phrases.last(context, gone[0])}.",
         next_step=(
@@ -68,7 +64,9 @@ def _unobserved(context: Context, found: FoundEnded) -> Words:
 def _from_outside(context: Context, found: FoundEnded) -> Words:
     first, signal = found.first, found.cause.signal or ""
     return Words(
-        summary=(f"the job was ended from outside: {_ended_like_the_first(context, found.failed)}"),
+        summary=(
+            f"the job was ended from outside: {phrases.ended_like_the_first(context, found.failed)}"
+        ),
         explanation=prose(
             f"{phrases.name(context, first)} {context.job.views[first].exit.text};"
             f" {phrases.last(context, first)}.",
@@ -77,15 +75,3 @@ def _from_outside(context: Context, found: FoundEnded) -> Words:
         next_step=outside_step(signal),
         would_raise_confidence="The signal is known, its sender is not.",
     )
-
-
-def _ended_like_the_first(context: Context, ranks: list[int]) -> str:
-    """``"ranks 1-3 were ended by SIGTERM"``."""
-    text = context.job.views[ranks[0]].exit.text
-    if len(ranks) > 1 and text.startswith("was "):
-        text = text.replace("was ", "were ", 1)
-    return f"{ranks_phrase(ranks)} {text}"
-
-
-def _exits(context: Context, ranks: Sequence[int]) -> list[str]:
-    return [f"rank {rank} {context.job.views[rank].exit.text}." for rank in ranks[:_SHOWN]]

@@ -27,6 +27,7 @@ COMPLETION_UNKNOWN = (
 )
 
 _WAITS_MAX = 3  # collectives in which ranks wait
+_EXITS_MAX = 4  # ranks whose ends are told
 
 
 def name(context: Context, rank: int) -> str:
@@ -118,11 +119,20 @@ def aborted(context: Context, ranks: Iterable[int]) -> list[str]:
     gone = [rank for rank in sorted(ranks) if rank in views and views[rank].exit.gave_up]
     if not gone:
         return []
-    text = views[gone[0]].exit.text
-    return [
-        f"{capital(ranks_phrase(gone))}"
-        f" {text if len(gone) == 1 else text.replace('was ', 'were ', 1)}."
-    ]
+    return [f"{capital(ended_like_the_first(context, gone))}."]
+
+
+def ended_like_the_first(context: Context, ranks: Sequence[int]) -> str:
+    """``"ranks 1-3 were ended by SIGTERM"``."""
+    text = context.job.views[ranks[0]].exit.text
+    if len(ranks) > 1 and text.startswith("was "):
+        text = text.replace("was ", "were ", 1)
+    return f"{ranks_phrase(ranks)} {text}"
+
+
+def exits(context: Context, ranks: Sequence[int]) -> list[str]:
+    """``["rank 1 exited with status 3.", ...]``, for the first few ranks."""
+    return [f"rank {rank} {context.job.views[rank].exit.text}." for rank in ranks[:_EXITS_MAX]]
 
 
 def waiting_behind(context: Context, ranks: Sequence[int], blocked: Iterable[int]) -> str:

@@ -9,8 +9,6 @@ from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.text import capital, op_phrase, ranks_and_verb, ranks_phrase
 
-_SHOWN = 4
-
 
 def words(context: Context, found: FoundRefused) -> Words:
     """Return what a finding says about refused calls."""
@@ -74,7 +72,7 @@ def _absent(context: Context, found: FoundRefused) -> Words:
             )
         ),
         next_step=f"look at the end of the output of {ranks_phrase(cause.absent)}",
-        evidence=_exits(context, found),
+        evidence=phrases.exits(context, found.cause.raised),
         would_raise_confidence="Only the refusals tell it: nobody saw how it ended.",
     )
 
@@ -85,11 +83,6 @@ def _disagreement(context: Context, found: FoundRefused) -> Words:
         summary=f"strict verification refused a call on {raised}: {refusal.reason}",
         explanation=f"It was {refusal.operation}.",
         next_step="compare the arguments with which these ranks make this call",
-        evidence=_exits(context, found),
+        evidence=phrases.exits(context, found.cause.raised),
         would_raise_confidence="The exception's whole text is in the output of these ranks.",
     )
-
-
-def _exits(context: Context, found: FoundRefused) -> list[str]:
-    raised, views = found.cause.raised, context.job.views
-    return [f"rank {rank} {views[rank].exit.text}." for rank in raised[:_SHOWN]]
