@@ -77,7 +77,7 @@ class Rank:
             world_size=1,
         )
         if self.session is not None:
-            self.recorder = self.session.session().recorder
+            self.recorder = self.session.recording().recorder
 
     @property
     def engine(self) -> str:
@@ -387,7 +387,7 @@ def fork(rank: Rank) -> Finds:
     return {
         "seen": seen,
         "child": status,
-        "is_recording": rank.session.session().is_recording,
+        "is_recording": rank.session.recording().is_recording,
         "lost": rank.recorder.lost,
     }
 
@@ -450,7 +450,7 @@ def open_devices(pid: int) -> list[str]:
 def watcher(rank: Rank) -> Finds:
     """Look which processes use the GPU while a watcher runs beside this rank."""
     rank.warm()
-    pid = rank.session.session().watcher_pid
+    pid = rank.session.recording().watcher_pid
     rank.pause(2.0)
     folder = Path(f"/proc/{pid}")
     finds: Finds = {

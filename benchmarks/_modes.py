@@ -145,7 +145,7 @@ def confirm(mode: Mode, backend: str) -> None:
         from commlens.capture import session
 
         recorder = (
-            type(session._session.recorder).__name__ if session._session is not None else "none"
+            type(session._recording.recorder).__name__ if session._recording is not None else "none"
         )
         if recorder != {"python": "Recorder", "native": "NativeRecorder"}[wanted]:
             raise RuntimeError(f"{mode.name}: the recorder is {recorder}")

@@ -66,7 +66,7 @@ def run_rank(folder: Path, nodes: int, per_node: int, rank: int, given: argparse
     inside = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, size, per_node)
     ][node]
-    verifier: Any = session.session().recorder.verifier
+    verifier: Any = session.recording().recorder.verifier
     groups = {"all ranks": None, "within the node": inside} if nodes > 1 else {"all ranks": None}
     tensor = torch.ones(1)
     took: dict[str, list[float]] = {f"{where}, {mode}": [] for where in groups for mode in MODES}
@@ -106,7 +106,7 @@ def measure(nodes: int, given: argparse.Namespace) -> None:
                 finally:
                     from commlens.capture import session
 
-                    session.session().at_exit()
+                    session.recording().at_exit()
                     os._exit(code)
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -54,7 +54,7 @@ def main():
     attempt("other operation", lambda: operations.reduce(ones(2)) if rank else operations.gather(ones(2)))
     attempt("fine again", lambda: operations.gather([ones(2)]))
     from commlens.capture import session
-    RESULTS["collectives"] = session.session().recorder.writer.last_index
+    RESULTS["collectives"] = session.recording().recorder.writer.last_index
     pathlib.Path(f"results{rank}.json").write_text(json.dumps(RESULTS))
     if len(sys.argv) > 1:
         tensor = ones(1, 5) if rank == 0 else ones(1, 2, 5)

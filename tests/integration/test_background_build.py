@@ -31,7 +31,7 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
 from commlens.capture import session
 if dist.get_rank() == 0:
-    print("recorder:", type(session.session().recorder).__name__, flush=True)
+    print("recorder:", type(session.recording().recorder).__name__, flush=True)
 time.sleep(float(sys.argv[1]))
 dist.destroy_process_group()
 """

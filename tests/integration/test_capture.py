@@ -92,7 +92,7 @@ functional(torch.ones(4), mesh)
 ddp()
 in_a_thread(torch.ones(4), extra)
 time.sleep(0.6)
-recorder = session.session().recorder
+recorder = session.recording().recorder
 assert recorder.lost == 0
 print("recorded by", type(recorder).__name__)
 assert not recorder.held()
@@ -444,7 +444,7 @@ def test_children_of_a_rank_never_write_into_a_box(ranks: Ranks, tmp_path: Path)
             dist.all_reduce(torch.ones(1))
             pid = os.fork()
             if pid == 0:
-                assert session.session().recorder is None
+                assert session.recording().recorder is None
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             if rank == 0:
@@ -636,7 +636,7 @@ def test_a_thread_without_python_frames_is_recorded(ranks: Ranks, tmp_path: Path
         from torch._C import DispatchKey
         from commlens.tap import tap
         dist.init_process_group("gloo")
-        recorder = session.session().recorder
+        recorder = session.recording().recorder
         caught = []
         original, recorder.begin = recorder.begin, lambda *arguments: caught.append(arguments)
         dist.barrier()

@@ -93,8 +93,8 @@ dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 begin()
 kept = all_of_it()
-assert session.session().recorder.lost == 0
-print(type(session.session().recorder).__name__)
+assert session.recording().recorder.lost == 0
+print(type(session.recording().recorder).__name__)
 """
 
 TIMELESS = (
@@ -218,7 +218,7 @@ from commlens.launch import recording
 
 recording.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine="native"))
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-recorder = session.session().recorder
+recorder = session.recording().recorder
 original = recorder.describe_args
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))

@@ -103,7 +103,7 @@ for program in (ddp, *([fsdp2] if "fsdp2" in os.environ["PROGRAMS"] else []), te
     time.sleep(0.6)  # the watchdog thread has looked
     say(**{program.__name__: [bits, nccl_like.works_alive(), nccl_like.queries()]})
 if os.environ["RECORD"] == "1":
-    recorder = session.session().recorder
+    recorder = session.recording().recorder
     say(recorded=[type(recorder).__name__, recorder.writer.last_index > 50, recorder.lost])
 dist.destroy_process_group()
 """

@@ -36,7 +36,7 @@ def rank_main(turn, rank, file):
         (dist.all_reduce, lambda t: dist.broadcast(t, 0), lambda t: dist.all_gather([t.clone(), t.clone()], t))[turn % 3](tensor)
     if turn == 0:
         from commlens.capture import session
-        print("RECORDED" if session.session().is_recording else "NOT RECORDED", flush=True)
+        print("RECORDED" if session.recording().is_recording else "NOT RECORDED", flush=True)
     if turn < 2:
         dist.destroy_process_group()
     if turn == 2:

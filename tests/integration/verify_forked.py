@@ -66,7 +66,7 @@ def engine_here() -> str:
     """Which one records in this process."""
     from commlens.capture import session
 
-    session = session.session()
+    session = session.recording()
     recorder = session.recorder if session is not None else None
     return "" if recorder is None else "python" if recorder.make_exchange is None else "native"
 
@@ -148,7 +148,7 @@ class Jobs:
             if job.verified:
                 from commlens.capture import session
 
-                session.session().at_exit()  # as the interpreter would
+                session.recording().at_exit()  # as the interpreter would
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -29,8 +29,9 @@ NOT_YET = {
     """,
     "integration/test_capture.py": """
         capture/completion capture/dump_signal capture/engine capture/graphs capture/init_hooks
-        capture/rank_environment capture/rank_session capture/recorder capture/session
-        capture/setups capture/thread_id tap/rejections tap/tap tap/token tap/torch_patches
+        capture/rank_environment capture/recorder capture/recording capture/session
+        capture/setups capture/thread_id capture/torch_events capture/verifying tap/rejections
+        tap/tap tap/token tap/torch_patches
     """,
     "integration/test_comm_debug_mode.py": """
         tracing/comm_debug/json_dump tracing/comm_debug/mode tracing/comm_debug/modules

@@ -18,21 +18,23 @@ from typing import Any
 from commlens import config
 from commlens.blackbox import layout as L
 from commlens.capture.init_hooks import hook_init, safely
-from commlens.capture.rank_session import Session
+from commlens.capture.recording import Recording
+from commlens.capture.torch_events import TorchEvents
 
-_session: Session | None = None
+_recording: Recording | None = None
+_events: TorchEvents | None = None
 
 
-def session() -> Session | None:
-    """Return the process's session; None before :func:`start`."""
-    return _session
+def recording() -> Recording | None:
+    """Return the process's recording; None before :func:`start`."""
+    return _recording
 
 
 def is_started() -> bool:
     """Return whether :func:`start` has been called in this very process, not in the parent that it
     was forked from.
     """
-    return _session is not None and _session.pid == os.getpid()
+    return _recording is not None and _recording.pid == os.getpid()
 
 
 def start(
@@ -44,8 +46,8 @@ def start(
     """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at
     once if it has already run.
 
-    A second call may change the settings of a session that has not begun to record, and may switch
-    verification on in one that has.
+    A second call may change the settings before collectives are recorded, and may switch
+    verification on afterwards.
 
     Args:
         settings: the settings.
@@ -54,13 +56,13 @@ def start(
         dump: dumps into a directory the job whose boxes are in a folder, with these settings, and
             returns the dump's folder.
     """
-    global _session
-    if _session is not None and _session.pid == os.getpid():
-        if not _session.is_recording:
-            safely(_session.reopen, settings)
-        elif settings.debug and not _session.settings.debug:
-            _session.settings = dataclasses.replace(
-                _session.settings, debug=settings.debug, verify_timeout=settings.verify_timeout
+    global _recording, _events
+    if _recording is not None and _recording.pid == os.getpid():
+        if not _recording.is_recording:
+            safely(_recording.reopen, settings)
+        elif settings.debug and not _recording.settings.debug:
+            _recording.settings = dataclasses.replace(
+                _recording.settings, debug=settings.debug, verify_timeout=settings.verify_timeout
             )
             enter_verification()
         return
@@ -68,38 +70,39 @@ def start(
 
     if settings.box_entries == 0 or not dist.is_available():
         return
-    _session = Session(settings, make_verifier, dump)
-    hook_init(session)
+    _recording = Recording(settings, make_verifier, dump)
+    _events = TorchEvents(_recording)
+    hook_init(lambda: _events)
     if dist.is_initialized():
-        _session.begin_late()
+        _recording.begin_late()
     else:
-        safely(_session.begin_early)
+        safely(_recording.begin_early)
 
 
 def stop() -> None:
     """Stop recording and close the box. The job goes on."""
-    if _session is not None:
-        if _session.is_recording and _session.recorder.verifier is not None:
-            _session.recorder.verifier.stop()  # the process may go on
-        _session.close(L.PHASE_CLOSED)
+    if _recording is not None:
+        if _recording.is_recording and _recording.recorder.verifier is not None:
+            _recording.recorder.verifier.stop()  # the process may go on
+        _recording.close(L.PHASE_CLOSED)
 
 
 def enter_verification() -> None:
     """Verify from here on, as the other ranks do at the same point of the program. Waits for them
     for a limited time.
     """
-    if _session is not None and is_started():
-        _session.regions += 1
-        if _session.is_recording:
-            safely(_session.enter)
+    if _recording is not None and is_started():
+        _recording.regions += 1
+        if _recording.is_recording:
+            safely(_recording.enter_verification)
 
 
 def leave_verification() -> None:
     """Undo one :func:`enter_verification`."""
-    if _session is not None and is_started():
-        _session.regions -= 1
-        if _session.is_recording and _session.recorder.verifier is not None:
-            safely(_session.recorder.verifier.leave)
+    if _recording is not None and is_started():
+        _recording.regions -= 1
+        if _recording.is_recording and _recording.recorder.verifier is not None:
+            safely(_recording.recorder.verifier.leave)
 
 
 @contextlib.contextmanager
@@ -110,7 +113,7 @@ def expect_slow(label: str) -> Iterator[None]:
     Args:
         label: what it does, for the report ("checkpoint").
     """
-    current = _session
+    current = _recording
     if current is None or not current.is_open:
         yield
         return

@@ -118,7 +118,7 @@ def dump(
     """
     from commlens.watch import snapshot
 
-    current = session.session() if session.is_started() else None
+    current = session.recording() if session.is_started() else None
     job_dir = job_dir or (current.job_dir if current is not None else None)
     if job_dir is None:
         raise CommandError(

@@ -110,7 +110,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 from commlens.capture import session
-assert session.session().is_recording
+assert session.recording().is_recording
 dist.destroy_process_group()
 """
     site = half_installed(tmp_path / "site", package=True, autoload=True)

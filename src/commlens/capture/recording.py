@@ -1,0 +1,391 @@
+"""The recording of one process: opens its black box, attaches the recorder, and closes both."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from commlens import config
+from commlens.blackbox import layout as L
+from commlens.capture import dump_signal, rank_environment, uncaught, verifying
+from commlens.capture.init_hooks import safely
+from commlens.capture.rank_environment import Place
+
+log = logging.getLogger("commlens")
+_WATCH_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
+
+
+class Recording:
+    """The box, the recorder and the watchdog thread of this process, and whether they are open."""
+
+    def __init__(
+        self,
+        settings: config.Settings,
+        make_verifier: Callable[..., Any],
+        dump: Callable[[str, Path, config.Settings], Path],
+    ) -> None:
+        self.settings = settings
+        self.make_verifier = make_verifier
+        self.dump = dump
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.writer: Any = None
+        self.recorder: Any = None
+        self.watchdog: Any = None
+        self.setups: Any = None
+        self.watcher: Any = None  # replaces a watcher that died
+        self.attached = False
+        self.initialised = False
+        self.watch_later: threading.Timer | None = None
+        self.watcher_pid = 0
+        self.job_dir: Path | None = None
+        self.given_up = False
+        self.exception_seen = False
+        self.expecting: list[str] = []
+        self.began_late = False  # a process group existed before recording was switched on
+        self.regions = 0  # nesting of `commlens.verify()`
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a box is open in this very process, not in the parent that it was forked from."""
+        return self.recorder is not None and self.pid == os.getpid()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether collectives are recorded in this very process."""
+        return self.attached and self.is_open
+
+    # --- the beginning
+
+    def begin_early(self) -> None:
+        """Make the box if a launcher made this process a rank of several."""
+        place = rank_environment.place_of()
+        if place.rank >= 0 and place.world_size > 1 and place.meeting:
+            self.open(place, early=True)
+
+    def begin_late(self) -> None:
+        """Begin in a process that has a default group already."""
+        import torch.distributed as dist
+
+        self.began_late = True
+        safely(
+            self.begin,
+            Place(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting),
+        )
+        if self.is_recording:
+            self.recorder.groups.started_again()
+            safely(self.note_default_group)
+            if self.recorder.verifier is not None:
+                safely(self._meet, self.recorder.verifier.meet)
+
+    def begin(self, place: Place) -> None:
+        """Make the box if there is none, and attach the recorder. Called when
+        ``init_process_group`` is.
+        """
+        # not asked for by the program itself
+        if place.is_pretended and config.is_switched_on(os.environ):
+            self._pause()
+            return
+        if self.attached and self.pid == os.getpid():
+            return
+        self.open(place)
+        if not self.is_open:
+            return
+        from commlens.tap import torch_patches
+
+        self.recorder.on_unreadable_reduce_op = torch_patches.tap_reduce_ops
+        if depth := int(bool(self.settings.debug)) + self.regions:
+            safely(self._verify, place.rank, depth)
+        torch_patches.set_recorder(self.recorder)
+        self.recorder.attach()
+        self.attached = True
+        uncaught.hook(self._record_uncaught)
+        safely(uncaught.hook_ray_train, self._record_uncaught)
+        self._watch()
+
+    def open(self, place: Place, *, early: bool = False) -> None:
+        """Make the box, once per process.
+
+        Args:
+            place: of the process in its job.
+            early: ``init_process_group`` has not been called, so a rank's child is no rank.
+        """
+        with self.lock:
+            if self.recorder is not None or self.given_up:
+                return
+            self.pid = os.getpid()  # perhaps forked from a process that was switched on
+            if place.rank < 0:
+                return  # not known yet; before_new_group will know it
+            # The heavy half is imported here, so that a process which never becomes a rank does not
+            # pay for it.
+            from commlens.capture import job_box
+
+            folder = job_box.folder_of(self.settings, place, early=early)
+            if folder is None:
+                self.given_up = not early
+                if not early:
+                    log.warning(
+                        "commlens: process %d is not recorded: a rank started it, and has its rank"
+                        " or its job",
+                        self.pid,
+                    )
+                return
+            self.given_up = True  # until everything below has worked
+            if not self._make_box(folder, place):
+                return
+            self._start_watchdog(place.rank)
+            self.given_up = False
+            self._hook_the_end()
+            self.watch_later = threading.Timer(_WATCH_AFTER_S, self._watch)
+            self.watch_later.daemon = True
+            if early:
+                self.watch_later.start()
+
+    def _make_box(self, folder: str, place: Place) -> bool:
+        """Make the box and its recorder; return False if there can be no box."""
+        from commlens.capture import engine, job_box
+        from commlens.capture.setups import Setups
+
+        settings = self.settings
+        made = engine.choose(settings.engine)
+        box = job_box.make_box(settings, folder, place, made.box_writer)
+        if box is None:
+            return False
+        self.job_dir, self.writer = box
+        self.watcher = (
+            None if settings.watched else job_box.WatcherReplacement(settings, self.job_dir)
+        )
+        self.recorder = made.recorder(
+            self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing
+        )
+        self.setups = Setups(self.recorder, place.world_size)
+        return True
+
+    def _start_watchdog(self, rank: int) -> None:
+        from commlens.capture.watchdog import Watchdog
+
+        prefix = self.settings.dump_pipe
+        self.watchdog = Watchdog(
+            self.recorder,
+            pipe=Path(f"{prefix}{rank}.commlens.pipe") if prefix else None,
+            on_pipe=self.dump_now,
+            on_tick=self._on_tick,
+        )
+        self.watchdog.start()
+
+    def _hook_the_end(self) -> None:
+        """Have the box closed whichever way the process ends, and write a last exception into
+        it.
+        """
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+        atexit.register(self.at_exit)
+        # A child of multiprocessing leaves by os._exit, without atexit handlers.
+        multiprocessing.util.Finalize(None, self.at_exit, exitpriority=-1000)
+        uncaught.hook(self._record_uncaught)
+        safely(uncaught.hook_multiprocessing, self._record_uncaught)
+        if self.settings.dump_signal:
+            safely(dump_signal.dump_on_signal, self.settings.dump_signal, self.dump_now)
+
+    def note_default_group(self) -> None:
+        """Write into the box that there is a default group, with its size and timeout."""
+        import torch.distributed as dist
+
+        self.initialised = True
+        self.writer.word(L.RANK_WORLD, (dist.get_rank() + 1) << 32 | dist.get_world_size())
+        self.writer.word(L.TIMEOUT_MS, rank_environment.default_timeout_ms())
+        self.writer.word(L.PHASE, L.PHASE_INITIALISED)
+
+    def reopen(self, settings: config.Settings) -> None:
+        """Make the box anew with other settings, before anything was recorded in it, and its
+        watcher too.
+        """
+        if settings == self.settings:
+            return
+        self.settings = settings
+        if self.is_open:
+            from commlens.capture import job_box
+
+            if self.watch_later is not None:
+                self.watch_later.cancel()
+            job_box.end_watcher(self.watcher_pid, self.job_dir)
+            self.watchdog.stop()
+            self.recorder.release()
+            self.writer.path.unlink(missing_ok=True)
+            self.recorder = None
+            self.begin_early()
+
+    # --- verification
+
+    def enter_verification(self) -> None:
+        """Begin to verify, and make a verifier if there is none."""
+        if self.recorder.verifier is None:
+            import torch.distributed as dist
+
+            self._verify(dist.get_rank(), 0)
+        self._meet(self.recorder.verifier.enter)
+
+    def _verify(self, rank: int, depth: int) -> None:
+        from commlens.tap import torch_patches
+
+        self.recorder.verifier = verifying.make_verifier(
+            self.make_verifier,
+            self.recorder,
+            self.settings,
+            self.job_dir,
+            rank,
+            depth=depth,
+            began_late=self.began_late,
+        )
+        torch_patches.listen()
+
+    def _meet(self, wait: Callable[[], list[int]]) -> None:
+        verifying.meet(self.recorder.verifier, wait, began_late=self.began_late)
+
+    def _warn_if_nothing_was_verified(self) -> None:
+        verifier = self.recorder.verifier
+        announced = verifier is not None and verifier.has_announced
+        if self.settings.debug and not announced and self._issued() == 0:
+            verifying.warn_if_nothing_was_verified(initialised=self.initialised)
+
+    # --- the watcher
+
+    def _on_tick(self, now: int) -> None:
+        """Called by the watchdog thread four times a second."""
+        self.setups.note_store_wait(now)
+        if self.watcher is not None:
+            self.watcher.look(now)
+
+    def _watch(self) -> None:
+        """Start the node's watcher, once."""
+        timer, self.watch_later = self.watch_later, None
+        if timer is not None and not self.settings.watched and self.is_open:
+            from commlens.capture import job_box
+
+            timer.cancel()
+            self.watcher_pid = safely(job_box.start_watcher, self.settings, self.job_dir) or 0
+
+    # --- the end
+
+    def report_hazards(self) -> None:
+        """Write the program's latent faults into the box, and log those that are new on this node,
+        unless the process ends by an exception, which leaves much undone.
+        """
+        if self.exception_seen or sys.exc_info()[0] is not None:
+            return
+        if self.job_dir is not None:
+            self.recorder.hazards.report(self.job_dir)
+
+    def record_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Write the exception that ends the process into the box."""
+        self.exception_seen = True
+        uncaught.record_exception(self.writer, kind, error, trace)
+        uncaught.hide_our_frames(error)
+
+    def _record_uncaught(self, *exception: Any) -> None:
+        if self.is_open:
+            safely(self.record_exception, *exception)
+            self._watch()  # if it was too soon
+
+    def at_exit(self) -> None:
+        """Close the box at the end of the process. In a child of multiprocessing, the exception
+        that ends it may be under way.
+        """
+        if self.pid != os.getpid():
+            return
+        if self.is_open:
+            kind, error, trace = sys.exc_info()
+            if isinstance(error, SystemExit) and not error.code:
+                error = None
+            if kind is not None and error is not None:
+                safely(self.record_exception, kind, error, trace)
+            if self.initialised:
+                safely(self.report_hazards)
+            else:
+                self._watch()  # if it was too soon: the other ranks will wait for this one
+                if self.watcher is not None and not self.watcher_pid:
+                    safely(self.watcher.start)
+            if error is None and not self.exception_seen:
+                safely(self._warn_if_nothing_was_verified)
+        safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
+
+    def _issued(self) -> int:
+        """Return the number of collectives recorded so far."""
+        with self.writer.path.open("rb") as box:
+            box.seek(L.NEXT_INDEX)
+            count: int = L.LIVE_WORD.unpack(box.read(L.LIVE_WORD.size))[0]
+        return count
+
+    def _pause(self) -> None:
+        """Record nothing until the next ``init_process_group`` with other processes; free the box
+        of a process that was no rank yet.
+        """
+        if self.is_recording:
+            self.recorder.detach()
+            self.attached = False
+        elif self.is_open:
+            self.close(L.PHASE_CLOSED)
+            self.writer.path.unlink(missing_ok=True)
+            self.given_up = False
+
+    def close(self, phase: int) -> None:
+        """Stop recording and write the final phase into the box."""
+        if not self.is_open:
+            return
+        from commlens.tap import torch_patches
+
+        self.watchdog.stop()
+        self.watchdog.tick()
+        self.writer.word(L.PHASE, phase if self.initialised else phase + L.PHASE_NEVER_INITIALISED)
+        self.recorder.detach()
+        torch_patches.set_recorder(None)
+        if self.recorder.verifier is not None:
+            self.recorder.verifier.close()
+        self.recorder.release()
+        self.recorder, self.attached = None, False
+        self.given_up = True
+
+    def _after_fork_in_child(self) -> None:
+        """Detach a forked child, which must write nothing into its parent's box. It is a rank if it
+        calls ``init_process_group`` itself.
+        """
+        from commlens.tap import tap, torch_patches
+
+        tap.detach_all()
+        torch_patches.set_recorder(None)
+        self.recorder, self.attached, self.initialised, self.given_up = None, False, False, False
+        self.lock = threading.Lock()  # another thread of the parent may have had it
+
+    # --- what the user asks for
+
+    def dump_now(self, directory: str | None = None) -> Path | None:
+        """Dump this job's boxes on this node; return None, with one line in the log, if that
+        fails.
+        """
+        if self.job_dir is None:
+            return None
+        try:
+            return self.dump(directory or self.settings.dump_dir, self.job_dir, self.settings)
+        except Exception as error:
+            log.warning("commlens: could not dump: %s: %s", type(error).__name__, error)
+            return None
+
+    def write_expecting(self) -> None:
+        """Write the innermost label of ``expect_slow`` into the box; not in a forked child, whose
+        box is its parent's.
+        """
+        if self.is_open:
+            label = self.expecting[-1] if self.expecting else None
+            self.writer.word(
+                L.EXPECTING,
+                self.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0,
+            )
