@@ -1,4 +1,4 @@
-"""Causes are decided in small functions that make no words."""
+"""Causes, and between sides, are decided in small functions that make no words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import SOURCE
 
 DIAGNOSIS = SOURCE / "commlens" / "diagnosis"
-DECIDING = sorted((DIAGNOSIS / "causes").glob("*.py"))
+DECIDING = [*sorted((DIAGNOSIS / "causes").glob("*.py")), DIAGNOSIS / "align" / "tie_break.py"]
 MOST_DECISIONS = 15
 
 _BRANCHES = (

@@ -4,7 +4,7 @@ how sure both are. Words are made of it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -107,6 +107,14 @@ they did before. ``arguments``: their calls are wrong, whatever the others do. `
 nothing chooses between the sides. ``unknown``: what they waited for is not in the records.
 ``nobody``: no rank is at fault, or known to be.
 """
+
+
+class Decision(NamedTuple):
+    """The ranks to blame, and by what they were decided."""
+
+    culprits: tuple[Rank, ...]  # sorted; empty if undecided
+    by: BlamedBy
+
 
 ProcessState = Literal[
     "alive", "leaving", "clean", "own", "peer", "terminated", "gone", "unrecorded"

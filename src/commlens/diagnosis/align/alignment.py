@@ -5,19 +5,20 @@ or are out of step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import NamedTuple
 
 from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
-from commlens.diagnosis.align.peer_order import is_outvoted, odd_among_groups
-from commlens.diagnosis.align.routine import (
-    exact_tokens,
-    leaves_routine,
-    loose_token,
-    position_in,
-    token,
+from commlens.diagnosis.align.peer_order import is_outvoted, like_other_groups
+from commlens.diagnosis.align.routine import ranks_off_routine
+from commlens.diagnosis.align.tie_break import (
+    UNDECIDED,
+    by_majority,
+    by_other_groups,
+    by_routine,
+    first_decision,
 )
 from commlens.diagnosis.index.job_index import (
     JobIndex,
@@ -30,16 +31,12 @@ from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
 from commlens.matching.point_to_point import compare_pair, pair_messages
+from commlens.model.cause import BlamedBy, Decision
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
-
-_LOOK_BACK = 2048  # records of a rank that are its routine
-_MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
 
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
 # whose records are looked at closely: each takes a while, and there may be thousands
 _RANKS_OF_A_SIDE = 16
-
-_TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
 
 class Race(NamedTuple):
@@ -63,10 +60,7 @@ class Mismatch:
     # None: the arguments agree, and only source lines and steps show that a rank is out of step
     answer: Disagree | None
     culprits: tuple[int, ...]  # on a tie, all ranks that met
-    tie: bool  # no side has the majority, and no rank leaves its routine
-    by_history: bool = False  # no side has the majority, but the culprits leave their own routine
-    # no side has the majority, but the other groups of this kind do what one side does
-    by_groups: bool = False
+    blamed_by: BlamedBy
     shift: Shift | None = None
     departure: Departure = ""  # whether the culprits skipped a collective or issued an extra one
     repeats: int = 0  # later mismatches that are the same
@@ -77,6 +71,11 @@ class Mismatch:
     # how it is known that the two never meet: their tags differ, or one names the wrong rank
     astray: str | None = None
     refused: bool = False  # strict verification raised on these ranks before anything was sent
+
+    @property
+    def tie(self) -> bool:
+        """Return whether nothing chooses between the sides."""
+        return self.blamed_by == "undecided"
 
     @property
     def absorbs(self) -> bool:
@@ -256,38 +255,19 @@ def _disagreement(
     answer: Disagree,
     shifts: Sequence[Shift],
 ) -> Mismatch:
-    """Make a mismatch of a disagreement: blame the ranks out of step, else the minority, else the
-    ranks that leave their routine.
-    """
     here = [shift for shift in shifts if shift.number == number]
+    decision = _decide(job, key, number, met, answer, here)
+    sides = {rank for party in answer.parties for rank in party.ranks if rank in met}
     mismatch = Mismatch(
-        key, job.channels[key], number, dict(met), answer, answer.minority, answer.tie
+        key,
+        job.channels[key],
+        number,
+        dict(met),
+        answer,
+        decision.culprits or tuple(sorted(sides)),
+        decision.by,
     )
-    mismatch.shift = here[0] if here else None
-    if here and not here[0].unsure and {shift.rank for shift in here} <= set(met):
-        mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
-    elif answer.tie or _may_be_tie(job, key, number, met, answer):
-        comparable = {
-            rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met
-        }
-        peers = odd_among_groups(job, key, number, [party.ranks for party in answer.parties])
-        flagged = peers or set(_ranks_off_routine(job, comparable))
-        others = [party for party in answer.parties if flagged.isdisjoint(party.ranks)]
-        odd = (
-            tuple(sorted(comparable.keys() - set(others[0].ranks)))
-            if flagged and len(others) == 1
-            else ()
-        )
-        if (
-            len(odd) > 1
-            and not peers
-            and not any(job.views[rank].has_been_at(met[rank]) for rank in odd)
-        ):
-            odd = ()  # several ranks came to a new place together: the others may have skipped it
-        mismatch.culprits, mismatch.tie = odd or tuple(sorted(comparable)), not odd
-        mismatch.by_history, mismatch.by_groups = bool(odd) and not peers, bool(odd and peers)
-        if here and odd and here[0].rank not in odd:
-            mismatch.shift = None
+    mismatch.shift = _shift_of(here, decision)
     mismatch.racing = _racing(job, key, number, met, answer)
     mismatch.uncertain = mismatch.racing is not None or any(op.concurrent for op in met.values())
     mismatch.silent = all(
@@ -298,18 +278,48 @@ def _disagreement(
         _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
     )
     if mismatch.racing is not None:
-        mismatch.culprits, mismatch.tie, mismatch.shift, mismatch.departure = (), True, None, ""
+        mismatch.culprits, mismatch.blamed_by = (), "undecided"
+        mismatch.shift, mismatch.departure = None, ""
     return mismatch
 
 
-def _may_be_tie(
-    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree
-) -> bool:
-    """Return whether the majority may not count: ranks that have not come can make it a minority,
-    or others of the kind outvote it.
+def _shift_of(here: Sequence[Shift], decision: Decision) -> Shift | None:
+    """Return the shift that starts at a disagreement, unless other ranks are blamed for it."""
+    shift = here[0] if here else None
+    if decision.by in ("other-groups", "routine") and shift is not None:
+        return shift if shift.rank in decision.culprits else None
+    return shift
+
+
+def _decide(
+    job: JobIndex,
+    key: ChannelKey,
+    number: int,
+    met: Mapping[int, Collective],
+    answer: Disagree,
+    here: Sequence[Shift],
+) -> Decision:
+    """Blame the ranks out of step, else the minority, else the ranks that do not what the other
+    groups of this kind do, else those that leave their routine.
     """
-    return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(
-        job, key, number, answer.minority
+    out_of_step = tuple(sorted(shift.rank for shift in here))
+    if here and not here[0].unsure and set(out_of_step) <= set(met):
+        return Decision(out_of_step, "majority")
+    sides = [[rank for rank in party.ranks if rank in met] for party in answer.parties]
+    usual = [rank for rank in met if rank not in answer.minority]
+    return first_decision(
+        # Ranks that have not come can make the majority a minority.
+        lambda: (
+            None
+            if is_outvoted(job, key, number, answer.minority)
+            else by_majority([usual, answer.minority], of=len(key[2]))
+        ),
+        lambda: by_other_groups(sides, like_other_groups(job, key, number, sides)),
+        lambda: by_routine(
+            sides,
+            ranks_off_routine(job, {rank: met[rank] for side in sides for rank in side}),
+            been_here=lambda rank: job.views[rank].has_been_at(met[rank]),
+        ),
     )
 
 
@@ -441,11 +451,12 @@ def _out_of_step(
     of the others there.
     """
     ops = _ops_at(tracks, first.number)
-    tie = first.unsure and _ranks_off_routine(job, ops) != (first.rank,)
+    tie = first.unsure and ranks_off_routine(job, ops) != (first.rank,)
     culprits = tuple(
         sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
     )
-    mismatch = Mismatch(key, job.channels[key], first.number, ops, None, culprits, tie, shift=first)
+    by: BlamedBy = "undecided" if tie else "majority"
+    mismatch = Mismatch(key, job.channels[key], first.number, ops, None, culprits, by, shift=first)
     mismatch.departure = "" if tie else first.departure
     mismatch.silent = not any(track.open for track in tracks.values())
     return mismatch
@@ -486,61 +497,6 @@ def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
         and earlier.answer.aspect == later.answer.aspect
         and earlier.silent
         and later.silent
-    )
-
-
-# --- routine
-
-
-def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    return [token(op) for op in ops]
-
-
-def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    return [loose_token(op) for op in ops]
-
-
-def _ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that do here what they never did before in this place; none if all of them
-    do.
-
-    First check each rank's op and those that it issued since the previous op of the channel: a rank
-    that skips a collective may first meet the others in a later one. Then check earlier ops, too:
-    the successor of a skipped collective may pair up unnoticed.
-    """
-    for since_previous in (True, False):
-        for tokens_of in (_tokens, exact_tokens, _loose_tokens):
-            odd = [
-                rank
-                for rank, op in sorted(ops.items())
-                if _leaves_routine(job.views[rank], op, tokens_of, since_previous)
-            ]
-            if odd and len(odd) < len(ops):
-                return tuple(odd)
-    return ()
-
-
-def _leaves_routine(
-    view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool
-) -> bool:
-    """Return whether the rank's history led one to expect another op, here or shortly before."""
-    history = view.history
-    position = position_in(history, op)
-    if position is None:
-        return False
-    oldest = max(0, position - _LOOK_BACK)
-    first = max(oldest + 1, position - _MAY_LEAVE_WITHIN)
-    if since_previous:
-        key = op.channel.key
-        first = next(
-            (i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key),
-            first,
-        )
-    tokens = tokens_of(history[oldest : position + 1])
-    recent = history[oldest : position + 1]
-    return any(
-        leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i]))
-        for i in range(first, position + 1)
     )
 
 
@@ -601,16 +557,15 @@ def _pair_mismatch(
     answer: Disagree,
 ) -> Mismatch:
     ops = {sender: send, receiver: recv}
-    odd = _ranks_off_routine(job, ops)
+    decision = by_routine([[sender], [receiver]], ranks_off_routine(job, ops)) or UNDECIDED
     mismatch = Mismatch(
         key,
         job.channels[key],
         send.sequence_number,
         ops,
         answer,
-        culprits=odd or tuple(sorted(ops)),
-        tie=not odd,
-        by_history=bool(odd),
+        culprits=decision.culprits or tuple(sorted(ops)),
+        blamed_by=decision.by,
         pair=(send, recv),
     )
     mismatch.silent = not any(

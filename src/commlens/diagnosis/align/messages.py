@@ -12,6 +12,7 @@ from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.align.routine import follows_history
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_routine
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
@@ -139,12 +140,10 @@ def _other_tag(
             lambda pair: pair[0].tag == pair[1].tag, zip(*sides.values(), strict=False)
         )
     )
-    odd, why = None, ""
+    left, why = [], ""
     if 1 < same < min(map(len, sides.values())):
         fits = {rank: _fits(ops[: same + 1]) for rank, ops in sides.items()}
-        odd = next(
-            (rank for rank, fit in fits.items() if fit is False and True in fits.values()), None
-        )
+        left = [rank for rank, fit in fits.items() if fit is False and True in fits.values()]
         sent, received = sides.values()
         why = (
             f"After tag {sent[same - 1].tag}, rank {sender.rank} used {sent[same].tag}, rank"
@@ -154,9 +153,8 @@ def _other_tag(
         f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank"
         f" {receiver.rank} receives with tag {recv.tag}"
     )
-    return _mismatch(
-        job, (sender.rank, send), (receiver.rank, recv), () if odd is None else (odd,), detail, why
-    )
+    odd, _ = by_routine([[rank] for rank in sides], left) or UNDECIDED
+    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), odd, detail, why)
 
 
 def _fits(ops: list[Collective]) -> bool | None:
@@ -269,7 +267,7 @@ def _mismatch(
         ops,
         answer,
         culprits or tuple(sorted(ops)),
-        tie=not culprits,
+        "routine" if culprits else "undecided",
         pair=(send, recv),
         astray=why,
     )

@@ -10,13 +10,14 @@ of the others that it met before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from commlens.diagnosis.align.routine import leaves_routine, position_in, token
+from commlens.diagnosis.align.tie_break import by_routine, first_decision, is_majority
 from commlens.diagnosis.index.job_index import JobIndex, Track
 from commlens.model.collective import ChannelKey, Collective
 
@@ -63,17 +64,17 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
         return []
     if len(tracks) == 2:
         return _shift_of_two(job, tracks)
-    trusted = tracks.keys() - suspects if len(suspects) * 2 <= len(tracks) else tracks.keys()
+    trusted = tracks.keys() if is_majority(len(suspects), len(tracks)) else tracks.keys() - suspects
     shifts = []
     for rank in sorted(suspects):
         usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
         shift = _find_shift(rank, tracks[rank], usual, cut=job.views[rank].lost_newest)
-        if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(
-            tracks
+        if shift is not None and is_majority(
+            _agree(tracks, shift.number, usual[shift.number]), len(tracks)
         ):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
-    return shifts if len(shifts) * 2 < len(tracks) else []
+    return shifts if is_majority(len(tracks) - len(shifts), len(tracks)) else []
 
 
 def line_of(op: Collective) -> Hashable:
@@ -361,14 +362,22 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
         for rank, other in pairs
         if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
     ]
-    odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
-    odd = (
-        odd
-        if len(odd) == 1
-        else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
+
+    def leave(leaves: Callable[[Shift], bool]) -> list[int]:
+        return [shift.rank for shift in shifts if leaves(shift)]
+
+    culprits, _ = first_decision(
+        lambda: by_routine(
+            [[first], [second]],
+            leave(lambda shift: keeps_routine(job, shift.rank, shift.own) is False),
+        ),
+        lambda: by_routine(
+            [[first], [second]],
+            leave(lambda shift: _changes_pace(tracks[shift.rank], shift.own)),
+        ),
     )
-    if len(odd) == 1:
-        return odd
+    if culprits:
+        return [shift for shift in shifts if shift.rank in culprits]
     return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
 
 

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from commlens.diagnosis.align.routine import position_in
+from commlens.diagnosis.align.tie_break import is_majority
 from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView
 from commlens.model.collective import ChannelKey, Collective, Frame
 
@@ -50,11 +51,11 @@ def find_reordered(
     return found
 
 
-def odd_among_groups(
+def like_other_groups(
     job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]
-) -> set[int]:
-    """Return the ranks whose collective no other group of the kind has under this number, if their
-    peers have the one that all others have.
+) -> list[Sequence[int]]:
+    """Return the sides whose collective is the one that all other groups of the kind have under
+    this number; none if these differ.
 
     Args:
         job: the indexed ranks.
@@ -64,18 +65,13 @@ def odd_among_groups(
     """
     votes = _votes(job, key, number) - _votes_of(job, key, number)
     if len(votes) != 1 or votes.total() < 2:
-        return set()
+        return []
     tracks = job.tracks_on(key)
-    like_others = [
+    return [
         side
         for side in sides
         if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
     ]
-    return (
-        {rank for side in sides if side not in like_others for rank in side}
-        if len(like_others) == 1
-        else set()
-    )
 
 
 def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
@@ -144,7 +140,8 @@ def _find(
         [(usual, most), *others] = Counter(of_rank.values()).most_common()
         # Not all ranks come to a line: those that do may all be of one half of the job.
         alone = most > 2 and len(ops) - most == 1
-        if not others or most * 2 <= len(ops if line is None or alone else job.views):
+        voters = ops if line is None or alone else job.views
+        if not others or not is_majority(most, len(voters)):
             continue
         theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
         for rank, op in ops.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from commlens.diagnosis.align.tie_break import is_majority
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.collective import Collective
 from commlens.text import frame_phrase, ranks_phrase
@@ -48,7 +49,7 @@ def count_rounds(job: JobIndex, op: Collective) -> Rounds | None:
         if numbers and op.source is not None:
             last[rank] = max(numbers)
     counts = Counter(last.values()).most_common(1)
-    if not counts or counts[0][1] * 2 <= len(job.views):
+    if not counts or not is_majority(counts[0][1], len(job.views)):
         return None
     odd = frozenset(rank for rank, number in last.items() if number != counts[0][0])
     return Rounds(op, last, odd) if odd else None

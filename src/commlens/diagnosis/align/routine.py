@@ -7,11 +7,11 @@ breaks ties that a comparison with the other ranks cannot, such as between the t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.model.collective import Collective
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
@@ -23,11 +23,15 @@ steps show it.
 """
 # times that a rank passed a place, after which a new way from there leaves the routine
 _PASSED_OFTEN = 4
+_RECENT = 2048  # records of a rank that are its routine where ranks disagree
+_MAY_LEAVE_WITHIN = 16  # records before a disagreement in which a rank may have left its routine
 _LONGEST_VISIT = 64  # ops in a part of the program that is new
 _LONG_RUN = 256
 """So many collectives that repeat one stretch are no loop over layers: even a collective that is
 new then leaves the routine.
 """
+
+_TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
@@ -315,3 +319,55 @@ def _departure(ops: Sequence[Collective], text: str, since: int, sure_from: int)
         ):
             return position
     return None
+
+
+def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    return [token(op) for op in ops]
+
+
+def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    return [loose_token(op) for op in ops]
+
+
+def ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that do here what they never did before in this place; none if all of them
+    do.
+
+    First check each rank's op and those that it issued since the previous op of the channel: a rank
+    that skips a collective may first meet the others in a later one. Then check earlier ops, too:
+    the successor of a skipped collective may pair up unnoticed.
+    """
+    for since_previous in (True, False):
+        for tokens_of in (_tokens, exact_tokens, _loose_tokens):
+            odd = [
+                rank
+                for rank, op in sorted(ops.items())
+                if _leaves_routine_near(job.views[rank], op, tokens_of, since_previous)
+            ]
+            if odd and len(odd) < len(ops):
+                return tuple(odd)
+    return ()
+
+
+def _leaves_routine_near(
+    view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool
+) -> bool:
+    """Return whether the rank's history led one to expect another op, here or shortly before."""
+    history = view.history
+    position = position_in(history, op)
+    if position is None:
+        return False
+    oldest = max(0, position - _RECENT)
+    first = max(oldest + 1, position - _MAY_LEAVE_WITHIN)
+    if since_previous:
+        key = op.channel.key
+        first = next(
+            (i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key),
+            first,
+        )
+    tokens = tokens_of(history[oldest : position + 1])
+    recent = history[oldest : position + 1]
+    return any(
+        leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i]))
+        for i in range(first, position + 1)
+    )

@@ -9,11 +9,12 @@ the others, nothing is reported. A swapped order is only a suspicion: a warning,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from commlens.diagnosis.align.out_of_step import keeps_routine, line_of
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority, by_routine
 from commlens.diagnosis.index.job_index import JobIndex, Track
 from commlens.model.collective import ChannelKey, Collective
 
@@ -49,16 +50,27 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
             break
     else:
         return []
-    first = swaps[0]
-    of_base = SwappedOrder(base, first.number, first.others, first.own)
-    if len(tracks) == 2:
-        odd = [
-            swap for swap in (first, of_base) if keeps_routine(job, swap.rank, swap.own[0]) is False
-        ]
-        return odd if len(odd) == 1 else []
-    if len(swaps) * 2 < len(tracks):
-        return swaps
-    return [of_base] if [swap.number for swap in swaps] == [first.number] * len(others) else []
+    return _odd_of_two(job, base, swaps[0]) if len(tracks) == 2 else _odd(base, tracks, swaps)
+
+
+def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrder]:
+    both = (swap, _from_the_other_side(base, swap))
+    left = [one.rank for one in both if keeps_routine(job, one.rank, one.own[0]) is False]
+    culprits, _ = by_routine([[one.rank] for one in both], left) or UNDECIDED
+    return [one for one in both if one.rank in culprits]
+
+
+def _odd(base: int, ranks: Iterable[int], swaps: Sequence[SwappedOrder]) -> list[SwappedOrder]:
+    swapped = [swap.rank for swap in swaps]
+    alike = [rank for rank in ranks if rank not in swapped]
+    culprits, _ = by_majority([alike, swapped]) or UNDECIDED
+    if culprits == (base,) and len({swap.number for swap in swaps}) == 1:
+        return [_from_the_other_side(base, swaps[0])]
+    return [swap for swap in swaps if swap.rank in culprits]
+
+
+def _from_the_other_side(base: int, swap: SwappedOrder) -> SwappedOrder:
+    return SwappedOrder(base, swap.number, swap.others, swap.own)
 
 
 def _innermost_line(op: Collective) -> Hashable:

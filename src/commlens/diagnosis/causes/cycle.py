@@ -9,6 +9,7 @@ from typing import NamedTuple
 from commlens.diagnosis.align.out_of_step import keeps_routine
 from commlens.diagnosis.align.peer_order import find_reordered
 from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
+from commlens.diagnosis.align.tie_break import by_order, by_own_routine, first_decision, sides_of
 from commlens.diagnosis.causes.context import Context, collective_of, group_of, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.cause import BlamedBy, Confidence, Cycle, LeftOrder, RingWait, UnmetMessage
@@ -45,6 +46,7 @@ class FoundCycle:
     cause: Cycle
     path: Path  # a shortest cycle of their waits
     ops: dict[int, Collective]  # in which they wait, by rank
+    sides: list[list[int]]  # that wait in alike ones, the most ranks first
     blocked: list[int]  # ranks that wait for them, directly or behind others
     departures: Departures
     unmet: Unmet | None  # only if nobody left the order
@@ -89,7 +91,7 @@ def _add_cycle(context: Context, path: Path, waits: list[Node]) -> None:
     )
     op = departures[culprits[0]][0] if culprits else path[0][2].op
     context.add(
-        FoundCycle(cause, path, ops, blocked, departures, unmet),
+        FoundCycle(cause, path, ops, sides_of(ops), blocked, departures, unmet),
         op,
         op.source if culprits else None,
         blocked=len({*blocked, *ranks}),
@@ -137,13 +139,12 @@ def _departures(
         for rank, place in reordered.items()
         if rank in ranks and keeps_routine(job, rank, place[0]) is not True
     }
-    if odd:
-        if all(rank in own and own[rank][0].index == op.index for rank, (op, _) in odd.items()):
-            return {rank: own[rank] for rank in odd}, "routine"
-        return odd, "majority"
-    if own and len(own) * 2 <= len(ranks):
-        return own, "routine"
-    return {}, "undecided"
+    there = [rank for rank in odd if rank in own and own[rank][0].index == odd[rank][0].index]
+    culprits, by = first_decision(
+        lambda: by_order(odd, there), lambda: by_own_routine(own, of=len(ranks))
+    )
+    left = own if by == "routine" else odd
+    return {rank: left[rank] for rank in culprits}, by
 
 
 def _channels_around(context: Context, ops: Iterable[Collective]) -> set[ChannelKey]:
@@ -243,7 +244,9 @@ def _departed_before(context: Context, absent: Node) -> Departures:
         departure = leaves_routine_at(context.job.views[rank])
         if departure is not None and _is_awaited_elsewhere(op, *departure, awaited):
             left[rank] = departure
-    return left if len(left) * 2 <= len(heads) + 1 and absent.rank not in left else {}
+    # The absent rank is one of those that are compared.
+    decision = by_own_routine(left, of=len(heads) + 1)
+    return left if decision is not None and absent.rank not in left else {}
 
 
 def _is_awaited_elsewhere(

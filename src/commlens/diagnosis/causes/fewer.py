@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import may_be_peer_error
@@ -44,16 +45,17 @@ def _add_fewer(context: Context, key: ChannelKey, last: dict[int, int]) -> None:
     """
     most, least = max(last.values()), min(last.values())
     ranks = sorted(rank for rank, number in last.items() if number == least)
-    others = [rank for rank in last if rank not in ranks]
-    if len(ranks) > len(others):
+    others = sorted(rank for rank, number in last.items() if number != least)
+    culprits, by = by_majority([others, ranks]) or UNDECIDED
+    if culprits == tuple(others):
         return
-    is_tie = len(ranks) == len(others)
+    is_tie = not culprits
     cause = Fewer(
         kind="missing",
         why="skipped",
         root_cause=True,
-        culprits=[] if is_tie else ranks,
-        blamed_by="undecided" if is_tie else "majority",
+        culprits=list(culprits),
+        blamed_by=by,
         victims=sorted(last) if is_tie else others,
         confidence="low" if is_tie else "medium",
         ranks=ranks,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import Context
 from commlens.model.cause import GroupDifference, GroupsDiffer
 from commlens.model.collective import Collective, State
@@ -88,14 +89,16 @@ def _add_went_on(context: Context, ops: dict[int, Collective], others: list[int]
     collective.
     """
     op = next(op for _, op in sorted(ops.items()) if op.in_flight)
-    callers, odd = sorted(ops), _fewer_of(sorted(ops), others)
+    callers = sorted(ops)
+    decision = by_majority([callers, others]) or UNDECIDED
+    odd = list(decision.culprits)
     later = next(iter(context.job.views[others[0]].blocks.values())).op
     cause = GroupsDiffer(
         kind="mismatch/group",
         why="skipped" if odd == others else "initialising",
         root_cause=True,
         culprits=odd,
-        blamed_by="majority" if odd else "undecided",
+        blamed_by=decision.by,
         victims=sorted({*callers, *others} - set(odd)),
         confidence="high" if odd else "low",
         sides=[callers],
@@ -109,13 +112,6 @@ def _add_went_on(context: Context, ops: dict[int, Collective], others: list[int]
         blocked=len(context.job.views),
         order=(0,),
     )
-
-
-def _fewer_of(ranks: list[int], others: list[int]) -> list[int]:
-    """Return the side with fewer ranks; none if there are as many on both."""
-    if len(ranks) == len(others):
-        return []
-    return others if len(others) < len(ranks) else ranks
 
 
 def _request(op: Collective) -> Hashable:
@@ -140,17 +136,17 @@ def _add_sides(
     context: Context, ops: dict[int, Collective], sides: list[list[int]], held: list[int]
 ) -> None:
     odd = ops[sides[1][0]]
-    is_tie = len(sides[0]) <= len(ops) // 2
-    culprits = [] if is_tie else sorted(rank for side in sides[1:] for rank in side)
+    decision = by_majority(sides) or UNDECIDED
+    culprits = list(decision.culprits)
     difference = _difference(context, ops[sides[0][0]], odd, sides)
     cause = GroupsDiffer(
         kind="mismatch/group",
         why="skipped" if difference is not None else "initialising",
         root_cause=True,
         culprits=culprits,
-        blamed_by="undecided" if is_tie else "majority",
+        blamed_by=decision.by,
         victims=sorted({*held, *ops} - set(culprits)),
-        confidence="low" if is_tie else "high",
+        confidence="high" if culprits else "low",
         sides=sides,
         waiting=held,
         difference=difference,

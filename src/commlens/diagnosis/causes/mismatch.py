@@ -18,7 +18,6 @@ from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.answer import Aspect
 from commlens.model.cause import (
     Arguments,
-    BlamedBy,
     Confidence,
     Issued,
     Kind,
@@ -160,7 +159,7 @@ def _cause(
         why=_WHY.get(mismatch.departure, "in-collective"),
         root_cause=True,
         culprits=[] if mismatch.tie else suspects,
-        blamed_by=_blamed_by(mismatch),
+        blamed_by=mismatch.blamed_by,
         victims=sorted({*victims, *suspects} if mismatch.tie else victims),
         confidence=confidence,
         group=group_of(_odd_op(mismatch)),
@@ -290,14 +289,6 @@ def has_one_side(mismatch: Mismatch) -> bool:
     return mismatch.answer is not None and len(mismatch.answer.parties) == 1
 
 
-def _blamed_by(mismatch: Mismatch) -> BlamedBy:
-    if mismatch.tie:
-        return "undecided"
-    if mismatch.by_groups:
-        return "other-groups"
-    return "routine" if mismatch.by_history or mismatch.astray is not None else "majority"
-
-
 def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
     """Return the confidence, and what limits it."""
     if mismatch.uncertain:
@@ -306,9 +297,9 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
         return "low", "splits-unknown"
     if mismatch.tie:
         return "low", "undecided"
-    if mismatch.by_history:
+    if mismatch.blamed_by == "routine" and mismatch.astray is None:
         return "medium", "routine-may-change"
-    if mismatch.by_groups:
+    if mismatch.blamed_by == "other-groups":
         return "medium", "groups-may-differ"
     if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2:
         return "medium", "single-match"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.rounds import Rounds, count_rounds
 from commlens.diagnosis.align.routine import ever_leaves_routine
+from commlens.diagnosis.align.tie_break import by_majority, by_rounds, by_routine, first_decision
 from commlens.diagnosis.causes.context import (
     TOO_LONG,
     Context,
@@ -23,7 +25,7 @@ from commlens.diagnosis.graph.wait_graph import Edge, Node
 from commlens.diagnosis.index.activity import Activity, longest_gap_ns
 from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
-from commlens.model.cause import BlamedBy, Confidence, Doubt, Missing, Outcome, Working
+from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Working
 from commlens.model.collective import Collective, Frame, State
 
 _RECENT = 512  # records in which a line is looked for
@@ -89,12 +91,6 @@ class FoundWorking:
 
     cause: Working
     absence: Absence
-
-
-class _Blame(NamedTuple):
-    culprits: list[int]
-    by: BlamedBy
-    rounds: Rounds | None = None
 
 
 def find_missing(context: Context, nodes: list[Node]) -> None:
@@ -192,24 +188,25 @@ def _add_working(context: Context, absence: Absence, first: Node) -> None:
 
 def _add_missing(context: Context, absence: Absence) -> None:
     views, op = context.job.views, absence.edge.op
-    blame = _blame(context, absence)
+    decision, rounds = _decide(context, absence)
+    blamed = list(decision.culprits)
     extra = _extra_line(context, absence) if absence.finished else None
-    over = _are_over(context, blame.culprits)
+    over = _are_over(context, blamed)
     # strict verification ended their wait elsewhere: what they waited for is the cause
-    refused = bool(blame.culprits) and _were_refused_elsewhere(context, absence, blame.culprits)
-    culprits = [] if refused else blame.culprits
+    refused = bool(blamed) and _were_refused_elsewhere(context, absence, blamed)
+    culprits = [] if refused else blamed
     sure = absence.doing.observed or absence.doing.why in _SURE
     unseen = _unseen(context, absence, sure=sure)
     confidence, doubt = _confidence(
-        context, absence, blame, sure=sure, unseen=unseen, refused=refused, extra=extra is not None
+        context, absence, blamed, sure=sure, unseen=unseen, refused=refused, extra=extra is not None
     )
-    alone = blame.culprits == absence.waiting
+    alone = blamed == absence.waiting
     cause = Missing(
         kind="missing",
         why=absence.doing.why,
         root_cause=True,
         culprits=culprits,
-        blamed_by="unknown" if refused else blame.by,
+        blamed_by="unknown" if refused else decision.by,
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
         certain=all(views[rank].exit.kind == "clean" for rank in absence.ranks)
@@ -228,7 +225,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
     )
     holders = _lock_holders(context, absence)
     context.add(
-        FoundMissing(cause, absence, blame.rounds, extra, holders),
+        FoundMissing(cause, absence, rounds, extra, holders),
         op if extra is None else extra.op,
         _frame(context, absence, extra, alone=alone),
         blocked=len(absence.blocked),
@@ -285,7 +282,7 @@ _LIMITS_TO_LOW = frozenset({"completion-unknown", "only-issued", "may-be-working
 def _confidence(
     context: Context,
     absence: Absence,
-    blame: _Blame,
+    blamed: list[int],
     *,
     sure: bool,
     unseen: Doubt | None,
@@ -293,14 +290,14 @@ def _confidence(
     extra: bool,
 ) -> tuple[Confidence, Doubt | None]:
     """Return how sure it is who is to blame, and what limits that."""
-    alone = blame.culprits == absence.waiting
+    alone = blamed == absence.waiting
     if refused or unseen in _LIMITS_TO_LOW:
         return "low", unseen or "refused-elsewhere"
-    if sure and blame.culprits and (extra or not alone) and not context.assumed(absence.waiting):
+    if sure and blamed and (extra or not alone) and not context.assumed(absence.waiting):
         return "high", unseen
     if unseen is not None:
         return "medium", unseen
-    if not blame.culprits:
+    if not blamed:
         return "medium", "undecided"
     return "medium", "majority-assumed" if alone else "wait-inferred"
 
@@ -370,58 +367,63 @@ def _only_line_more(going: _Lines | None, ended: _Lines | None) -> _Lines | None
     return more if only else None
 
 
-def _blame(context: Context, absence: Absence) -> _Blame:
-    """Return the ranks to blame: those that are missing; of ranks that finished and ranks that wait
+def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
+    """Decide whom to blame: the ranks that are missing; of ranks that finished and ranks that wait
     for them, those that did a round too few or too many.
 
     The majority of the group decides; else how often all ranks of the job came to these lines; else
     the ranks' routine.
+
+    Returns:
+        The decision, and how often the ranks came to the line that decided, if that did.
     """
-    ranks, op = sorted(absence.ranks), absence.edge.op
+    op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.finished or op.is_setup or op.is_store_wait:
-        return _Blame(ranks, "absence")
-    return (
-        _blame_by_majority(context, absence)
-        or _blame_by_rounds(context, absence)
-        or _blame_by_routine(context, absence)
-        or _Blame([], "undecided")
+        return Decision(tuple(sides[0]), "absence"), None
+    rounds = _rounds(context, absence)
+    decision = first_decision(
+        lambda: _by_majority(context, absence),
+        lambda: by_rounds({*sides[0], *sides[1]}, [one.odd for one in rounds]),
+        lambda: by_routine(sides, _first_to_leave(context, sides)),
     )
+    return decision, rounds[0] if decision.by == "rounds" else None
 
 
-def _blame_by_majority(context: Context, absence: Absence) -> _Blame | None:
-    ranks, op = sorted(absence.ranks), absence.edge.op
+def _by_majority(context: Context, absence: Absence) -> Decision | None:
+    """Blame the ranks that waited if most of the group finished, those that finished if most came
+    further; in a smaller group than the job's, only if most of the job did as often, too.
+    """
+    op, ended = absence.edge.op, sorted(absence.ranks)
     if op.is_point_to_point:
         return None
     tracks, members = context.job.tracks_on(op.channel.key), len(op.channel.group.ranks)
-    got_to = max((tracks[rank].last for rank in ranks if rank in tracks), default=0)
+    got_to = max((tracks[rank].last for rank in ended if rank in tracks), default=0)
     # a rooted collective can complete without the others
     further = [rank for rank, track in tracks.items() if track.last > got_to]
-    if max(len(ranks), len(further)) * 2 <= members:
+    decision = by_majority([ended, further], of=members)
+    if decision is None:
         return None
-    fewer = absence.waiting if len(further) < len(ranks) else ranks
+    if decision.culprits == tuple(sorted(further)):
+        decision = decision._replace(culprits=tuple(absence.waiting))
     rounds = count_rounds(context.job, op)
-    differ = rounds is not None and not rounds.odd.isdisjoint(fewer)
-    return _Blame(fewer, "majority") if members == context.job.size or differ else None
+    differ = rounds is not None and not rounds.odd.isdisjoint(decision.culprits)
+    return decision if members == context.job.size or differ else None
 
 
-def _blame_by_rounds(context: Context, absence: Absence) -> _Blame | None:
-    both = {*absence.ranks, *absence.waiting}
-    told = [
-        rounds
-        for op in (absence.edge.op, _other_side(context, absence))
-        if op is not None and (rounds := count_rounds(context.job, op))
-    ]
-    odd = both.intersection(*[rounds.odd for rounds in told]) if told else set()
-    return _Blame(sorted(odd), "rounds", told[0]) if odd and odd != both else None
+def _rounds(context: Context, absence: Absence) -> list[Rounds]:
+    """Return how often the ranks of the job came to the lines of both sides of a wait, if most
+    ranks came to them equally often.
+    """
+    sides = (absence.edge.op, _other_side(context, absence))
+    found = [count_rounds(context.job, op) for op in sides if op is not None]
+    return [rounds for rounds in found if rounds is not None]
 
 
-def _blame_by_routine(context: Context, absence: Absence) -> _Blame | None:
-    leaving = [
-        side
-        for side in (sorted(absence.ranks), absence.waiting)
-        if any(ever_leaves_routine(context.job.views[rank]) for rank in side)
-    ]
-    return _Blame(leaving[0], "routine") if len(leaving) == 1 else None
+def _first_to_leave(context: Context, sides: Iterable[Sequence[int]]) -> list[int]:
+    """Return the first rank of each side that ever left its routine."""
+    views = context.job.views
+    leaving = ((rank for rank in side if ever_leaves_routine(views[rank])) for side in sides)
+    return [rank for ranks in leaving for rank in islice(ranks, 1)]
 
 
 def _other_side(context: Context, absence: Absence) -> Collective | None:

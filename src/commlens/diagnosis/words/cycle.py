@@ -11,7 +11,6 @@ from commlens.diagnosis.words.phrases import prose
 from commlens.diagnosis.words.sides import (
     UNDECIDED,
     describe_sides,
-    group_sides,
     kind_phrase,
     kinds_phrase,
     separation,
@@ -82,7 +81,7 @@ def _left(context: Context, found: FoundCycle) -> Words:
 
 def _undecided(context: Context, found: FoundCycle) -> Words:
     ranks, ops, unmet = found.cause.ranks, found.ops, found.unmet
-    sides = group_sides(ops)
+    sides = found.sides
     across = " across groups" if len({edge.instance.key for _, _, edge in found.path}) > 1 else ""
     return Words(
         summary=(

@@ -254,13 +254,13 @@ def _evidence(found: FoundMismatch) -> list[str]:
     evidence += _steps_ahead(found)
     if mismatch.tie and not has_one_side(mismatch):
         evidence.append(UNDECIDED)
-    elif mismatch.by_history:
+    elif mismatch.blamed_by == "routine" and mismatch.astray is None:
         evidence.append(
             "No side has a majority, but"
             f" {ranks_and_verb(found.suspects, 'departs from its', 'depart from their')} usual"
             " routine here."
         )
-    elif mismatch.by_groups:
+    elif mismatch.blamed_by == "other-groups":
         others = ranks_phrase(sorted(set(mismatch.ops) - set(found.suspects)))
         evidence.append(
             f"No side has a majority, but the other groups of this kind issue here what {others}"

@@ -24,22 +24,6 @@ _SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
 
 
-def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
-    """Group the ranks whose ops are alike: same op, peer and line, and groups of the same label;
-    the largest side first.
-    """
-    sides: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, op in sorted(ops.items()):
-        group = op.channel.group
-        sides[
-            op.op,
-            op.peer,
-            group.label if group.label != group.name else len(group.ranks),
-            frame_phrase(op.source),
-        ].append(rank)
-    return sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
-
-
 def kind_phrase(op: Collective) -> str:
     """``"all_reduce of group dp"``: of any group with this label; ``"recv from rank 1"``."""
     if op.is_point_to_point:
