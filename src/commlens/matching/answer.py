@@ -43,6 +43,8 @@ class Disagree(msgspec.Struct, frozen=True):
     minority: tuple[int, ...]  # the ranks that deviate; empty on a tie
     parties: tuple[Party, ...]  # the largest first
     detail: str  # "rank 1: float32[4]; ranks 0,2-3: float32[5]"
+    # the arguments of the minority are wrong whatever the others pass; it may be most ranks
+    in_itself: bool = False
 
     @property
     def tie(self) -> bool:

@@ -38,7 +38,7 @@ def compare_splits(
             f"the splits of {ranks_phrase(refused)} do not fit"
             f" {'its' if len(refused) == 1 else 'their'} own tensors"
         )
-        return Disagree("splits", Severity.ILLEGAL, refused, sides, detail)
+        return Disagree("splits", Severity.ILLEGAL, refused, sides, detail, in_itself=True)
     incomplete = False
     broken: list[tuple[int, int, int, int]] = []
     for sender, parts in sends.items():

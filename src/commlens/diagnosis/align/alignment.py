@@ -15,6 +15,7 @@ from commlens.diagnosis.align.peer_order import is_outvoted, like_other_groups
 from commlens.diagnosis.align.routine import ranks_off_routine
 from commlens.diagnosis.align.tie_break import (
     UNDECIDED,
+    by_arguments,
     by_majority,
     by_other_groups,
     by_routine,
@@ -299,8 +300,9 @@ def _decide(
     answer: Disagree,
     here: Sequence[Shift],
 ) -> Decision:
-    """Blame the ranks out of step, else the minority, else the ranks that do not what the other
-    groups of this kind do, else those that leave their routine.
+    """Blame the ranks out of step, else those whose arguments are wrong in themselves, else the
+    minority, else the ranks that do not what the other groups of this kind do, else those that
+    leave their routine.
     """
     out_of_step = tuple(sorted(shift.rank for shift in here))
     if here and not here[0].unsure and set(out_of_step) <= set(met):
@@ -308,6 +310,7 @@ def _decide(
     sides = [[rank for rank in party.ranks if rank in met] for party in answer.parties]
     usual = [rank for rank in met if rank not in answer.minority]
     return first_decision(
+        lambda: by_arguments(answer.minority if answer.in_itself else ()),
         # Ranks that have not come can make the majority a minority.
         lambda: (
             None

@@ -41,6 +41,11 @@ def by_majority(sides: Sequence[Ranks], *, of: int | None = None) -> Decision | 
     return _blame_others(sides, largest, "majority")
 
 
+def by_arguments(wrong: Collection[int]) -> Decision | None:
+    """Blame the ranks whose own arguments are wrong, whatever the others pass."""
+    return _decision(wrong, "arguments") if wrong else None
+
+
 def by_other_groups(sides: Sequence[Ranks], like_others: Sequence[Ranks]) -> Decision | None:
     """Blame all sides but the one that did what the other groups of this kind do.
 

@@ -88,7 +88,9 @@ def _follows(case: Case, other: Case, disagrees: bool) -> bool:
     if not _blamed(case) or not _blamed(case) <= _blamed(other):
         return False
     if mine.kind == "dead":
-        return mine.why == "exit" and other.blocked > 0
+        # torch raises where the arguments of a call are wrong in themselves
+        refused = theirs.blamed_by == "arguments" and case.frame == other.frame
+        return refused or (mine.why == "exit" and other.blocked > 0)
     if disagrees:
         return case.order > other.order
     return other.blocked > 0 or (mine.why == "finished" and theirs.why == "skipped")

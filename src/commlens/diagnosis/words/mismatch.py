@@ -246,8 +246,9 @@ def _evidence(found: FoundMismatch) -> list[str]:
     mismatch = found.mismatch
     evidence = [mismatch.astray] if mismatch.astray else []
     answer = mismatch.answer if mismatch.astray is None else None
+    told = mismatch.blamed_by == "arguments"  # by the summary
     if answer is not None and (
-        mismatch.tie or len(answer.parties) > 2 or answer.aspect == "splits"
+        mismatch.tie or len(answer.parties) > 2 or (answer.aspect == "splits" and not told)
     ):
         evidence.append(f"{_name(found)}: {answer.detail}.")
     evidence += [] if mismatch.answer is None and not mismatch.tie else _out_of_step(found)
@@ -308,6 +309,8 @@ def _summary(found: FoundMismatch) -> str:
         return f"{subject} skipped {name}{extra}; everything after it pairs up wrongly"
     if mismatch.astray is not None:
         return answer.detail
+    if mismatch.blamed_by == "arguments":
+        return f"{answer.detail} in {name}: {answer.parties[-1].phrase}"
     if mismatch.tie or usual is None:
         sides = " against ".join(
             f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3]

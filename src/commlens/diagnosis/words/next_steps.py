@@ -205,6 +205,9 @@ def mismatch_step(
         return f"find the branch in which {culprits} {did[mismatch.departure]}"
     if mismatch.astray is not None and mismatch.pair is not None:
         return _astray_step(mismatch, *mismatch.pair)
+    if mismatch.blamed_by == "arguments":
+        fit = "splits whose sums are the tensors' sizes in the first dimension"
+        return f"pass {fit} to {first.op}{mine} on {culprits}"
     if usual is None:
         return f"compare the collectives that {culprits} issue{mine}"
     if paths[0].place == paths[1].place and usual.source is not None:

@@ -1,0 +1,55 @@
+"""Whom the verdict on a job of real gloo ranks blames, and by what that is decided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from conftest import RunCommlens
+
+pytestmark = pytest.mark.timeout(150)
+
+START = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, size, ones = dist.get_rank(), dist.get_world_size(), torch.ones(4)
+"""
+
+OWN_SPLITS = """
+splits = [2, 2] if rank == 1 else [1, 1]
+dist.all_to_all_single(torch.empty(2), torch.ones(2), splits, splits)
+"""
+
+
+def findings(
+    folder: Path, run_commlens: RunCommlens, program: str, size: int
+) -> list[dict[str, Any]]:
+    (folder / "train.py").write_text(START.lstrip() + program.lstrip())
+    arguments = ["--stall-timeout", "2", "--on-stall", "abort", "--dump-dir", "dumps"]
+    ended = run_commlens(
+        "launch", "--nproc-per-node", str(size), *arguments, "train.py", timeout=120
+    )
+    assert ended.returncode != 0
+    dumps = [str(path) for path in (folder / "dumps").iterdir()]
+    diagnosed = run_commlens("diagnose", "--json", *dumps)
+    found: list[dict[str, Any]] = json.loads(diagnosed.stdout)["findings"]
+    assert [finding["root_cause"] for finding in found].count(True) == 1, ended.stderr
+    return found
+
+
+def test_a_rank_whose_splits_do_not_fit_its_own_tensors(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    first, *others = findings(tmp_path, run_commlens, OWN_SPLITS, 2)
+    assert (first["kind"], first["culprits"], first["confidence"]) == (
+        "mismatch/splits",
+        [1],
+        "high",
+    )
+    assert first["cause"]["blamed_by"] == "arguments"
+    assert {other["kind"] for other in others} <= {"dead"}
