@@ -25,6 +25,13 @@ splits = [2, 2] if rank == 1 else [1, 1]
 dist.all_to_all_single(torch.empty(2), torch.ones(2), splits, splits)
 """
 
+ONE_ENDS_BEFORE_A_BROADCAST = """
+dist.all_reduce(ones)
+if rank != 2:
+    dist.broadcast(ones, 0)
+dist.destroy_process_group()
+"""
+
 
 def findings(
     folder: Path, run_commlens: RunCommlens, program: str, size: int
@@ -53,3 +60,12 @@ def test_a_rank_whose_splits_do_not_fit_its_own_tensors(
     )
     assert first["cause"]["blamed_by"] == "arguments"
     assert {other["kind"] for other in others} <= {"dead"}
+
+
+def test_a_rank_that_is_done_with_a_broadcast_came_to_it(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    [found] = findings(tmp_path, run_commlens, ONE_ENDS_BEFORE_A_BROADCAST, 3)
+    cause = found["cause"]
+    assert (found["kind"], found["culprits"], cause["came"]) == ("missing", [2], [0, 1])
+    assert "alone" not in found["next_step"]

@@ -213,6 +213,8 @@ class Missing(Cause, tag="missing", kw_only=True):
     """Ranks that do not arrive where others wait for them."""
 
     ranks: list[Rank]
+    # issued what these ranks did not, or issued too late: they wait, or are done with it
+    came: list[Rank]
     processes: list[ProcessState]  # in the order of the ranks
     outcome: Outcome
     activity: Doing  # of the ranks, which all do the same

@@ -63,6 +63,7 @@ class ExtraLine(NamedTuple):
     op: Collective  # which they issued there
     met: Collective | None  # the others' collective of the same number
     path: Path  # from where it leaves the path to what it met
+    ranks: list[int]  # that came to it so often: those that wait, and those that are done
 
 
 class LockHolder(NamedTuple):
@@ -212,6 +213,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         certain=all(views[rank].exit.kind == "clean" for rank in absence.ranks)
         and unseen != "completion-unknown",
         ranks=absence.ranks,
+        came=_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
         outcome="extra-line" if extra is not None else _outcome(context, absence, alone=alone),
         activity=doing_of(absence.doing),
@@ -343,7 +345,20 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     rank, other = absence.edge.rank, absence.ranks[0]
     met = tracks[other].ops.get(extra.sequence_number)
     path = part(context.job, rank, extra, other, met)[0] if met is not None else path_of(extra)
-    return ExtraLine(extra, met, path)
+    alike = [other for other in tracks if _lines_of([tracks[other]]) == going]
+    return ExtraLine(extra, met, path, sorted(alike))
+
+
+def _came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
+    """Return the ranks that issued what others finished without: also those that need not wait, or
+    whose wait is over.
+    """
+    if extra is not None:
+        return extra.ranks
+    views, at = context.job.views, absence.edge.instance
+    members = [rank for rank in at.members if rank in views and rank not in absence.ranks]
+    done = [rank for rank in members if op_at(views[rank], at) is not None]
+    return sorted({*absence.waiting, *done})
 
 
 _Lines = Counter[tuple[str, tuple[tuple[str, int], ...]]]

@@ -81,7 +81,7 @@ def _unwritten(cause: Missing) -> str:
 
 
 def _extra_line_summary(absence: Absence, extra: ExtraLine) -> str:
-    alone = f"{ranks_phrase(absence.waiting)} alone issued {op_phrase(extra.op)}"
+    alone = f"{ranks_phrase(extra.ranks)} alone issued {op_phrase(extra.op)}"
     waits = ranks_and_verb(absence.waiting, "waits", "wait")
     return (
         f"{alone} at {extra.path.place}; what follows pairs up wrongly, and {waits} in"
@@ -103,9 +103,9 @@ def _next_step(found: FoundMissing) -> str:
     cause, absence, op = found.cause, found.absence, found.absence.edge.op
     ranks, waiting = absence.ranks, absence.waiting
     if found.extra is not None:
-        return ended_step(found.extra.op, ranks, waiting, found.extra.path.with_caller)
+        return ended_step(found.extra.op, ranks, cause.came, found.extra.path.with_caller)
     if cause.new_line and not (op.is_setup or op.is_store_wait):
-        return ended_step(op, ranks, waiting)
+        return ended_step(op, ranks, cause.came)
     mutual = [(one, one.edge) for one in found.lock_holders if one.edge is not None]
     if mutual:
         holder, edge = mutual[-1]

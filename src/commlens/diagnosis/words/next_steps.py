@@ -93,22 +93,22 @@ def missing_step(
     )
 
 
-def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int], path: str = "") -> str:
-    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks
-    had not reached before.
+def ended_step(op: Collective, ended: Sequence[int], came: Sequence[int], path: str = "") -> str:
+    """Recommend a step for ranks that finished without a collective, whose line the other ranks had
+    not reached before.
 
     Args:
         op: the collective.
         ended: ranks that finished.
-        waiting: ranks that wait.
+        came: ranks that issued it.
         path: of the collective, if more than its line is known.
     """
     path = path or frame_phrase(op.source)
     where = f" at {path}" if path else ""
     without = f"{ranks_phrase(ended)} {verb(ended, 'ends', 'end')} without {op.op}{where}"
-    alone = f"{ranks_phrase(waiting)} alone {verb(waiting, 'issues', 'issue')} {op.op}{where}"
+    alone = f"{ranks_phrase(came)} alone {verb(came, 'issues', 'issue')} {op.op}{where}"
     sides = {1: without, -1: alone}.get(
-        (len(ended) < len(waiting)) - (len(ended) > len(waiting)), f"{without}, or {alone}"
+        (len(ended) < len(came)) - (len(ended) > len(came)), f"{without}, or {alone}"
     )
     return f"find the branch in which {sides}"
 
