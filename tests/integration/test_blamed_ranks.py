@@ -32,6 +32,14 @@ if rank != 2:
 dist.destroy_process_group()
 """
 
+ONE_MORE_AT_THE_END = """
+for _ in range(3):
+    dist.all_reduce(ones)
+if rank == 0:
+    dist.all_reduce(ones)
+dist.destroy_process_group()
+"""
+
 
 def findings(
     folder: Path, run_commlens: RunCommlens, program: str, size: int
@@ -69,3 +77,11 @@ def test_a_rank_that_is_done_with_a_broadcast_came_to_it(
     cause = found["cause"]
     assert (found["kind"], found["culprits"], cause["came"]) == ("missing", [2], [0, 1])
     assert "alone" not in found["next_step"]
+
+
+def test_one_collective_more_at_the_end_is_the_root_cause(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    [found] = findings(tmp_path, run_commlens, ONE_MORE_AT_THE_END, 3)
+    assert (found["kind"], found["culprits"]) == ("missing", [0])
+    assert found["cause"]["outcome"] == "extra-collective"

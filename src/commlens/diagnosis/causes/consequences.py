@@ -67,19 +67,21 @@ def demote_ended_victims(context: Context) -> None:
     """Where a rank ended, ranks that are absent because they ended because of a peer are a
     consequence, and so is what broke off.
     """
-    if any(
-        case.claim.root_cause and (case.claim.kind == "dead" or case.claim.why == "finished")
-        for case in context.cases
-    ):
-        for claim in (case.claim for case in context.cases):
-            exits = [
-                context.job.views[rank].exit.kind
-                for rank in claim.culprits
-                if rank in context.job.views
-            ]
-            ended = claim.kind == "missing" and exits and {*exits} <= {"peer", "terminated"}
-            if ended or (claim.kind == "stuck-inside" and not claim.culprits):
-                claim.root_cause = False
+    claims = [case.claim for case in context.cases]
+    for claim in claims:
+        exits = {
+            context.job.views[rank].exit.kind
+            for rank in claim.culprits
+            if rank in context.job.views
+        }
+        ended = claim.kind == "missing" and exits and exits <= {"peer", "terminated"}
+        broke_off = claim.kind == "stuck-inside" and not claim.culprits
+        if (ended or broke_off) and any(
+            other.root_cause and (other.kind == "dead" or other.why == "finished")
+            for other in claims
+            if other is not claim
+        ):
+            claim.root_cause = False
 
 
 def _follows(case: Case, other: Case, disagrees: bool) -> bool:
