@@ -40,6 +40,12 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
+ACROSS_GROUPS = """
+first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+dist.recv(ones, 1 - rank, group=(first, second)[rank])
+dist.send(ones, 1 - rank, group=(second, first)[rank])
+"""
+
 
 def findings(
     folder: Path, run_commlens: RunCommlens, program: str, size: int
@@ -85,3 +91,13 @@ def test_one_collective_more_at_the_end_is_the_root_cause(
     [found] = findings(tmp_path, run_commlens, ONE_MORE_AT_THE_END, 3)
     assert (found["kind"], found["culprits"]) == ("missing", [0])
     assert found["cause"]["outcome"] == "extra-collective"
+
+
+def test_a_cycle_across_groups_names_the_group_of_each_message(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    [found] = findings(tmp_path, run_commlens, ACROSS_GROUPS, 2)
+    assert (found["kind"], found["culprits"]) == ("cycle", [])
+    assert [wait["group"]["name"] for wait in found["cause"]["ring"]] == ["1", "2"]
+    for message in ("recv #1 from rank 1 of group 1", "recv #1 from rank 0 of group 2"):
+        assert message in found["explanation"]

@@ -82,7 +82,7 @@ def _left(context: Context, found: FoundCycle) -> Words:
 def _undecided(context: Context, found: FoundCycle) -> Words:
     ranks, ops, unmet = found.cause.ranks, found.ops, found.unmet
     sides = found.sides
-    across = " across groups" if len({edge.instance.key for _, _, edge in found.path}) > 1 else ""
+    across = " across groups" if _is_across_groups(found) else ""
     return Words(
         summary=(
             _unmet_summary(unmet)
@@ -129,12 +129,22 @@ def _steps_as_evidence(found: FoundCycle) -> list[str]:
 
 def _steps(found: FoundCycle) -> list[str]:
     """``"rank 1 waits in barrier #3 of group dp [0-3] (train.py:30) for rank 2"``."""
+    across = _is_across_groups(found)
     return [
         f"rank {node.rank} waits in {op_phrase(edge.op)}"
+        + (
+            f" of {group_phrase(edge.op.channel.group)}"
+            if across and edge.op.is_point_to_point
+            else ""
+        )
         + (f" ({edge.op.source.where})" if edge.op.source is not None else "")
         + ("" if edge.op.peer == target.rank else f" for rank {target.rank}")
         for node, target, edge in found.path
     ]
+
+
+def _is_across_groups(found: FoundCycle) -> bool:
+    return len({edge.instance.key for _, _, edge in found.path}) > 1
 
 
 def _unmet_summary(unmet: Unmet) -> str:
