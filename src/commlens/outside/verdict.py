@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from commlens.diagnosis.index.activity import Activity, activity_of
+from commlens.diagnosis.index.activity import Activity, State, activity_of
 from commlens.diagnosis.index.process_exit import process_exit_of
+from commlens.diagnosis.words.activities import activity_words, sign_words
 from commlens.model.cause import Confidence
 from commlens.model.ranklog import End
 from commlens.model.verdict import Finding, Verdict
@@ -29,7 +30,8 @@ from commlens.text import (
 )
 
 _MOST_PIDS: Final = 8
-_PLURAL: Final = {"is": "are", "has": "have", "holds": "hold", "was": "were", "waits": "wait"}
+_WITHOUT_LINE: Final[Sequence[State]] = ("stopped", "debugged")
+"""States whose words name no line."""
 
 
 def judge(hosts: Sequence[HostSamples]) -> Verdict:
@@ -202,7 +204,7 @@ class _Case:
         places: dict[object, list[RankSample]] = defaultdict(list)
         for one in self.outside:
             doing = self.doing[one.rank]
-            places[(doing.why, doing.works, doing.phrase)].append(one)
+            places[(doing.why, doing.works, activity_words(doing))].append(one)
         most = len(self.outside) > len(self.stuck)
         known = any(needs_all(one.call) for one in self.stuck)
         seen = len(self.samples) - len(self.unread)
@@ -227,15 +229,15 @@ class _Case:
         works = doing.works and doing.why not in ("stopped", "holding-gil")
         frame = doing.frame or members[0].line
         where = f" {frame_phrase(frame)}" if frame is not None else ""
-        summary = f"{ranks_phrase(ranks)} {_number(doing.phrase, ranks)}{self._waiting_words('; ')}"
+        summary = f"{ranks_phrase(ranks)} {activity_words(doing, ranks)}{self._waiting_words('; ')}"
         if works:
             summary = (
                 f"{ranks_and_verb(ranks, 'works', 'work')}"
                 f" in{where or ' code without a Python frame'}{self._waiting_words('; ')}"
             )
-        elif doing.frame is not None and doing.frame.where not in doing.phrase:
+        elif doing.frame is not None and doing.state in _WITHOUT_LINE:
             summary = (
-                f"{ranks_phrase(ranks)} {_number(doing.phrase, ranks)}"
+                f"{ranks_phrase(ranks)} {activity_words(doing, ranks)}"
                 f" at{where}{self._waiting_words('; ')}"
             )
         return Finding(
@@ -248,7 +250,7 @@ class _Case:
             summary=summary,
             explanation=(
                 f"{capital(ranks_and_verb(ranks, 'is', 'are'))} in no collective:"
-                f" {joined(doing.signs[:3])}. "
+                f" {joined(sign_words(doing.signs[:3]))}. "
             )
             + unmoved(self.stuck, self.window_s),
             next_step=self._absence_step(doing, members[0], works=works),
@@ -366,7 +368,9 @@ class _Case:
         return f"{text} at {where}" if where else text
 
     def _stands(self) -> list[str]:
-        return places(self.samples, {rank: doing.phrase for rank, doing in self.doing.items()})
+        return places(
+            self.samples, {rank: activity_words(doing) for rank, doing in self.doing.items()}
+        )
 
     def _steps(self) -> str:
         counters = [
@@ -381,9 +385,3 @@ class _Case:
             if values
             else ""
         )
-
-
-def _number(phrase: str, ranks: Sequence[int]) -> str:
-    """Put the verb of a phrase about one rank into the plural for several."""
-    first, blank, rest = phrase.partition(" ")
-    return f"{_PLURAL.get(first, first)}{blank}{rest}" if len(ranks) > 1 else phrase

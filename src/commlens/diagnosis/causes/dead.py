@@ -6,12 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.causes.context import Context, most_waited, processes_of, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, Node
 from commlens.diagnosis.index.job_index import RankView
-from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt
+from commlens.diagnosis.index.process_exit import How, ProcessExit
+from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Why
 from commlens.model.collective import Collective, Frame
 
 _SAME_MOMENT_NS = 1_000_000_000
@@ -19,8 +21,16 @@ _SAME_MOMENT_NS = 1_000_000_000
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-_Alike = tuple[str, str, str]
-"""Why processes ended, their error without its numbers, and the line that raised it."""
+class _Alike(NamedTuple):
+    """What processes have in common that ended in the same way."""
+
+    why: Why
+    how: How
+    by: str  # the signal or status
+    was_exiting: bool
+    error: str  # of an exception, without its numbers
+    source: str  # the line that raised it
+
 
 _CONFIDENCE: Mapping[DeathDoubt | None, Confidence] = {
     None: "high",
@@ -90,7 +100,7 @@ def find_deaths(
     ):
         # An exception in user code is a cause of its own; a later signal or exit may follow from
         # the first end.
-        follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key[0] != "exception"
+        follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key.why != "exception"
         nodes = [sinks[rank] for rank in ranks if rank in sinks]
         _add_death(context, ranks, nodes, moments[key], root_cause=not follows)
 
@@ -107,9 +117,19 @@ def _groups(
         if (
             end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))
         ) and not is_absorbed(context, rank):
-            text = _NUMBER.sub("#", end.text) if end.why == "exception" else end.text
-            groups[(end.why, text, end.source.where if end.source else "")].append(rank)
+            groups[_alike(end)].append(rank)
     return groups
+
+
+def _alike(end: ProcessExit) -> _Alike:
+    return _Alike(
+        end.why,
+        end.how,
+        end.signal or end.status,
+        end.was_exiting,
+        _NUMBER.sub("#", end.error),
+        end.source.where if end.source else "",
+    )
 
 
 def _keep_the_first(

@@ -6,7 +6,7 @@ A pure function of the rank's stacks, the observations of its process, and its l
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,6 @@ from commlens.model.cause import Why
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.frames import SETUP_FUNCTIONS
 from commlens.model.ranklog import Observation, RankLog
-from commlens.text import duration, frame_phrase, size
 
 # of one core over the window; a waiting rank uses below 0.02, watchdog thread included
 CPU_WORKING = 0.10
@@ -53,16 +52,75 @@ _DATA_NAMES = re.compile(
     r"data_?loader|dataset|^__getitem__$|collate|^_?tokeni[sz]e",
     re.IGNORECASE,
 )
-DEBUGGED = "is stopped by a debugger"
+State = Literal[
+    "runs",
+    "not-initialised",
+    "expected-slow",
+    "uninterruptible",
+    "throttled",
+    "holds-gil",
+    "stopped",
+    "debugged",
+    "shuts-down",
+    "finished",
+    "ended",
+    "was-ended",
+]
+"""What keeps a rank outside of collectives.
+
+``runs``: its own code, as far as is known. ``expected-slow``: in a block that the program marked.
+``debugged``: a debugger has stopped it. ``ended``: by itself or because of a peer. ``was-ended``:
+from outside, after the fault, so what counts is where it was before.
+"""
+
+SignKind = Literal[
+    "announced-exit",
+    "process-state",
+    "others-have-not-run",
+    "quota-used",
+    "exit",
+    "active-before",
+    "waited-for-memory",
+    "unsent-bytes",
+    "on-stack",
+    "in-init",
+    "stack-moves",
+    "stack-still",
+    "used-cpu",
+    "spins",
+    "waits-for-core",
+    "no-cpu",
+    "waits-for",
+    "child-used-cpu",
+    "child-waits-for-core",
+    "net-bytes",
+    "io-bytes",
+]
+
+
+class Sign(NamedTuple):
+    """What shows that a rank works, or does not."""
+
+    kind: SignKind
+    amount: float = 0.0  # seconds, bytes, or a fraction
+    window_s: float = 0.0  # in which it was observed
+    about: str = ""  # the process's state, or what the kernel says that it waits for
+    frame: Frame | None = None  # that is on its stack
+    exit: ProcessExit | None = None
 
 
 class FrameClass(NamedTuple):
     """The class of a stack: what its innermost frame that has a class is for."""
 
     why: Why | None = None
-    named: str = ""  # a sentence that names the frame
+    frame: Frame | None = None  # that frame; None: only that it has not been initialised shows it
     # it is the user's frame, and its name suggests the class; else a library's, or it is observed
     by_name: bool = False
+
+    @property
+    def sign(self) -> Sign:
+        """What shows the class."""
+        return Sign("on-stack", frame=self.frame) if self.frame is not None else Sign("in-init")
 
 
 class Activity(msgspec.Struct):
@@ -70,12 +128,15 @@ class Activity(msgspec.Struct):
 
     why: Why
     works: bool  # visibly, so no fault is claimed
-    phrase: str  # "has been in train.py:57 load_batch for 31 s"
+    state: State
     frame: Frame | None = None  # the user's innermost line
-    signs: list[str] = []  # the evidence, in sentences
+    signs: list[Sign] = []  # the evidence
     observed: bool = False  # the process was watched for movement
     unclear: bool = False  # nothing shows work or a fault: it may wait for a disk or a server
-    by_name: bool = False  # only a name in the user's code suggests the reason
+    stack: FrameClass = FrameClass()
+    for_ns: int = 0  # outside of collectives; 0: not for long, or unknown
+    expecting: str = ""  # the block that the program marked as slow
+    exit: ProcessExit | None = None  # if it has ended
 
 
 def activity_of(
@@ -92,65 +153,38 @@ def activity_of(
     stack = log.main_stack
     frame = stack.source if stack is not None else None
     if end.kind == "clean":
-        return Activity(
-            "finished", False, "has finished", None, ["its process announced its exit"], True
-        )
+        return Activity("finished", False, "finished", None, [Sign("announced-exit")], True)
     if end.kind == "leaving":
         signs, moves, watched = movement(log.observation, device_is_busy=device_is_busy(log))
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
-        return Activity(
-            "finished", moves or recently, "has finished and is shutting down", None, signs, watched
-        )
+        return Activity("finished", moves or recently, "shuts-down", None, signs, watched)
     if end.kind in ("own", "gone", "peer"):
-        return Activity(end.why, False, end.text, end.source or frame, [], True)
-    since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
-    suspended = _suspended(log.observation, frame, since)
-    if suspended is not None:
-        return suspended
+        return Activity(end.why, False, "ended", end.source or frame, [], True, exit=end)
     frames = stack.frames if stack is not None else ()
-    kind = classify_frames(log, frames)
-    doing = _running(
-        log, end, frames, kind, frame, since, quiet_ns if quiet_ns < stalled_after_ns else 0
-    )
-    doing.by_name = kind.by_name
+    doing = _suspended(log.observation, frame)
+    if doing is None:
+        kind = classify_frames(log, frames)
+        active_ns_ago = quiet_ns if quiet_ns < stalled_after_ns else 0
+        doing = _running(log, end, frames, kind, frame, active_ns_ago)
+        doing.stack = kind
+    doing.for_ns = quiet_ns if quiet_ns > stalled_after_ns else 0
     return doing
 
 
-def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity | None:
+def _suspended(seen: Observation, frame: Frame | None) -> Activity | None:
     """Return why the process cannot run its own code: stopped, starved of CPU, or its threads wait
     for the GIL.
     """
-    where = frame_phrase(frame)
     if seen.is_stopped:
-        if seen.proc_state == "t":
-            return Activity("stopped", False, DEBUGGED, frame, ["its process is in state t"], True)
-        return Activity(
-            "stopped",
-            False,
-            "is stopped (by SIGSTOP or a debugger)",
-            frame,
-            ["its process is in state T"],
-            True,
-        )
+        state: State = "debugged" if seen.proc_state == "t" else "stopped"
+        sign = Sign("process-state", about="t" if state == "debugged" else "T")
+        return Activity("stopped", False, state, frame, [sign], True)
     if seen.holds_gil:
-        return Activity(
-            "holding-gil",
-            False,
-            f"holds the GIL{_in(where)}{since}",
-            frame,
-            ["its other threads have not run since"],
-            True,
-        )
+        sign = Sign("others-have-not-run")
+        return Activity("holding-gil", False, "holds-gil", frame, [sign], True)
     if (seen.throttled_fraction or 0.0) >= _THROTTLED:
-        signs = [f"its CPU quota was used up {seen.throttled_fraction:.0%} of the time"]
-        return Activity(
-            "throttled",
-            False,
-            f"is starved of CPU by its cgroup's quota{_in(where)}",
-            frame,
-            signs,
-            True,
-        )
+        sign = Sign("quota-used", seen.throttled_fraction or 0.0)
+        return Activity("throttled", False, "throttled", frame, [sign], True)
     return None
 
 
@@ -160,7 +194,6 @@ def _running(
     frames: Stack,
     kind: FrameClass,
     frame: Frame | None,
-    since: str,
     active_ns_ago: int,
 ) -> Activity:
     """Classify a process that could run, by its frames and its movement.
@@ -171,78 +204,45 @@ def _running(
         frames: the main thread's stack.
         kind: its class.
         frame: the user's innermost frame.
-        since: " for 31 s", or nothing.
         active_ns_ago: when the rank was last active, if that was recently; else 0.
     """
-    seen, where = log.observation, frame_phrase(frame)
-    why, named = kind.why, kind.named
+    seen = log.observation
+    why: Why | None = kind.why
     otherwise: Why = "user-code" if frame is not None else "unknown"
     signs, moves, watched = movement(seen, device_is_busy=device_is_busy(log))
-    phrase = (
-        _phrase(why, where, since)
-        if log.source or frames or log.collectives
-        else "has not called init_process_group yet"
-    )
+    state: State = "runs" if log.source or frames or log.collectives else "not-initialised"
     if log.expecting is not None:
         return Activity(
             why or "user-code",
             True,
-            f"is in a block marked as slow ({log.expecting})",
+            "expected-slow",
             frame,
             signs,
             watched,
+            expecting=log.expecting,
         )
     if end.kind == "terminated":
-        # The launcher ended it after the fault, so what counts is where it was before.
-        return Activity(
-            why or otherwise,
-            False,
-            f"was {(where and f'in {where}') or 'elsewhere'}",
-            frame,
-            [end.text],
-            watched,
-        )
+        ended = [Sign("exit", exit=end)]
+        return Activity(why or otherwise, False, "was-ended", frame, ended, watched)
     if moves:
-        return Activity(why or otherwise, True, phrase, frame, signs, watched)
-    if not (log.source or frames or log.collectives):
-        return Activity("initialising", not watched, phrase, None, signs, watched)
+        return Activity(why or otherwise, True, state, frame, signs, watched)
+    if state == "not-initialised":
+        return Activity("initialising", not watched, state, None, signs, watched)
     if active_ns_ago > 0:
-        return Activity(
-            why or "user-code",
-            True,
-            phrase,
-            frame,
-            [*signs, f"it was active {duration(active_ns_ago)} before"],
-            watched,
-        )
+        signs = [*signs, Sign("active-before", active_ns_ago / 1e9)]
+        return Activity(why or "user-code", True, state, frame, signs, watched)
     if seen.proc_state == "D":
-        signs = ["its process is in state D", *signs]
-        return Activity(
-            "uninterruptible-io",
-            False,
-            f"is in uninterruptible I/O{_in(where)}{since}",
-            frame,
-            signs,
-            True,
-        )
+        signs = [Sign("process-state", about="D"), *signs]
+        return Activity("uninterruptible-io", False, "uninterruptible", frame, signs, True)
     if (seen.memory_pressure or 0.0) >= _PRESSURE:
-        pressure = f"its cgroup waited for memory {seen.memory_pressure:.0f} % of the time"
-        return Activity("memory-pressure", False, phrase, frame, [pressure, *signs], watched)
+        signs = [Sign("waited-for-memory", seen.memory_pressure or 0.0), *signs]
+        return Activity("memory-pressure", False, state, frame, signs, watched)
     if seen.unsent_bytes:
-        signs.append(
-            f"its TCP connections hold {size(seen.unsent_bytes)} that the other side does not take"
-        )
+        signs.append(Sign("unsent-bytes", seen.unsent_bytes))
     if seen.unsent_bytes or why in ("compilation", "initialising", "checkpoint-io"):
-        return Activity(
-            why or otherwise,
-            True,
-            phrase,
-            frame,
-            [*signs, *filter(None, [named])],
-            watched,
-            unclear=watched,
-        )
-    return Activity(why or otherwise, False, phrase, frame, signs, watched)
+        signs += [kind.sign] if why is not None else []
+        return Activity(why or otherwise, True, state, frame, signs, watched, unclear=watched)
+    return Activity(why or otherwise, False, state, frame, signs, watched)
 
 
 def quiet_ns(log: RankLog) -> int:
@@ -279,26 +279,25 @@ def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
     """Return the class of the innermost frame that has one."""
     for frame in frames:
         file = frame.file.replace("\\", "/")
-        named = f"{frame_phrase(frame)} is on its stack"
         if frame.kind is not FrameKind.USER:
             # else it is being imported
             if _COMPILING.search(file) and frame.function != "<module>":
-                return FrameClass("compilation", named)
+                return FrameClass("compilation", frame)
             if frame.function in SETUP_FUNCTIONS and "torch/" in file:
-                return FrameClass("initialising", named)
+                return FrameClass("initialising", frame)
             if _CHECKPOINT_FILES.search(file):
-                return FrameClass("checkpoint-io", named)
+                return FrameClass("checkpoint-io", frame)
             if _DATA_FILES.search(file):
-                return FrameClass("data-loading", named)
+                return FrameClass("data-loading", frame)
             continue
         if _CHECKPOINT_NAMES.search(frame.function):
-            return FrameClass("checkpoint-io", named, by_name=True)
+            return FrameClass("checkpoint-io", frame, by_name=True)
         if _DATA_NAMES.search(frame.function) or _DATA_FILES.search(file):
-            return FrameClass("data-loading", named, by_name=True)
+            return FrameClass("data-loading", frame, by_name=True)
         if frame.function in SETUP_FUNCTIONS:
-            return FrameClass("initialising", named, by_name=True)
+            return FrameClass("initialising", frame, by_name=True)
     if not log.initialised and not log.collectives and not frames:
-        return FrameClass("initialising", "it has not returned from init_process_group")
+        return FrameClass("initialising")
     return FrameClass()
 
 
@@ -341,64 +340,52 @@ def device_is_busy(log: RankLog) -> bool:
     return any(op.in_flight and op.channel.runs_ahead for op in reversed(log.collectives))
 
 
-def movement(seen: Observation, *, device_is_busy: bool = False) -> tuple[list[str], bool, bool]:
+def movement(seen: Observation, *, device_is_busy: bool = False) -> tuple[list[Sign], bool, bool]:
     """Return the signs of movement in the window, whether the process works, and whether it was
     watched for long enough.
 
     A thread that waits for a device uses a whole core: there, only a stack that moves shows work.
     """
-    signs: list[str] = []
-    works = watched = False
     window = seen.window_s
-    if seen.stack_moved is not None and window >= _WINDOW_S:
-        watched = True
-        works = works or seen.stack_moved
-        signs.append("its stack moves" if seen.stack_moved else "its stack does not move")
-    if seen.cpu_s is not None and window >= _WINDOW_S:
-        watched = True
-        share = seen.cpu_s / window
-        runs = (seen.running_fraction or 0.0) >= _RUNNABLE
-        spins = device_is_busy and not seen.stack_moved and (share >= CPU_WORKING or runs)
-        works = works or (not spins and (share >= CPU_WORKING or runs))
-        used = f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s"
-        if spins:
-            used += ", as a thread does that waits for a device"
-        signs.append(
-            used if share >= CPU_WORKING else "it waits for a core" if runs else "it uses no CPU"
-        )
-        if seen.waits_for and share < CPU_WORKING and not (runs or seen.stack_moved):
-            signs.append(seen.waits_for)
-    if seen.children_cpu_s is not None and window >= _WINDOW_S:
+    if window < _WINDOW_S:
+        return [], False, False
+    signs, works = _own_movement(seen, device_is_busy=device_is_busy)
+    watched = bool(signs)
+    if seen.children_cpu_s is not None:
         busy = seen.children_cpu_s / window >= CPU_WORKING
         if busy or (seen.children_running_fraction or 0.0) >= _RUNNABLE:
             works = watched = True
             signs.append(
-                f"its child processes used {seen.children_cpu_s:.1f} s of CPU"
+                Sign("child-used-cpu", seen.children_cpu_s)
                 if busy
-                else "a child process waits for a core"
+                else Sign("child-waits-for-core")
             )
-    if (
-        seen.net_bytes is not None
-        and window >= _WINDOW_S
-        and seen.net_bytes >= NET_WORKING * window
-    ):
+    if seen.net_bytes is not None and seen.net_bytes >= NET_WORKING * window:
         works = watched = True
-        signs.append(f"it sent or received {size(seen.net_bytes)} in {window:.0f} s")
-    if seen.io_bytes is not None and window >= _WINDOW_S and seen.io_bytes >= IO_WORKING:
+        signs.append(Sign("net-bytes", seen.net_bytes, window))
+    if seen.io_bytes is not None and seen.io_bytes >= IO_WORKING:
         works = watched = True
-        signs.append(f"it read or wrote {size(seen.io_bytes)} in {window:.0f} s")
+        signs.append(Sign("io-bytes", seen.io_bytes, window))
     return signs, works, watched
 
 
-def _phrase(why: Why | None, where: str, since: str) -> str:
-    if why == "compilation":
-        return f"has been compiling{_in(where)}{since}" if since else f"is compiling{_in(where)}"
-    if why == "initialising":
-        return f"is still initialising{_in(where)}{since}"
-    if not where:
-        return f"has been outside any collective{since}" if since else "is outside any collective"
-    return f"has been in {where}{since}" if since else f"is in {where}"
-
-
-def _in(where: str) -> str:
-    return f" in {where}" if where else ""
+def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign], bool]:
+    """Return the signs of movement of the process itself, and whether it works."""
+    signs: list[Sign] = []
+    works = False
+    if seen.stack_moved is not None:
+        works = seen.stack_moved
+        signs.append(Sign("stack-moves" if seen.stack_moved else "stack-still"))
+    if seen.cpu_s is not None:
+        share = seen.cpu_s / seen.window_s
+        uses = share >= CPU_WORKING
+        runs = (seen.running_fraction or 0.0) >= _RUNNABLE
+        spins = device_is_busy and not seen.stack_moved and (uses or runs)
+        works = works or (not spins and (uses or runs))
+        if uses:
+            signs.append(Sign("spins" if spins else "used-cpu", seen.cpu_s, seen.window_s))
+        else:
+            signs.append(Sign("waits-for-core" if runs else "no-cpu"))
+        if seen.waits_for and not (uses or runs or seen.stack_moved):
+            signs.append(Sign("waits-for", about=seen.waits_for))
+    return signs, works

@@ -15,12 +15,37 @@ from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_r
 from commlens.model.cause import Why
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
-from commlens.text import exit_phrase, signal_name
+from commlens.text import signal_name
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed
 out. ``terminated``: the launcher or a user stopped it. ``gone``: it ended, and how is unknown.
 ``leaving``: it said goodbye but still exists, so its exit status is unknown.
+"""
+
+How = Literal[
+    "runs",
+    "shuts-down",
+    "finished",
+    "is-gone",
+    "ended",
+    "exited",
+    "failed",
+    "raised",
+    "interrupted",
+    "perhaps-interrupted",
+    "out-of-memory",
+    "ended-by-signal",
+    "aborted-by-watchdog",
+    "died",
+]
+"""By what a process ended.
+
+``is-gone``: nobody saw it. ``ended``: nobody saw how, but its last collective had failed.
+``exited``: with a status that is not 0. ``failed``: with an unknown one. ``interrupted``: by
+Ctrl-C. ``perhaps-interrupted``: by it alone, or its program raised KeyboardInterrupt.
+``ended-by-signal``: by one that launchers and schedulers send. ``aborted-by-watchdog``: NCCL's,
+because a collective took longer than its timeout. ``died``: of any other signal.
 """
 
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
@@ -37,14 +62,20 @@ class ProcessExit(msgspec.Struct):
     kind: Kind
     why: Why = "unknown"
     at_ns: int = 0  # Unix ns; 0: unknown
-    text: str = ""  # "died of SIGKILL", "exited with status 3", "raised ValueError: ..."
+    how: How = "runs"
     source: Frame | None = None  # the user's line that raised
+    status: str = ""  # with which it exited; sys.exit takes any text
+    # that it raised, or after which it ended: the first line of torch's or the program's text
+    error: str = ""
     suggests_mismatch: bool = False  # the error is one that mismatched collectives cause
-    # NCCL's watchdog aborted it, because a collective took longer than its timeout
-    gave_up: bool = False
     refused: bool = False  # strict verification refused one of its collectives
     signal: str = ""  # that ended it: "SIGKILL"
-    interrupted: bool = False  # by Ctrl-C, with the others
+    was_exiting: bool = False  # it had destroyed its last process group, or its exit had begun
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether NCCL's watchdog aborted it: a collective took longer than its timeout."""
+        return self.how == "aborted-by-watchdog"
 
     @property
     def ended(self) -> bool:
@@ -72,7 +103,7 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
     if exception is None and not log.closed and end in (End.RUNNING, End.UNKNOWN):
         return ProcessExit("alive")
     if exception is None and end is End.RUNNING:
-        return ProcessExit("leaving", "finished", 0, "is shutting down")
+        return ProcessExit("leaving", "finished", how="shuts-down")
     if end is End.CLEAN or (exception is None and end is End.UNKNOWN):
         return ProcessExit("clean", "finished", at, "finished")
     if exception is not None and end is not End.KILLED:
@@ -82,10 +113,10 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
     failure = _last_failure(log)
     if end is End.GONE:
         if is_peer_error(failure):
-            return ProcessExit("peer", "exception", at, f"ended after {_short(failure)}")
+            return ProcessExit("peer", "exception", at, "ended", error=_short(failure))
         if log.closed or log.left:
             return ProcessExit("clean", "finished", at, "finished")
-        return ProcessExit("gone", "unknown", at, "is gone; how it ended was not observed")
+        return ProcessExit("gone", "unknown", at, "is-gone")
     exit_ = _from_exit_code(log, failure, at)
     if seen.exit_code is not None and seen.exit_code < 0:
         exit_.signal = signal_name(-seen.exit_code)
@@ -93,65 +124,51 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
 
 
 def _from_exit_code(log: RankLog, failure: str | None, at: int) -> ProcessExit:
-    seen = log.observation
-    text = exit_phrase(seen.exit_code) if seen.exit_code is not None else "failed"
+    code = log.observation.exit_code
+    ended = partial(
+        ProcessExit,
+        at_ns=at,
+        how="failed" if code is None else "exited",
+        status="" if code is None else str(code),
+    )
     if is_refusal(failure):
-        return ProcessExit(
-            "peer", "exception", at, f"{text} after a DistributedOperationException", refused=True
-        )
-    if seen.exit_code in _TERMINATION_CODES:
-        return ProcessExit("own" if seen.ended_alone else "terminated", "killed", at, text)
+        return ended("peer", "exception", refused=True)
+    if code in _TERMINATION_CODES:
+        return ended("own" if log.observation.ended_alone else "terminated", "killed")
     if is_peer_error(failure):
-        return ProcessExit("peer", "exception", at, f"{text} after {_short(failure)}")
+        return ended("peer", "exception", error=_short(failure))
     if log.left and failure is None:
         # Ray ends the workers of a job that succeeded with status 1, without their exit handlers.
-        return ProcessExit(
-            "clean", "finished", at, f"{text} after it had destroyed its last process group"
-        )
-    return ProcessExit("own", "exit", at, text, suggests_mismatch=is_mismatch_error(failure))
+        return ended("clean", "finished", was_exiting=True)
+    return ended("own", "exit", suggests_mismatch=is_mismatch_error(failure))
 
 
 def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     name = exception.split(":", 1)[0].strip()
-    frame = user_frame(log.exception_stack)
+    ended = partial(ProcessExit, at_ns=at, source=user_frame(log.exception_stack))
     if name == "KeyboardInterrupt":
         if log.observation.ended_alone:
-            return ProcessExit(
-                "own",
-                "killed",
-                at,
-                "was interrupted: by SIGINT, or its program raised KeyboardInterrupt",
-                frame,
-            )
-        text = "was interrupted"
-        return ProcessExit("terminated", "killed", at, text, frame, interrupted=True)
+            return ended("own", "killed", how="perhaps-interrupted")
+        return ended("terminated", "killed", how="interrupted")
     if name == "SystemExit":
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
         failure = _last_failure(log)
         # torch.multiprocessing.spawn turns the exception of a child into its exit
         if is_peer_error(failure):
-            return ProcessExit(
-                "peer",
-                "exception",
-                at,
-                f"exited with status {status} after {_short(failure)}",
-                frame,
-            )
-        return ProcessExit("own", "exit", at, f"exited with status {status}", frame)
+            error = _short(failure)
+            return ended("peer", "exception", how="exited", status=status, error=error)
+        return ended("own", "exit", how="exited", status=status)
     if is_refusal(exception) or log.refusal is not None:
-        text = "raised DistributedOperationException"
-        return ProcessExit("peer", "exception", at, text, frame, refused=True)
+        return ended("peer", "exception", how="raised", refused=True)
     of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
     peer = is_peer_error(exception) and (of_torch or is_peer_error(_last_failure(log)))
-    mismatch = is_mismatch_error(exception)
-    return ProcessExit(
+    return ended(
         "peer" if peer else "own",
         "exception",
-        at,
-        f"raised {_short(exception)}",
-        frame,
-        suggests_mismatch=mismatch,
+        how="raised",
+        error=_short(exception),
+        suggests_mismatch=is_mismatch_error(exception),
     )
 
 
@@ -168,27 +185,24 @@ def _in_torch(log: RankLog) -> bool:
 
 
 def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
-    signal = log.observation.signal or "a signal"
-    ended = partial(ProcessExit, at_ns=at, signal=log.observation.signal or "")
+    signal, failure = log.observation.signal or "", _last_failure(log)
+    ended = partial(ProcessExit, at_ns=at, signal=signal)
     if log.observation.oom_killed:
-        text = f"was killed by the kernel's OOM killer ({signal})"
-        return ended("own", "out-of-memory", text=text)
+        return ended("own", "out-of-memory", how="out-of-memory")
     if log.exception is not None and (signal != "SIGKILL" or not log.closed):
         return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
     if signal in _TERMINATION_SIGNALS:
         kind: Kind = "own" if log.observation.ended_alone else "terminated"
-        return ended(kind, "killed", text=f"was ended by {signal}")
+        return ended(kind, "killed", how="ended-by-signal")
     waited_out = log.timeout_s > 0 and _waited_on_device_ns(log, at) >= 0.9e9 * log.timeout_s
     if signal == "SIGABRT" and (gave_up or waited_out):
-        text = f"was aborted by NCCL's watchdog ({signal}), which gave up waiting for a collective"
-        return ended("peer", "killed", text=text, gave_up=True)
-    if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
-        text = f"died of {signal} after {_short(_last_failure(log))}"
-        return ended("peer", "killed", text=text)
+        return ended("peer", "killed", how="aborted-by-watchdog")
+    if is_peer_error(failure) and signal == "SIGABRT":
+        return ended("peer", "killed", how="died", error=_short(failure))
     if log.closed and signal in CRASHES:
-        return ended("own", "killed", text=f"died of {signal} while it was exiting")
+        return ended("own", "killed", how="died", was_exiting=True)
     mismatch = signal in ("SIGABRT", "SIGSEGV")
-    return ended("own", "killed", text=f"died of {signal}", suggests_mismatch=mismatch)
+    return ended("own", "killed", how="died", suggests_mismatch=mismatch)
 
 
 def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
@@ -205,10 +219,12 @@ def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
 
 
 def _last_failure(log: RankLog) -> str | None:
-    """Return the error of the last failed collective, unless a later one completed."""
+    """Return the error of the last failed collective, unless a later one completed; empty if
+    its text is unknown.
+    """
     for op in reversed(log.collectives):
         if op.state is State.FAILED:
-            return op.error or "a failed collective"
+            return op.error or ""
         if op.state is State.COMPLETED:
             return None
     return None
@@ -264,7 +280,7 @@ def attribute_exits(
     )
     gone = sorted(one.at_ns for one in exits.values() if one.kind == "gone")
     killed = [one.at_ns for one in exits.values() if _is_killed(one)]
-    interrupted = [one.at_ns for one in exits.values() if one.interrupted]
+    interrupted = [one.at_ns for one in exits.values() if one.how == "interrupted"]
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.missing import Absence
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.activities import sign_words
 from commlens.text import capital, joined, ranks_phrase, verb
 
 
@@ -31,7 +32,7 @@ def signs(absence: Absence) -> list[str]:
     same: dict[str, list[int]] = defaultdict(list)
     for rank, doing in zip(absence.ranks, absence.activities, strict=True):
         if doing.signs:
-            same[joined(doing.signs)].append(rank)
+            same[joined(sign_words(doing.signs))].append(rank)
     return [
         f"{ranks_phrase(ranks)}{verb(ranks, '', ', each')}: {text}." for text, ranks in same.items()
     ][:4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.dead import FoundDead
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import death_step
 from commlens.diagnosis.words.phrases import prose
@@ -48,7 +49,7 @@ def words(context: Context, found: FoundDead) -> Words:
             else death_step(view, found.frame)
         ),
         evidence=[
-            *(f"rank {rank} {views[rank].exit.text}." for rank in others),
+            *(f"rank {rank} {exit_words(views[rank].exit)}." for rank in others),
             *phrases.aborted(context, peers),
         ][:_SHOWN],
         would_raise_confidence=_WOULD_RAISE[cause.doubt] if cause.doubt is not None else None,
@@ -58,17 +59,13 @@ def words(context: Context, found: FoundDead) -> Words:
 def _summary(context: Context, found: FoundDead) -> str:
     views, ranks, doubt = context.job.views, found.cause.ranks, found.cause.doubt
     end = views[ranks[0]].exit
-    unseen = end.kind == "gone" and len(ranks) > 1
-    summary = (
-        f"{ranks_phrase(ranks)}"
-        f" {'are gone; how they ended was not observed' if unseen else end.text}"
-    )
+    summary = f"{ranks_phrase(ranks)} {exit_words(end, ranks)}"
     if doubt == "perhaps-aborted":
         summary += (
             "; no line tells whether of an error, or because NCCL's watchdog gave up waiting for"
             " another rank"
         )
-    if len({views[rank].exit.text for rank in ranks}) > 1:
+    if len({views[rank].exit.error for rank in ranks}) > 1:
         summary += f" (on rank {ranks[0]}; the same on the others, but for numbers)"
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"

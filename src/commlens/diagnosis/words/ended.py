@@ -5,6 +5,7 @@ from __future__ import annotations
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.diagnosis.words.phrases import prose
@@ -35,7 +36,7 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
         ),
         explanation=(
             f"{phrases.name(context, first)} was the first to end: it"
-            f" {context.job.views[first].exit.text}; {phrases.last(context, first)}."
+            f" {exit_words(context.job.views[first].exit)}; {phrases.last(context, first)}."
         ),
         next_step=f"look at the output of {where} for the first error",
         evidence=phrases.exits(context, found.failed),
@@ -68,7 +69,7 @@ def _from_outside(context: Context, found: FoundEnded) -> Words:
             f"the job was ended from outside: {phrases.ended_like_the_first(context, found.failed)}"
         ),
         explanation=prose(
-            f"{phrases.name(context, first)} {context.job.views[first].exit.text};"
+            f"{phrases.name(context, first)} {exit_words(context.job.views[first].exit)};"
             f" {phrases.last(context, first)}.",
             outside_cause(signal),
         ),

@@ -8,6 +8,7 @@ from commlens.diagnosis.align.call_paths import in_package
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace, has_one_side
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import mismatch_step
 from commlens.diagnosis.words.phrases import prose
@@ -132,7 +133,7 @@ def _aborted_by_race(context: Context, found: FoundRace) -> list[str]:
     """``["Rank 0 died of SIGABRT because of it."]``."""
     by_text: dict[str, list[int]] = {}
     for rank in found.cause.ended_by_it:
-        by_text.setdefault(context.job.views[rank].exit.text, []).append(rank)
+        by_text.setdefault(exit_words(context.job.views[rank].exit), []).append(rank)
     return [
         f"{capital(ranks_phrase(ranks))} {text} because of it." for text, ranks in by_text.items()
     ][:3]
@@ -196,7 +197,7 @@ def _aborted(context: Context, found: FoundMismatch) -> str:
     if not ranks:
         return ""
     end = context.job.views[ranks[0]].exit
-    return f"{capital(ranks_phrase(ranks))} {end.text} because of it."
+    return f"{capital(ranks_phrase(ranks))} {exit_words(end, ranks)} because of it."
 
 
 def _what_would_show(found: FoundMismatch) -> str | None:

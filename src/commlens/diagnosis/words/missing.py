@@ -9,6 +9,7 @@ from commlens.diagnosis.index.activity import longest_gap_ns
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.absence import signs, waits
+from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import ended_step, missing_step
 from commlens.diagnosis.words.phrases import COMPLETION_UNKNOWN, first_line, prose
@@ -93,7 +94,7 @@ def _explanation(context: Context, found: FoundMissing) -> str:
     first, *others = found.absence.ranks
     like = f"Like {ranks_phrase(others)}, " if others and not found.cause.blames_waiting else ""
     return prose(
-        f"{like}{phrases.name(context, first)} {found.absence.doing.phrase};"
+        f"{like}{phrases.name(context, first)} {activity_words(found.absence.doing)};"
         f" {phrases.last(context, first)}.",
         *waits(context, found.absence),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.align.call_paths import Path
-from commlens.diagnosis.index.activity import DEBUGGED, Activity
+from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.matching.error_claims import worker_end
@@ -46,7 +46,7 @@ def missing_step(
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
         "stopped": (
             f"detach the debugger from {subject}"
-            if doing.phrase == DEBUGGED
+            if doing.state == "debugged"
             else (
                 f"resume {subject} (kill -CONT) and find out what stopped"
                 f" {verb(ranks, 'it', 'them')}"
@@ -76,7 +76,7 @@ def missing_step(
     told = (
         doing.frame is not None
         if doing.why == "initialising"
-        else not (doing.by_name and doing.why in ("data-loading", "checkpoint-io"))
+        else not (doing.stack.by_name and doing.why in ("data-loading", "checkpoint-io"))
     )
     if doing.why in steps and told:
         return steps[doing.why]

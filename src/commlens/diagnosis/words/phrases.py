@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.graph.wait_graph import Edge
+from commlens.diagnosis.words.exits import exit_words
 from commlens.model.collective import Collective, State
 from commlens.text import (
     args_phrase,
@@ -124,15 +125,14 @@ def aborted(context: Context, ranks: Iterable[int]) -> list[str]:
 
 def ended_like_the_first(context: Context, ranks: Sequence[int]) -> str:
     """``"ranks 1-3 were ended by SIGTERM"``."""
-    text = context.job.views[ranks[0]].exit.text
-    if len(ranks) > 1 and text.startswith("was "):
-        text = text.replace("was ", "were ", 1)
-    return f"{ranks_phrase(ranks)} {text}"
+    return f"{ranks_phrase(ranks)} {exit_words(context.job.views[ranks[0]].exit, ranks)}"
 
 
 def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     """``["rank 1 exited with status 3.", ...]``, for the first few ranks."""
-    return [f"rank {rank} {context.job.views[rank].exit.text}." for rank in ranks[:_EXITS_MAX]]
+    return [
+        f"rank {rank} {exit_words(context.job.views[rank].exit)}." for rank in ranks[:_EXITS_MAX]
+    ]
 
 
 def waiting_behind(context: Context, ranks: Sequence[int], blocked: Iterable[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.refused import FoundRefused
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.text import capital, op_phrase, ranks_and_verb, ranks_phrase
@@ -65,10 +66,10 @@ def _absent(context: Context, found: FoundRefused) -> Words:
         ),
         explanation=prose(
             *(
-                f"{phrases.name(context, rank)} {views[rank].exit.text};"
+                f"{phrases.name(context, rank)} {exit_words(views[rank].exit)};"
                 f" {phrases.last(context, rank)}."
                 for rank in known[:2]
-                if views[rank].exit.text
+                if views[rank].exit.kind != "alive"
             )
         ),
         next_step=f"look at the end of the output of {ranks_phrase(cause.absent)}",

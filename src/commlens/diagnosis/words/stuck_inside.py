@@ -5,6 +5,7 @@ from __future__ import annotations
 from commlens.diagnosis.causes.context import Context, op_at
 from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside, Meeting
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
     compare_step,
@@ -98,8 +99,8 @@ def _held_up(context: Context, found: FoundStuckInside) -> Words:
     assert found.doing is not None
     return Words(
         summary=(
-            f"{ranks_phrase(culprits)} {found.doing.phrase} inside {_name(meeting)};"
-            f" {ranks_and_verb(others, 'waits', 'wait')} there"
+            f"{ranks_phrase(culprits)} {activity_words(found.doing, culprits)}"
+            f" inside {_name(meeting)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
         explanation=_explanation(context, meeting),
         next_step=missing_step(found.doing, culprits),

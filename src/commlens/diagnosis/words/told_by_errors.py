@@ -6,10 +6,11 @@ from collections import defaultdict
 
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.told_by_errors import FoundInErrors
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.model.cause import ErrorReport, ToldByErrors
-from commlens.text import capital, frame_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, frame_phrase, ranks_and_verb, ranks_phrase, sentence, verb
 
 _SHOWN = 4
 _DO: dict[ErrorReport, tuple[str, str]] = {
@@ -125,8 +126,5 @@ def _texts(context: Context, ranks: list[int]) -> list[str]:
     """
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        by_text[context.job.views[rank].exit.text].append(rank)
-    return [
-        f"{ranks_phrase(same)} {text}{'' if text.endswith('.') else '.'}"
-        for text, same in by_text.items()
-    ][:_SHOWN]
+        by_text[exit_words(context.job.views[rank].exit)].append(rank)
+    return [sentence(f"{ranks_phrase(same)} {text}") for text, same in by_text.items()][:_SHOWN]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from commlens.diagnosis.causes.context import Context, most_waited
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.model.collective import Collective
@@ -66,7 +67,9 @@ def _watchdog_stuck(context: Context, found: FoundUnrecorded) -> Words:
 def _of_logs(context: Context, found: FoundUnrecorded, cause: str, why: str, step: str) -> Words:
     ranks, views = found.cause.ranks, context.job.views
     known = [rank for rank in ranks if rank in views]
-    ends = [f"Rank {rank} {views[rank].exit.text}." for rank in known if views[rank].exit.ended]
+    ends = [
+        f"Rank {rank} {exit_words(views[rank].exit)}." for rank in known if views[rank].exit.ended
+    ]
     verbs = ("timed out", "timed out") if context.job.only_logs else ("waits", "wait")
     return Words(
         summary=f"{phrases.waits(context, found.edges, *verbs)}; {cause}",

@@ -7,7 +7,9 @@ from collections.abc import Collection
 
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
+from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.text import capital, frame_phrase, key_phrase, op_phrase, ranks_and_verb, ranks_phrase
@@ -72,15 +74,19 @@ def _unknown(context: Context, found: FoundUnwritten) -> Words:
 def _others(context: Context, waiting: Collection[int]) -> str:
     """Say where the ranks are that wait for no key."""
     waits: dict[str, list[int]] = defaultdict(list)  # by op
-    doing: dict[str, list[int]] = defaultdict(list)
+    doing: dict[str, list[RankView]] = defaultdict(list)
     for rank, view in context.job.views.items():
         if rank not in waiting:
             block = next(iter(view.blocks.values()), None)
             if block is not None:
                 waits[op_phrase(block.op)].append(rank)
             else:
-                doing[context.doing(view).phrase].append(rank)
+                doing[activity_words(context.doing(view))].append(view)
     told = [(ranks, f"{ranks_and_verb(ranks, 'is', 'are')} in {op}") for op, ranks in waits.items()]
-    told += [(ranks, f"{ranks_phrase(ranks)} {phrase}") for phrase, ranks in doing.items()]
+    for views in doing.values():
+        ranks = [view.rank for view in views]
+        told.append(
+            (ranks, f"{ranks_phrase(ranks)} {activity_words(context.doing(views[0]), ranks)}")
+        )
     parts = [text for _, text in sorted(told)[:_OTHERS_MAX]]
     return f"{capital('; '.join(parts))}." if parts else ""

@@ -6,6 +6,7 @@ from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.missing import FoundWorking
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.absence import signs, waits
+from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.model.cause import Working
@@ -48,7 +49,7 @@ def words(context: Context, found: FoundWorking) -> Words:
             f" {_work(context, cause)}{so_far}{why}"
         ),
         explanation=prose(
-            f"{phrases.name(context, ranks[0])} {absence.doing.phrase};"
+            f"{phrases.name(context, ranks[0])} {activity_words(absence.doing)};"
             f" {phrases.last(context, ranks[0])}.",
             *waits(context, absence),
             _limit(cause),

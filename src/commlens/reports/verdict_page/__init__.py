@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from commlens.diagnosis.examine import ExaminedJob
+from commlens.diagnosis.words.exits import exit_words
 from commlens.model.collective import Collective
 from commlens.reports.page import render_page
 from commlens.reports.step_table import StepTable, step_table
@@ -113,26 +114,11 @@ def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
             max(log.issued, len(view.history)) if view is not None and log is not None else 0
         )
         made.last.append(texts(_last(view.last_op) if view is not None else ""))
-        made.end.append(
-            texts(
-                (view.exit.text or _EXITS.get(view.exit.kind, ""))
-                if view is not None
-                else "left no record"
-            )
-        )
+        made.end.append(texts(exit_words(view.exit) if view is not None else "left no record"))
         made.stack.append(stack_of.get(rank, -1))
         made.source.append(texts(log.source if log is not None else ""))
     made.texts = texts.values
     return made
-
-
-_EXITS = {
-    "alive": "runs",
-    "leaving": "is leaving",
-    "clean": "finished",
-    "gone": "ended; how is unknown",
-    "terminated": "was stopped",
-}
 
 
 def _last(op: Collective | None) -> str:

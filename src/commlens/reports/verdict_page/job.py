@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index.job_index import Block, ChannelKey, JobIndex, RankView
+from commlens.diagnosis.words.exits import exit_words
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role
@@ -23,22 +24,25 @@ only.
 """
 
 _WAIT = {
-    "wait": "wait in",
-    "issue": "wait in",
-    "assumed": "probably wait in",
-    "enqueued": "wait in",
-    "failed": "gave up waiting in",
-    "unknown": "may wait in",
+    "wait": ("waits in", "wait in"),
+    "issue": ("waits in", "wait in"),
+    "assumed": ("probably waits in", "probably wait in"),
+    "enqueued": ("waits in", "wait in"),
+    "failed": ("gave up waiting in", "gave up waiting in"),
+    "unknown": ("may wait in", "may wait in"),
 }
-_REFUSED = "were refused"  # by strict verification, before anything was sent
+"""What one rank does, and what several do."""
+_REFUSED = ("was refused", "were refused")  # by strict verification, before anything was sent
+_SEVERAL = (0, 1)
 
 
 class Doing(NamedTuple):
     """A rank's activity; ranks with equal ones form a class."""
 
     role: Role
-    words: str
-    place: str
+    one: str  # in words
+    several: str
+    place: str = ""
 
 
 class Job:
@@ -140,14 +144,12 @@ class Job:
             parts = [f"for {duration(longest)}"] if longest else []
             parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
             detail = ", ".join(parts)
-        each = _singular(what.words)
-        doing = what.words if len(ranks) > 1 else each
         return RankClass(
             ranks=format_ranks(ranks),
             count=len(ranks),
             role=what.role,
-            doing=doing,
-            each=each,
+            doing=what.several if len(ranks) > 1 else what.one,
+            each=what.one,
             place=what.place,
             detail=detail,
         )
@@ -159,39 +161,34 @@ class Job:
         placed = detail > 1
         view = self.index.views.get(rank)
         if view is None:
-            return Doing(
-                role,
-                "left no record" if rank in self.index.no_record else "have no records here",
-                "",
-            )
+            if rank in self.index.no_record:
+                return _same(role, "left no record")
+            return Doing(role, "has no records here", "have no records here")
         block = self.block_of(rank)
         if view.exit.kind == "clean":
-            return Doing(role, "finished", "")
+            return _same(role, "finished")
         if view.exit.kind in ("own", "gone") or (view.exit.ended and block is None):
             where = frame_phrase(view.exit.source) or _main_line(view)
-            return Doing(role, view.exit.text or "ended", where if placed else "")
+            one, several = exit_words(view.exit), exit_words(view.exit, _SEVERAL)
+            return Doing(role, one, several, where if placed else "")
         if block is not None:
-            does = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
-            words = f"{does} {_phrase(block.op, detail)}"
-            return Doing(role, words, frame_phrase(block.op.source) if placed else "")
-        where = _main_line(view)
-        if where:
-            return Doing(
-                role, f"are in {where.partition(' ')[2] or where}", where if placed else ""
-            )
-        if view.last_op is None:
-            if view.lost_newest:
-                return Doing(role, "left no readable record", "")
-            return Doing(
-                role,
-                "issued nothing" if self.index.knows.completed_ops else "have nothing in flight",
-                "",
-            )
-        return Doing(
-            role,
-            f"issued {_phrase(view.last_op, detail)} last",
-            frame_phrase(view.last_op.source) if placed else "",
-        )
+            one, several = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
+            name, where = _phrase(block.op, detail), frame_phrase(block.op.source)
+            return Doing(role, f"{one} {name}", f"{several} {name}", where if placed else "")
+        stack = view.log.main_stack
+        frame = stack.source if stack is not None else None
+        if frame is not None:
+            where = frame.function or frame.where
+            place = frame_phrase(frame) if placed else ""
+            return Doing(role, f"is in {where}", f"are in {where}", place)
+        if view.last_op is not None:
+            place = frame_phrase(view.last_op.source) if placed else ""
+            return _same(role, f"issued {_phrase(view.last_op, detail)} last", place)
+        if view.lost_newest:
+            return _same(role, "left no readable record")
+        if self.index.knows.completed_ops:
+            return _same(role, "issued nothing")
+        return Doing(role, "has nothing in flight", "have nothing in flight")
 
     def _is_refused(self, rank: int, block: Block) -> bool:
         """Return whether strict verification refused the collective before it was issued."""
@@ -240,17 +237,8 @@ def label(op: Collective) -> str:
     return group_label(op.channel.group, "the default group")
 
 
-def _singular(words: str) -> str:
-    for many, one in (
-        ("wait in", "waits in"),
-        ("are ", "is "),
-        ("were ", "was "),
-        ("probably wait", "probably waits"),
-        ("have ", "has "),
-    ):
-        if words.startswith(many):
-            return one + words[len(many) :]
-    return words
+def _same(role: Role, words: str, place: str = "") -> Doing:
+    return Doing(role, words, words, place)
 
 
 def _roles(verdict: Verdict, index: JobIndex) -> dict[int, Role]:
