@@ -11,6 +11,7 @@ from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.causes.find_all import find_all
 from commlens.diagnosis.causes.hazards import find_hazards
+from commlens.diagnosis.causes.lost_nodes import name_lost_nodes
 from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
@@ -28,6 +29,7 @@ from commlens.diagnosis.words.no_fault import words as no_fault_words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
+from commlens.model.cause import LostNode
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
@@ -78,10 +80,16 @@ class ExaminedJob(NamedTuple):
 
 
 def diagnose_logs(
-    logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
+    logs: Sequence[RankLog],
+    *,
+    problems: Sequence[str] = (),
+    stalled_after_s: float = 1.0,
+    lost_nodes: Sequence[LostNode] = (),
 ) -> Verdict:
     """Return the verdict of :func:`examine_logs`, which takes these arguments."""
-    return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
+    return examine_logs(
+        logs, problems=problems, stalled_after_s=stalled_after_s, lost_nodes=lost_nodes
+    ).verdict
 
 
 def examine_logs(
@@ -91,6 +99,7 @@ def examine_logs(
     stalled_after_s: float = 1.0,
     slow: bool = False,
     unread: int = 0,
+    lost_nodes: Sequence[LostNode] = (),
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -104,12 +113,14 @@ def examine_logs(
             process is not stuck.
         slow: if nothing is wrong, look for ranks that made the job slow.
         unread: number of files that could not be read, and may belong to ranks without a log.
+        lost_nodes: nodes that have fallen silent.
     """
     chosen, notes = select_job(logs)
     if not chosen:
         missing = [*problems, *notes, "No rank's log could be read."]
         return _without_records(nothing_to_diagnose(missing))
-    examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes], unread)
+    job = index_logs(chosen, stalled_after_s)
+    examined = _examine(job, [*problems, *notes], unread, lost_nodes)
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
     )
@@ -169,17 +180,22 @@ def examine_dumps(
     return examined._replace(verdict=verdict)
 
 
-def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
+def _examine(
+    job: JobIndex, missing: list[str], unread: int, lost_nodes: Sequence[LostNode] = ()
+) -> ExaminedJob:
     """Find the mismatches, build the wait-for graph, find the causes and word them.
 
     Args:
         job: the indexed ranks of one job.
         missing: sentences about the missing evidence found so far; more are added.
         unread: number of files that could not be read.
+        lost_nodes: nodes that have fallen silent.
     """
     mismatches = [*align_records(job), *find_astray(job)]
     graph = build_wait_graph(job, mismatches)
-    findings = describe_all(find_all(job, mismatches, graph))
+    context = find_all(job, mismatches, graph)
+    name_lost_nodes(context, lost_nodes)
+    findings = describe_all(context)
     missing += evidence.missing_evidence(job)
     if graph.incomplete:
         missing.append(evidence.INCOMPLETE)

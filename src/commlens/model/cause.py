@@ -147,6 +147,15 @@ class Doing(msgspec.Struct, frozen=True):
     source: str | None = None  # the user's innermost line
 
 
+class LostNode(msgspec.Struct, frozen=True):
+    """A node that has fallen silent."""
+
+    host: str
+    ranks: list[Rank]
+    silent_s: float
+    vanished: bool  # connections to its ranks were closed at that moment; else it only is silent
+
+
 class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
     """What all causes tell."""
 
@@ -159,6 +168,7 @@ class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
     victims: list[Rank] = []  # ranks that wait or ended because of it, sorted
     certain: bool = False  # something is wrong for good, whoever is to blame
     confidence: Confidence  # how sure it is which ranks are to blame
+    lost_nodes: list[LostNode] = []  # those of ranks that ended, or that others wait for
 
     def __post_init__(self) -> None:
         """A mismatch, a cycle and a death are certain, whoever is to blame."""

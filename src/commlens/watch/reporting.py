@@ -16,6 +16,7 @@ from commlens.dumps import save
 from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
+from commlens.model.cause import LostNode
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
@@ -27,7 +28,7 @@ from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.lost import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
+from commlens.watch.nodes.lost import SILENT_S, as_evidence, logs_of_vanished, vanished
 from commlens.watch.nodes.remote_evidence import (
     first_records_of_each,
     more_records_of_each,
@@ -298,23 +299,24 @@ class Reporter:
             return self._diagnose_again()
 
     def _diagnose_again(self) -> Verdict:
-        assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
-        verdict = self._diagnose(
-            self.logs, problems=problems, stalled_after_s=self._stalled_after_s
-        )
+        verdict = self._judge(problems)
         if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
             self.logs, problems = self.evidence.logs(about=verdict)
-            verdict = self._diagnose(
-                self.logs, problems=problems, stalled_after_s=self._stalled_after_s
-            )
-        if self.evidence.vanished and not verdict.culprits:
-            self.logs = one_run([*self.logs, *logs_of_vanished(self.evidence.vanished, self.logs)])
-            verdict = self._diagnose(
-                self.logs, problems=problems, stalled_after_s=self._stalled_after_s
-            )
-        self._diagnosed = name_lost_nodes(verdict, self.evidence.lost, self.evidence.vanished)
-        return self._diagnosed
+            verdict = self._judge(problems)
+        vanished, lost = self.evidence.vanished, self.evidence.lost
+        if vanished and not verdict.culprits:
+            self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
+        if lost:
+            verdict = self._judge(problems, lost_nodes=as_evidence(lost, vanished))
+        self._diagnosed = verdict
+        return verdict
+
+    def _judge(self, problems: list[str], **more: list[LostNode]) -> Verdict:
+        assert self._diagnose is not None
+        return self._diagnose(
+            self.logs, problems=problems, stalled_after_s=self._stalled_after_s, **more
+        )
 
     def report(self, verdict: Verdict, line: str = "") -> None:
         """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault,

@@ -33,9 +33,10 @@ def words(context: Context, found: FoundDead) -> Words:
     others = [
         rank for rank, end in zip(peers, exits, strict=True) if not (end.refused or end.gave_up)
     ]
+    waits = _waits(context, found)
     undecided = cause.doubt in ("first-unknown", "perhaps-aborted")
     return Words(
-        summary=_summary(context, found),
+        summary=f"{_summary(context, found)}; {waits}" if waits else _summary(context, found),
         explanation=prose(
             f"{phrases.name(context, ranks[0])}:"
             f" {phrases.last(context, ranks[0])}{_last_seen(context, found)}.",
@@ -53,6 +54,7 @@ def words(context: Context, found: FoundDead) -> Words:
             *phrases.aborted(context, peers),
         ][:_SHOWN],
         would_raise_confidence=_WOULD_RAISE[cause.doubt] if cause.doubt is not None else None,
+        waits=waits,
     )
 
 
@@ -69,15 +71,17 @@ def _summary(context: Context, found: FoundDead) -> str:
         summary += f" (on rank {ranks[0]}; the same on the others, but for numbers)"
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
-    if found.edges:
-        for_them = (
-            verb(ranks, "it", "them") if found.awaited == ranks else ranks_phrase(found.awaited)
-        )
-        waits = phrases.waits(
-            context, found.edges, f"was waiting for {for_them}", f"were waiting for {for_them}"
-        )
-        summary += f"; {waits}"
     return summary
+
+
+def _waits(context: Context, found: FoundDead) -> str:
+    ranks, awaited = found.cause.ranks, found.awaited
+    if not found.edges:
+        return ""
+    them = verb(ranks, "it", "them") if awaited == ranks else ranks_phrase(awaited)
+    return phrases.waits(
+        context, found.edges, f"was waiting for {them}", f"were waiting for {them}"
+    )
 
 
 def _last_seen(context: Context, found: FoundDead) -> str:

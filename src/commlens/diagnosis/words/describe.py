@@ -42,6 +42,7 @@ from commlens.diagnosis.words import (
     working,
 )
 from commlens.diagnosis.words.finding import Words, finding_of, locate
+from commlens.diagnosis.words.lost_nodes import with_lost_nodes
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
@@ -79,8 +80,9 @@ def describe_all(context: Context) -> list[Finding]:
 
 def describe(context: Context, case: Case) -> Finding:
     """Return the finding of a case."""
-    words = _WORDS[type(case.found)](context, case.found)
-    return locate(finding_of(case.found.cause, words), case.op, case.frame)
+    cause = case.found.cause
+    words = with_lost_nodes(cause, _WORDS[type(case.found)](context, case.found))
+    return locate(finding_of(cause, words), case.op, case.frame)
 
 
 def _add_refusals(context: Context, findings: list[Finding]) -> None:

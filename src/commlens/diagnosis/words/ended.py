@@ -46,11 +46,10 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
 
 def _unobserved(context: Context, found: FoundEnded) -> Words:
     gone = found.cause.ranks
+    others = phrases.ended_like_the_first(context, found.failed)
     return Words(
-        summary=(
-            f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how;"
-            f" {phrases.ended_like_the_first(context, found.failed)}"
-        ),
+        summary=f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how; {others}",
+        waits=others,
         explanation=f"{phrases.name(context, gone[0])}: {phrases.last(context, gone[0])}.",
         next_step=(
             f"look at the end of the output of {ranks_phrase(gone)}, and at the scheduler's log"

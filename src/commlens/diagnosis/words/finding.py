@@ -18,10 +18,14 @@ class Words(NamedTuple):
     next_step: str = ""
     evidence: list[str] = []  # noqa: RUF012 (never changed)
     would_raise_confidence: str | None = None
+    # the part of the summary about other ranks than the culprits: those that wait
+    waits: str = ""
 
 
 def finding_of(cause: AnyCause, words: Words) -> Finding:
     """Return the finding of a cause, still without its group, collective and source line."""
+    said = words._asdict()
+    del said["waits"]
     return Finding(
         kind=cause.kind,
         why=cause.why,
@@ -31,7 +35,7 @@ def finding_of(cause: AnyCause, words: Words) -> Finding:
         confidence=cause.confidence,
         certain=cause.certain,
         cause=cause,
-        **words._asdict(),
+        **said,
     )
 
 

@@ -142,9 +142,10 @@ def _left_nothing(context: Context, found: FoundUnrecorded) -> Words:
         "it ended before it could record anything, or its black box is lost",
         "they ended before they could record anything, or their black boxes are lost",
     )
-    them = verb(ranks, "it", "them")
+    waits = f"{_they_wait(context, found)} for {verb(ranks, 'it', 'them')}"
     return Words(
-        summary=f"{subject} left no record; {_they_wait(context, found)} for {them}",
+        summary=f"{subject} left no record; {waits}",
+        waits=waits,
         explanation=_waits(context, found),
         next_step=f"look at the output of {subject}: {ended}",
         would_raise_confidence=_last_is_unknown(found),
@@ -189,12 +190,10 @@ def _fewer_than_expected(context: Context, found: FoundUnrecorded) -> Words:
 
 
 def _out_of_sight(context: Context, found: FoundUnrecorded) -> Words:
-    subject = ranks_phrase(found.cause.ranks)
+    subject, they_wait = ranks_phrase(found.cause.ranks), _they_wait(context, found)
     return Words(
-        summary=(
-            f"{_they_wait(context, found)}, like all ranks with a record; there is no record of"
-            f" {subject}"
-        ),
+        summary=f"{they_wait}, like all ranks with a record; there is no record of {subject}",
+        waits=they_wait,
         explanation=_waits(context, found),
         next_step=(
             f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps"
