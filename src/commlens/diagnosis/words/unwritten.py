@@ -19,10 +19,12 @@ _OTHERS_MAX = 4
 
 def words(context: Context, found: FoundUnwritten) -> Words:
     """Return what a finding says about a key that no rank writes."""
-    return _skipped(context, found) if found.cause.written_before else _unknown(context, found)
+    if found.cause.written_before:
+        return _write_skipped(context, found)
+    return _writer_unknown(context, found)
 
 
-def _skipped(context: Context, found: FoundUnwritten) -> Words:
+def _write_skipped(context: Context, found: FoundUnwritten) -> Words:
     write, own, ranks = found.write, found.own, found.cause.ranks
     assert write is not None and own is not None
     op, (writer,) = found.edges[0].op, found.cause.culprits
@@ -48,7 +50,7 @@ def _skipped(context: Context, found: FoundUnwritten) -> Words:
     )
 
 
-def _unknown(context: Context, found: FoundUnwritten) -> Words:
+def _writer_unknown(context: Context, found: FoundUnwritten) -> Words:
     op, ranks = found.edges[0].op, found.cause.ranks
     return Words(
         summary=(
@@ -72,7 +74,7 @@ def _unknown(context: Context, found: FoundUnwritten) -> Words:
 
 
 def _others(context: Context, waiting: Collection[int]) -> str:
-    """Say where the ranks are that wait for no key."""
+    """Return a sentence about the ranks that wait for no key: their collectives or activities."""
     waits: dict[str, list[int]] = defaultdict(list)  # by op
     doing: dict[str, list[RankView]] = defaultdict(list)
     for rank, view in context.job.views.items():
