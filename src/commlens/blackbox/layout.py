@@ -115,6 +115,8 @@ DONE: Final = 152
 OUTCOME: Final = 160  # wait thread id << 32 | outcome << 24 | how << 16 | tag
 FAILURE: Final = 168  # blob {"k": "text"} position << 16 | tag
 REDUCE_OP: Final = 176  # (code + 1) << 16 | tag; codes index REDUCE_OPS
+# in its place, of a receive from any rank: (sender's rank in the group + 1) << 16 | tag
+SOURCE: Final = REDUCE_OP
 DURATION: Final = 184  # ticks << 16 | tag: on the device, with timing
 TAG_MASK: Final = 0xFFFF
 CAPACITY_MAX: Final = 65_000  # below 2**16, so that tags distinguish the records of a slot

@@ -421,7 +421,9 @@ class BoxReader:
         own = index & L.TAG_MASK
         ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
         announced_ns = self.unix(announced)
-        args = self.args(args_at, _value(reduce_op, own))
+        word = _value(reduce_op, own)
+        source = word if flags & L.FLAG_ANY_SOURCE else 0
+        args = self.args(args_at, 0 if source else word)
         if args is None:
             if flags & L.FLAG_ANY_SOURCE:
                 args = CollectiveArgs("recv", "unknown")
@@ -470,7 +472,14 @@ class BoxReader:
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=module,
             captured=bool(flags & L.FLAG_CAPTURE),
+            took_from=_member(channel, source - 1),
         )
+
+
+def _member(channel: Channel, place: int) -> int | None:
+    """Return the rank at a place of the channel's group; None if there is none."""
+    ranks = channel.group.ranks
+    return ranks[place] if 0 <= place < len(ranks) else None
 
 
 def _moment(word: int, own: int, ticks: int, announced_ns: int) -> int:

@@ -226,7 +226,18 @@ class CompletionTracker:
             self.synchronous.pop(token.thread, None)
         else:
             self.in_flight.pop(work, None)
+        if error is None and token.args.flags & L.FLAG_ANY_SOURCE:
+            self._note_source(token, work)
         self._after_wait(token, error)
+
+    def _note_source(self, token: Token, work: Any) -> None:
+        """Record whose message a receive from any source took."""
+        try:
+            source = work._source_rank()
+            if source >= 0:
+                self.writer.mark_value(token.offset, L.SOURCE, token.index, source + 1)
+        except Exception as error:  # a backend that does not tell: the source stays unknown
+            log.debug("commlens: a receive's source is unknown: %s", error)
 
     def _after_wait(self, token: Token, error: BaseException | None) -> None:
         try:

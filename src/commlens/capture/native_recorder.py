@@ -235,7 +235,7 @@ class NativeRecorder(Recorder):
                 verifier.before_planned_wait(native.args, number, code, absent, native.index)
         except BaseException as error:
             if native is not None:
-                self.engine.wait_ended(native, error)
+                self.engine.wait_ended(native, error, None)
             raise error.with_traceback(None) from error.__cause__
 
     def after_verified_issue(self, token: Token) -> None:
@@ -266,10 +266,10 @@ class NativeRecorder(Recorder):
 
     def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
         """Note that this wait ended."""
-        self.engine.wait_ended(token, error)
+        self.engine.wait_ended(token, error, work)
 
     def _after_wait(self, token: Any, error: BaseException | None) -> None:
-        self.engine.wait_ended(token, error)
+        self.engine.wait_ended(token, error, None)
 
     def tensor_wait_begins(self, tensor: Any) -> Any:
         """Note that a thread is about to block in ``wait_tensor(tensor)``."""

@@ -211,6 +211,8 @@ class Collective(msgspec.Struct, gc=False):
     # label of the issuing library region, if known ("FSDP::all_gather (layers.0)")
     module: str | None = None
     captured: bool = False  # into a CUDA graph, so it did not run
+    # of a receive from any source that has completed: the rank whose message it took
+    took_from: int | None = None
 
     @property
     def op(self) -> str:

@@ -82,7 +82,7 @@ py::dict layout() {
   COMMLENS_LAYOUT(FLAG_COALESCED_MEMBER); COMMLENS_LAYOUT(FLAG_COALESCED_END); COMMLENS_LAYOUT(FLAG_CONCURRENT);
   COMMLENS_LAYOUT(FLAG_ENTERED); COMMLENS_LAYOUT(FLAG_ANY_SOURCE); COMMLENS_LAYOUT(FLAG_CAPTURE);
   COMMLENS_LAYOUT(TICK_NS); COMMLENS_LAYOUT(ENTERED); COMMLENS_LAYOUT(RETURNED); COMMLENS_LAYOUT(WAIT_BEGAN);
-  COMMLENS_LAYOUT(WAIT_ENDED); COMMLENS_LAYOUT(DONE); COMMLENS_LAYOUT(OUTCOME); COMMLENS_LAYOUT(REDUCE_OP);
+  COMMLENS_LAYOUT(WAIT_ENDED); COMMLENS_LAYOUT(DONE); COMMLENS_LAYOUT(OUTCOME); COMMLENS_LAYOUT(REDUCE_OP); COMMLENS_LAYOUT(SOURCE);
   COMMLENS_LAYOUT(DURATION); COMMLENS_LAYOUT(TAG_MASK);
   COMMLENS_LAYOUT(OUTCOME_NONE); COMMLENS_LAYOUT(OUTCOME_COMPLETED); COMMLENS_LAYOUT(OUTCOME_UNKNOWN);
   COMMLENS_LAYOUT(HOW_NOT_YET); COMMLENS_LAYOUT(HOW_RETURN); COMMLENS_LAYOUT(HOW_WAIT); COMMLENS_LAYOUT(HOW_POLL); COMMLENS_LAYOUT(HOW_UNKNOWN);
@@ -234,8 +234,9 @@ PYBIND11_MODULE(commlens_native, module) {
         return self.hot().completion.wait_begins(work.cast<c10d::Work*>(), work.ptr());
       })
       .def("tensor_wait_begins", [](Engine& self, const at::Tensor& tensor) { return self.hot().completion.tensor_wait_begins(tensor); })
-      .def("wait_ended", [](Engine& self, const TokenPtr& token, const py::object& error) {
-        self.hot().completion.wait_ended(token, error.is_none() ? nullptr : &error);
+      .def("wait_ended", [](Engine& self, const TokenPtr& token, const py::object& error, const py::object& work) {
+        const c10d::Work* waited = work.is_none() ? nullptr : work.cast<c10d::Work*>();
+        self.hot().completion.wait_ended(token, error.is_none() ? nullptr : &error, waited);
       })
       .def("coalescing_starts", [](Engine& self) { self.hot().coalesced_groups.start(); })
       .def("coalescing_ends", [](Engine& self) -> py::object {

@@ -82,7 +82,8 @@ class Completion {
     return token;
   }
 
-  void wait_ended(const TokenPtr& token, const py::object* error) {
+  // `work` is the Work that was waited for; null if it is not known.
+  void wait_ended(const TokenPtr& token, const py::object* error, const c10d::Work* work = nullptr) {
     if (token->phase != Token::ISSUED) {
       token->phase = Token::ENDED;
     } else {
@@ -95,6 +96,7 @@ class Completion {
     if (error) {
       host_.mark_failed(token->offset, token->index, *error, this_thread(), HOW_WAIT);
     } else {
+      if (work && token->args->flags & FLAG_ANY_SOURCE) note_source(*token, *work);
       const uint64_t now = now_ns();
       box_.wait_completed(token->offset, token->index, now, this_thread());
       if (timing_) time(*token, now);
@@ -228,6 +230,15 @@ class Completion {
 
   static void keep_older(TokenPtr& oldest, const TokenPtr& token) {
     if (!oldest || token->index < oldest->index) oldest = token;
+  }
+
+  // Records whose message a receive from any source took.
+  void note_source(const Token& token, const c10d::Work& work) {
+    try {
+      const int source = work.sourceRank();
+      if (source >= 0) box_.mark_value(token.offset, SOURCE, token.index, static_cast<uint64_t>(source) + 1);
+    } catch (const std::exception&) {  // the backend does not tell: the source stays unknown
+    }
   }
 
   void mark_wait(Token& token) {

@@ -33,6 +33,7 @@ constexpr uint64_t WAIT_ENDED = 144;
 constexpr uint64_t DONE = 152;
 constexpr uint64_t OUTCOME = 160;
 constexpr uint64_t REDUCE_OP = 176;
+constexpr uint64_t SOURCE = REDUCE_OP;  // of a receive from any rank
 constexpr uint64_t DURATION = 184;
 constexpr uint64_t TAG_MASK = 0xFFFF;
 

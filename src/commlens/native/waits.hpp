@@ -45,7 +45,8 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   if (!token) return result;
   try {
     if (result) {
-      recorder->completion.wait_ended(token, nullptr);
+      const bool any_source = token->args->flags & FLAG_ANY_SOURCE;
+      recorder->completion.wait_ended(token, nullptr, any_source ? py::cast<c10d::Work*>(py::handle(arguments[0])) : nullptr);
     } else {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
