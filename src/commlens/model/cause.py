@@ -564,6 +564,22 @@ class NoSuchPeer(Cause, tag="no-such-peer", kw_only=True):
     source: str | None  # file name and line number
 
 
+class TakenMessage(Cause, tag="taken-message", kw_only=True):
+    """A receive that names a sender, after a receive from any source took that sender's message."""
+
+    rank: Rank  # that receives
+    receive: CollectiveRef
+    group: GroupRef | None
+    # file names and line numbers: of the receive, of the one from any source, of the message that
+    # this took, and of the message of another rank that it could have taken
+    source: str | None
+    taken_at: str | None
+    sent_at: str | None
+    other_sender: Rank
+    other_sent_at: str | None
+    races: bool  # nothing orders the two messages
+
+
 RefusedFor = Literal["wrong-arguments", "ended", "not-arrived", "cycle", "disagreement"]
 """Why strict verification refused a call, where the records do not show it.
 
@@ -672,6 +688,7 @@ AnyCause = (
     | ToldByErrors
     | Refused
     | NoSuchPeer
+    | TakenMessage
     | LatentFault
     | ToldByLogs
     | Unexplained

@@ -166,7 +166,7 @@ def send(
 
 def recv(
     group: ProcessGroup,
-    peer: int,
+    peer: int | None,
     shape: int = 8,
     *,
     line: int,
@@ -301,7 +301,8 @@ class Job:
         log.issued += 1
         if op.is_point_to_point:
             ends = (one.rank, action.peer) if op.op == "send" else (action.peer, one.rank)
-            self.sent[(channel.key, *ends, action.tag, op.op)].append(op)
+            if op.peer is not None:
+                self.sent[(channel.key, *ends, action.tag, op.op)].append(op)
             if op.op == "send":
                 self._complete(op)
                 return
@@ -332,6 +333,8 @@ class Job:
     def _fits(self, rank: int, op: Collective) -> bool:
         """Whether the backend would complete it now."""
         key = op.channel.key
+        if op.op == "recv" and op.peer is None:
+            return self._takes_any(rank, op)
         if op.op == "recv":
             mine = self.sent[(key, op.peer, rank, op.tag, "recv")]
             return len(self.sent[(key, op.peer, rank, op.tag, "send")]) > next(
@@ -352,6 +355,17 @@ class Job:
             for rank, o in met.items()
         }
         return len(sizes) == 1
+
+    def _takes_any(self, rank: int, op: Collective) -> bool:
+        """Give a receive from any source the first message that nobody takes, by rank as gloo."""
+        key = op.channel.key
+        for source in key[2]:
+            taken = self.sent[(key, source, rank, op.tag, "recv")]
+            if len(self.sent[(key, source, rank, op.tag, "send")]) > len(taken):
+                taken.append(op)
+                op.took_from = source
+                return True
+        return False
 
     # --- what is recorded
 

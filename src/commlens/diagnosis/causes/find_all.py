@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.causes.any_source import find_taken_messages
 from commlens.diagnosis.causes.consequences import (
     demote_consequences,
     demote_cut_waits,
@@ -70,9 +71,10 @@ def _find_what_blocks(context: Context, sinks: Sequence[Node]) -> None:
     dead = {node.rank: node for node in sinks if node.kind == "dead"}
     find_deaths(context, dead, told=find_told_by_errors(context, dead))
     find_skipped_writes(context)
+    explained = find_taken_messages(context)
     find_cycles(context)
-    nowhere = find_no_such_peer(context)
-    left = find_departures(context, [node for node in sinks if node.rank not in nowhere])
+    explained |= find_no_such_peer(context)
+    left = find_departures(context, [node for node in sinks if node.rank not in explained])
     find_missing(context, [node for node in left if node.kind == "absent"])
     find_unwritten(context, [node for node in sinks if node.kind == "key"])
     _find_stuck(context, [node for node in sinks if node.kind == "stuck"])

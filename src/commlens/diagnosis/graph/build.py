@@ -8,6 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.any_source import pair_with_any_source
 from commlens.diagnosis.graph.store_keys import expected_writer
 from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
 from commlens.diagnosis.index.job_index import (
@@ -19,7 +20,6 @@ from commlens.diagnosis.index.job_index import (
     is_queued,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, Frame, State
 
 _EDGES_MAX = 1_000_000
@@ -343,19 +343,18 @@ class _Builder:
     def _find_match(
         self, view: RankView, other: RankView, key: ChannelKey, op: Collective
     ) -> Collective | None:
-        mine = view.pairs.get((key, other.rank, op.op), [])
-        theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
         if not op.sequence_number:
+            back = "recv" if op.op == "send" else "send"
+            theirs = other.pairs.get((key, view.rank, back), [])
             return theirs[-1] if theirs and theirs[-1].index in other.open_pairs else None
-        complete = not (view.wrapped or other.wrapped)
         if op.op == "send":
-            pairs = pair_messages(mine, theirs, complete=complete)
+            pairs = pair_with_any_source(view, other, key)
             met = next((recv for send, recv in pairs if send is op), None)
             any_source = other.pairs.get((key, -1, "recv"), [])
             return met or (
                 any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None
             )
-        pairs = pair_messages(theirs, mine, complete=complete)
+        pairs = pair_with_any_source(other, view, key)
         return next((send for send, recv in pairs if recv is op), None)
 
     def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:

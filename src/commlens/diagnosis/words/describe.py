@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from commlens.diagnosis.causes.any_source import FoundTakenMessage
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.cycle import FoundCycle, FoundDeparture
 from commlens.diagnosis.causes.dead import FoundDead
@@ -23,6 +24,7 @@ from commlens.diagnosis.causes.told_by_errors import FoundInErrors
 from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
 from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
+    any_source,
     cycle,
     dead,
     ended,
@@ -64,6 +66,7 @@ _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
     FoundStartedTwice: lambda _, found: started_twice.words(found),
     FoundStuckGroups: stuck_inside.words_of_groups,
     FoundStuckInside: stuck_inside.words,
+    FoundTakenMessage: any_source.words,
     FoundUnrecorded: unrecorded.words,
     FoundUnwritten: unwritten.words,
     FoundWorking: working.words,

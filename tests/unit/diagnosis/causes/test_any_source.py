@@ -1,0 +1,128 @@
+"""Receives from any source: those that take the message of a later receive, and legal ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from builders import Die, Job, Stay, all_reduce, recv, send
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.cause import TakenMessage
+from commlens.model.ranklog import End, Observation
+from commlens.model.verdict import Verdict
+
+
+def judge(size: int, program: object) -> Verdict:
+    verdict = diagnose_logs(Job(size).run(program).logs())
+    assert [finding.root_cause for finding in verdict.findings].count(True) <= 1
+    return verdict
+
+
+def gather(job: Job, rank: int) -> Iterator[object]:
+    """Rank 0 takes a message from any rank, and then the one of rank 1."""
+    if rank == 0:
+        yield recv(job.world, None, line=10)
+        yield recv(job.world, 1, line=11)
+    else:
+        yield send(job.world, 0, line=20 + rank)
+    yield all_reduce(job.world, line=30)
+
+
+def test_the_receive_from_any_source_took_the_message() -> None:
+    verdict = judge(3, gather)
+    assert (verdict.kind, verdict.culprits, verdict.certain) == ("mismatch/p2p", [0], True)
+    assert verdict.victims == [1, 2]
+    cause = verdict.findings[0].cause
+    assert isinstance(cause, TakenMessage)
+    assert (cause.source, cause.taken_at) == ("train.py:11", "train.py:10")
+    assert (cause.sent_at, cause.other_sender, cause.other_sent_at) == (
+        "train.py:21",
+        2,
+        "train.py:22",
+    )
+    assert cause.races
+
+
+def test_messages_that_a_collective_orders_do_not_race() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 1:
+            yield send(job.world, 0, line=20)
+        yield all_reduce(job.world, line=30)
+        if rank == 2:
+            yield send(job.world, 0, line=21)
+        if rank == 0:
+            yield recv(job.world, None, line=10)
+            yield recv(job.world, 1, line=11)
+        yield all_reduce(job.world, line=31)
+
+    cause = judge(3, program).findings[0].cause
+    assert isinstance(cause, TakenMessage)
+    assert not cause.races
+
+
+def test_a_sender_that_has_ended_sends_no_more() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield from list(gather(job, rank))[: None if rank == 0 else 1]
+
+    cause = judge(3, program).findings[0].cause
+    assert isinstance(cause, TakenMessage)
+
+
+def test_a_sender_that_still_runs_may_send_more() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for action in gather(job, rank):
+            yield action
+            if rank == 1:
+                yield Stay(57, "load_batch")
+
+    verdict = judge(3, program)
+    assert (verdict.kind, verdict.culprits) == ("missing", [1])
+
+
+def test_a_sender_that_died_is_to_blame() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for action in gather(job, rank):
+            yield action
+            if rank == 1:
+                yield Die(Observation(End.KILLED, exit_code=-9, signal="SIGKILL"))
+
+    verdict = judge(3, program)
+    assert (verdict.kind, verdict.culprits) == ("dead", [1])
+
+
+def test_the_rest_of_a_message_comes_from_the_sender_of_its_header() -> None:
+    """Rank 2 leaves out the rest of its second message, and rank 3 has sent a header."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        senders = [1, 2, 3, 1, 2, 3]
+        for i, sender in enumerate(senders):
+            if rank == 0:
+                yield recv(job.world, None, line=10)
+                yield recv(job.world, sender, line=11)
+            elif rank == sender:
+                yield send(job.world, 0, line=20)
+                if (rank, i) != (2, 4):
+                    yield send(job.world, 0, line=21)
+            if i != 4:
+                yield all_reduce(job.world, line=30)
+
+    verdict = judge(4, program)
+    assert not isinstance(verdict.findings[0].cause, TakenMessage)
+    assert (verdict.kind, verdict.culprits) == ("cycle", [])
+
+
+def test_a_sum_from_any_source_is_legal() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            for _ in range(3):
+                if rank == 0:
+                    yield recv(job.world, None, line=10)
+            if rank:
+                yield send(job.world, 0, line=20)
+            yield all_reduce(job.world, line=30)
+        if rank == 1:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.world, line=31)
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.culprits) == ("missing", [1])
