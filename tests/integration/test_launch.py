@@ -169,7 +169,22 @@ def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> Non
         os.kill(program.process.pid, number)
     assert ours.end() == theirs.end() != 0
     assert "VERDICT" not in ours.error
+    assert ("the launcher received SIGTERM" in ours.error) == (number == signal.SIGTERM)
     assert bench.boxes_left == []
+
+
+def test_a_job_whose_terminal_goes_away(bench: Bench) -> None:
+    program = bench.launch("train.py", "sleep")
+    program.until("training")
+    os.kill(program.process.pid, signal.SIGHUP)
+    assert program.end() != 0
+    said = " ".join(program.error.split())
+    assert (
+        "commlens: the launcher received SIGHUP and ends the job. The system sends SIGHUP to the"
+        " programs of a terminal or an ssh session that goes away. Start the job so that it"
+        " outlives its terminal"
+    ) in said
+    assert "VERDICT" not in said
 
 
 @pytest.mark.long

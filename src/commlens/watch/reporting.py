@@ -68,8 +68,9 @@ def say_to_stderr(message: str | Verdict) -> None:
         from commlens.reports.terminal import render
 
         text = render(message, width, colour=colour).rstrip("\n")
-    sys.stderr.write("".join(f"{line.rstrip()}\n" for line in text.split("\n")))
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stderr.write("".join(f"{line.rstrip()}\n" for line in text.split("\n")))
+        sys.stderr.flush()
 
 
 def _as_notice(verdict: Verdict) -> str:

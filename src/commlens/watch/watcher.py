@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -216,9 +216,17 @@ class Watcher:
         return min(CALM_POLL_S, max(POLL_S, self.settings.stall_timeout / 12)) if calm else POLL_S
 
     def _on_signals(self, numbers: bytes) -> None:
-        if _STOP_NUMBERS.intersection(numbers) and not self._over and self._deaths.first is None:
+        stops = _STOP_NUMBERS.intersection(numbers)
+        if stops and not self._over and self._deaths.first is None:
             self._over = True
             self._report_before_stop()
+            self._tell_stop(stops)
+
+    def _tell_stop(self, numbers: Iterable[int]) -> None:
+        from commlens.diagnosis.words.next_steps import stopped_line
+
+        for number in sorted(numbers):
+            self.reporter.say_all(filter(None, [stopped_line(signal_name(number))]))
 
     def _tick(self) -> None:
         if (

@@ -9,6 +9,7 @@ import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.words.next_steps import stopped_line
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -180,3 +181,16 @@ def test_ranks_that_only_receive_are_told_to_send() -> None:
     assert verdict.next_step.startswith(
         "make one of ranks 0-1 send before it receives: all of them receive, at train.py:30"
     )
+
+
+@pytest.mark.parametrize(
+    ("signal", "advice"),
+    [("SIGHUP", "nohup or setsid"), ("SIGTERM", "scheduler's log"), ("SIGINT", None)],
+)
+def test_a_launcher_that_was_stopped(signal: str, advice: str | None) -> None:
+    line = stopped_line(signal)
+    if advice is None:
+        assert line == ""
+    else:
+        assert line.startswith(f"the launcher received {signal} and ends the job. ")
+        assert advice in line
