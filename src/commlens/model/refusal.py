@@ -27,3 +27,5 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     absent: tuple[int, ...] = ()  # of "dead" and "missing": the ranks that ended or did not arrive
     culprits: tuple[int, ...] = ()  # the ranks whose own arguments are wrong, whatever others do
     waits: tuple[RefusedWait, ...] = ()  # of a cycle
+    # the message's table: ("Input shapes of x:", "Process 0: [2]  float32   train.py:21 in main")
+    table: tuple[str, ...] = ()

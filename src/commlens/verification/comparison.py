@@ -164,12 +164,11 @@ class Comparison:
         if answer is None:
             return  # the peers that differed have withdrawn their announcements
         subject, rows = self.subject(pending), self.rows(pending)
-        text = (
-            leaves_text(answer, subject, rows)
-            if isinstance(answer, LeafDisagreement)
-            else mismatch_text(answer, subject, rows)
-        )
-        self._refusals.post(pending, mismatch_refusal(answer.aspect, subject, rows), text)
+        if isinstance(answer, LeafDisagreement):
+            text, leaves = leaves_text(answer, subject, rows), answer
+        else:
+            text, leaves = mismatch_text(answer, subject, rows), None
+        self._refusals.post(pending, mismatch_refusal(answer.aspect, subject, rows, leaves), text)
 
 
 def table_row(rank: int, blob: dict[str, Any]) -> Row:

@@ -50,6 +50,8 @@ _MISMATCHES = {
 _OTHER_OPS = "ranks issued different operations as the same collective of their group"
 _CYCLE = "ranks wait for each other, and none of them can continue"
 _LEAVES_SHOWN = 8
+_ROW = "  - "
+_ROWS_KEPT = 16  # in the facts; the text has all
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -162,14 +164,23 @@ def absence_refusal(
     )
 
 
-def mismatch_refusal(aspect: str, subject: Subject, rows: Sequence[Row]) -> Refusal:
-    """Return the facts of a message about ranks that disagree in ``aspect``."""
+def mismatch_refusal(
+    aspect: str,
+    subject: Subject,
+    rows: Sequence[Row],
+    leaves: LeafDisagreement | None = None,
+) -> Refusal:
+    """Return the facts of a message about ranks that disagree in ``aspect``: of a user's function,
+    in these ``leaves`` of its arguments.
+    """
     reason = _MISMATCHES[aspect][0] if aspect in _MISMATCHES else _OTHER_OPS
+    lines = _leaves_table(leaves, rows) if leaves is not None else _table(aspect, rows)
     return Refusal(
         f"mismatch/{aspect}",
         aspect=aspect,
         reason=reason,
         operation=_operation_name(subject, rows, aspect),
+        table=tuple(line.removeprefix(_ROW) for line in lines[:_ROWS_KEPT]),
     )
 
 
@@ -273,16 +284,20 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
         subject: the call and its group.
         rows: all ranks that have announced, in order of rank.
     """
-    reason, heading = _MISMATCHES[answer.aspect]
-    lines = [
-        f"Cannot apply desired operation due to {reason}.",
-        "",
-        _operation(subject, rows, answer.aspect),
-    ]
+    return "\n".join(
+        [
+            f"Cannot apply desired operation due to {_MISMATCHES[answer.aspect][0]}.",
+            "",
+            _operation(subject, rows, answer.aspect),
+            *_leaves_table(answer, rows),
+        ]
+    )
+
+
+def _leaves_table(answer: LeafDisagreement, rows: Sequence[Row]) -> list[str]:
     if not answer.at:
-        return "\n".join(
-            [*lines, "The arguments differ, but have too many elements to show where."]
-        )
+        return ["The arguments differ, but have too many elements to show where."]
+    heading, lines = _MISMATCHES[answer.aspect][1], []
     places = {row.rank: row.where for row in rows}
     for path, words in answer.at[:_LEAVES_SHOWN]:
         lines += [
@@ -293,7 +308,7 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
             ),
         ]
     more = len(answer.at) - _LEAVES_SHOWN
-    return "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
+    return [*lines, *([f"... and {more} more"] if more > 0 else [])]
 
 
 def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
@@ -341,7 +356,7 @@ def _lines(aspect: str, rows: Sequence[tuple[int, tuple[str, str], str]]) -> lis
     lines = []
     for head, content in zip(heads, grouped, strict=True):
         shown = "  ".join(cell.ljust(widths[i]) for i, cell in enumerate(content[:2]) if widths[i])
-        lines.append(f"  - {head.ljust(width)} {shown}   {content[2]}".rstrip())
+        lines.append(f"{_ROW}{head.ljust(width)} {shown}   {content[2]}".rstrip())
     return lines
 
 

@@ -84,6 +84,7 @@ def _disagreement(context: Context, found: FoundRefused) -> Words:
         summary=f"strict verification refused a call on {raised}: {refusal.reason}",
         explanation=f"It was {refusal.operation}.",
         next_step="compare the arguments with which these ranks make this call",
-        evidence=phrases.exits(context, found.cause.raised),
+        evidence=[row.rstrip(":") for row in refusal.table]
+        or phrases.exits(context, found.cause.raised),
         would_raise_confidence="The exception's whole text is in the output of these ranks.",
     )
