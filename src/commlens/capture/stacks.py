@@ -1,4 +1,4 @@
-"""Python stacks: interned on the hot path, and of all threads for the watchdog thread."""
+"""Take Python stacks: of a collective, interned, and of all threads, for the watchdog thread."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
 
 MAX_FRAMES = 96
+_MAX_NATIVE_FRAMES = 128
 _CACHE_LIMIT = 20_000
 
 
@@ -60,13 +61,7 @@ class StackTable:
         known: tuple[int, list[CodeType], list[list[Any]]] | None,
     ) -> int:
         if known is None:
-            codes, frames = [], []
-            walk: FrameType | None = frame
-            while walk is not None:
-                codes.append(walk.f_code)
-                frames.append([walk.f_code.co_filename, walk.f_lineno or 0, walk.f_code.co_name])
-                walk = walk.f_back
-            frames = shortened(frames)
+            codes, frames = _code_objects(frame), frames_of(frame)
             if len(self._known) >= _CACHE_LIMIT:
                 self._known = {}
         else:
@@ -74,6 +69,14 @@ class StackTable:
         position: int = self._writer.add_blob({"k": "stack", "f": frames})
         self._known[key] = (position, codes, frames)
         return position
+
+
+def _code_objects(frame: FrameType | None) -> list[CodeType]:
+    codes: list[CodeType] = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes
 
 
 def shortened(frames: list[list[Any]]) -> list[list[Any]]:
@@ -96,17 +99,20 @@ def frames_of(frame: FrameType | None) -> list[list[Any]]:
 
 
 def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of all other threads as the evidence holds them, the main thread first, and
-    a hash of the main thread's.
+    """Return the stacks of all other threads, the main thread first, and a hash that changes when
+    the main thread moves.
 
-    Where the main thread runs only a library's code, as in Ray's workers, the hash is also of the
-    one whose native id is ``issuing``.
+    If the main thread runs only library code, as in Ray's workers, the hash also covers the stack
+    of the thread that issues collectives.
+
+    Args:
+        issuing: native id of the thread that issued the last collective; 0: none did.
     """
     own = threading.get_ident()
     known = {thread.ident: thread for thread in threading.enumerate()}
     threads: list[dict[str, Any]] = []
-    main_hash = of_issuing = 0
-    is_users = True
+    main_hash = issuing_hash = 0
+    main_runs_user_code = True
     for ident in _threads_with_frames():
         if ident == own:
             continue
@@ -117,13 +123,13 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
         is_main = thread is threading.main_thread()
         if is_main:
             main_hash = _hash(walked)
-            is_users = any(_is_users(code.co_filename) for code, _, _ in walked)
+            main_runs_user_code = any(_is_user_code(code.co_filename) for code, _, _ in walked)
         elif thread is not None and thread.native_id == issuing:
-            of_issuing = _hash(walked)
+            issuing_hash = _hash(walked)
         native_id = thread.native_id if thread is not None else None
         threads.append(
             {
-                # after a fork, Python 3.11 has the parent's for its main thread
+                # after a fork, Python 3.11 keeps the parent's native id for the main thread
                 "tid": os.getpid() if is_main else native_id or 0,
                 "name": thread.name if thread is not None else f"thread {ident}",
                 "main": is_main,
@@ -133,24 +139,24 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
-    return threads, main_hash if is_users else hash((main_hash, of_issuing))
+    return threads, main_hash if main_runs_user_code else hash((main_hash, issuing_hash))
 
 
 def _hash(walked: list[tuple[CodeType, int | None, int]]) -> int:
-    return hash(tuple((id(code), at) for code, _, at in walked))
+    return hash(tuple((id(code), offset) for code, _, offset in walked))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_users(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     return frame_kind(file, kind_prefixes({})) is FrameKind.USER
 
 
 # A thread that holds another thread's frame when that frame returns takes over its locals, and
 # drops them in the wrong thread and too late: a guard that torch keeps in a local then never
-# restores its setting (on torch 2.6 that broke compilations). So another thread's frames must not
-# outlive our hold on the GIL, which any bytecode may release. Each of the two functions below walks
-# the frames in a single C call, which cannot release it, and keeps only code objects and line
-# numbers.
+# restores its setting (on torch 2.6 that broke compilations). So we must drop another thread's
+# frames before the GIL is released, which may happen between any two bytecodes. Each of the two
+# functions below therefore walks the frames in a single C call, and keeps only code objects and
+# line numbers.
 
 
 def _threads_with_frames() -> list[int]:
@@ -175,19 +181,19 @@ def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
     )
 
 
-def native_frames(limit: int = 64) -> list[list[Any]]:
-    """Return the C++ and Python frames of the calling thread, innermost first, by torch's own
-    unwinder, which is slow.
+def native_frames() -> list[list[Any]]:
+    """Return the C++ and Python frames of the calling thread, innermost first. This is slow:
+    torch's own unwinder finds them.
     """
     from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
     (frames,) = symbolize_tracebacks([gather_traceback(True, False, True)])
     result: list[list[Any]] = []
-    for frame in frames[: 4 * limit]:
+    for frame in frames[:_MAX_NATIVE_FRAMES]:
         file, line, name = (
             str(frame.get("filename", "")),
             int(frame.get("line", 0)),
             str(frame.get("name", "??")),
         )
         result.append([file, line, name] if file.endswith(".py") else [file, line, name, "n"])
-    return result[: 2 * limit]
+    return result
