@@ -52,10 +52,10 @@ def read_status(
 def read_box(
     source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None
 ) -> RankLog:
-    """Read a whole black box, live or copied: a file, or its content. A live one is as of now.
+    """Read a whole black box, live or copied, from its file or its content.
 
-    A copy may be packed. Damaged and overwritten records are skipped and reported in
-    ``RankLog.problems``.
+    A live box is read as it is now. A copy may be packed. Damaged and overwritten records are
+    skipped and reported in ``RankLog.problems``.
 
     Raises:
         FormatError: the file cannot be opened, is not a black box of this version, or its header is
@@ -113,7 +113,7 @@ class OpenBox:
     def status(self) -> BoxStatus:
         """Read the identity and the live words: 4 KiB."""
         identity = self.identity
-        return read_live(self._read_mended(0, L.HEADER_SIZE), identity)
+        return read_live(self._read_with_first_header(0, L.HEADER_SIZE), identity)
 
     @property
     def identity(self) -> Identity:
@@ -123,9 +123,9 @@ class OpenBox:
             self._identity, self._first_header = read_identity(header, self.name), header
         return self._identity
 
-    def _read_mended(self, offset: int, length: int) -> bytes:
-        """Read bytes; of the header, what never changes as it was read first: it may have been
-        damaged since.
+    def _read_with_first_header(self, offset: int, length: int) -> bytes:
+        """Read bytes. Take the constant fields of the header from the first time it was read, since
+        they may have been damaged later.
         """
         found, first = self.read(offset, length), self._first_header
         if offset or not first or len(found) < L.HEADER_SIZE:
@@ -147,14 +147,14 @@ class OpenBox:
         return {position: reader.stack(position) for position in positions}
 
     def packed(self, *, newest: int | None = None) -> bytes:
-        """Return a packed copy for a dump, with torn records read again: the whole, or only its
-        ``newest`` records.
+        """Return a packed copy for a dump, of the whole box or only its ``newest`` records. Torn
+        records are read again.
         """
         return pack(self._parts(newest), newest)
 
     def classifier(self) -> Callable[[str], FrameKind]:
-        """Return a classifier of source files by the process's folders, for stacks that are taken
-        from outside.
+        """Return a function from a source file to the owner of its code, by the process's folders.
+        It is for stacks that are taken from outside the process.
         """
         prefixes = kind_prefixes(self.identity.about)
         return lambda file: frame_kind(file, prefixes)
@@ -179,7 +179,7 @@ class OpenBox:
             size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
-        return read_parts(self._read_mended, size, self.name, live=True, newest=newest)
+        return read_parts(self._read_with_first_header, size, self.name, live=True, newest=newest)
 
     def read(self, offset: int, length: int) -> bytes:
         """Read bytes from the file, fewer at its end."""
