@@ -16,21 +16,21 @@ from commlens.errors import FormatError
 
 # heartbeat, Unix heartbeat, records announced, bytes written to the side table
 _LIVE: Final = struct.Struct("<4Q")
-# The fields of a slot that a comparison needs; announcement, module, thread and all life words but
-# one are skipped.
+# The fields of a slot that a comparison needs: all but the announcement, the module, the thread and
+# the life words other than the reduce op's.
 _SLOT: Final = struct.Struct(
     f"<Q8xQQQ8xQQQq4xIiII{L.REDUCE_OP - L.RECORD_CRC_AT - 4}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x"
 )
 _REDUCE_WORD: Final = struct.Struct(f"<{L.REDUCE_OP}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
-# reads of an announced but torn record: its writer may have been preempted, or died, in mid-write
-_LATE_READS: Final = 20
+# how often a torn record is read again: its writer may have been preempted, or died, in mid-write
+_TORN_READS_MAX: Final = 20
 _BLOB_GUESS: Final = 768  # most blobs are shorter: one read
 
 
 Raw = tuple[int, ...]
-"""One new record: index, positions of the blobs of group, arguments and stack, sequence number,
-step, coalescing id, tag, flags, peer, members, CRC, and the raw life word of the reduce op (see
-:func:`reduce_code`).
+"""One new record: (0) index, (1-3) positions of the blobs of group, arguments and stack, (4)
+sequence number, (5) step, (6) coalescing id, (7) tag, (8) flags, (9) peer, (10) members, (11) CRC,
+and (12) the raw life word of the reduce op (see :func:`reduce_code`).
 """
 
 
@@ -50,22 +50,22 @@ class BoxTail:
         self._box = box
         self.capacity = identity.capacity
         self._side_at, self._side_size = identity.side_at, identity.side_size
-        self.next = first
+        self.next = first  # index of the first record to read at the next poll
         # records that were overwritten before they were read, skipped, or torn for good
         self.missed = 0
         self.heartbeat = 0  # of the rank's watchdog thread, CLOCK_MONOTONIC ns, as of the last poll
-        self.issued = 0
-        self._late: dict[int, int] = {}  # index of a torn record: number of reads so far
+        self.issued = 0  # index of the newest record, as of the last poll
+        self._torn: dict[int, int] = {}  # index of a torn record: number of reads so far
 
     def poll(self, at_most: int) -> list[Raw]:
-        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the
-        newest are read.
+        """Return the new records, oldest first, after those that were torn at earlier polls. Of
+        more than ``at_most`` new records, only the newest are read.
         """
         live = self._box.read(L.HEARTBEAT_MONO, _LIVE.size)
         if len(live) < _LIVE.size:
             raise FormatError(f"{self._box.name} was cut off while it was read.")
         self.heartbeat, _, self.issued, _ = _LIVE.unpack(live)
-        found = self._reread_late() if self._late else []
+        found = self._reread_torn() if self._torn else []
         if self.issued < self.next:
             return found
         first = max(self.next, self.issued - min(self.capacity, at_most) + 1)
@@ -132,14 +132,14 @@ class BoxTail:
             elif raw[0] > index:
                 self.missed += 1  # overwritten
             else:
-                self._late[index] = 0
+                self._torn[index] = 0
             index += 1
             at += size
         return found
 
-    def _reread_late(self) -> list[Raw]:
+    def _reread_torn(self) -> list[Raw]:
         found: list[Raw] = []
-        for index, reads in list(self._late.items()):
+        for index, reads in list(self._torn.items()):
             slot = self._slots(index, index)
             raw = _SLOT.unpack(slot) if len(slot) == _SLOT.size else None
             if (
@@ -148,12 +148,12 @@ class BoxTail:
                 and raw[11] == zlib.crc32(slot[: L.RECORD_CRC_AT])
             ):
                 found.append(raw)
-            elif reads < _LATE_READS and index + self.capacity > self.issued:
-                self._late[index] = reads + 1
+            elif reads < _TORN_READS_MAX and index + self.capacity > self.issued:
+                self._torn[index] = reads + 1
                 continue
             else:
                 self.missed += 1
-            del self._late[index]
+            del self._torn[index]
         return found
 
     def _slots(self, first: int, last: int) -> bytes:

@@ -77,7 +77,7 @@ def test_a_record_that_never_becomes_whole_is_given_up(box: Box, tail: BoxTail) 
     for _ in range(40):
         tail.poll(ALL)
     assert tail.missed == 1
-    assert not tail._late
+    assert not tail._torn
 
 
 def test_a_number_that_a_thread_drew_and_has_not_written(box: Box, tail: BoxTail) -> None:
