@@ -50,11 +50,12 @@ class FoundMismatch:
     cause: MismatchCause
     mismatch: Mismatch
     op: Collective  # of the first suspect that has a record
-    shown: Collective  # that the finding is about
+    # the collective that the finding shows: ``op``, or what a rank out of step skipped or added
+    shown: Collective
     suspects: list[int]  # the culprits; on a tie, all ranks that met
-    usual: Collective | None  # of the first other rank
+    usual: Collective | None  # what the first rank that is no suspect issued instead
     paths: tuple[Path, Path]  # of the first suspect and of the others, from where they part
-    been_there: bool  # the first suspect has issued this op from the same lines before
+    been_there: bool  # whether the first suspect has issued this op from the same lines before
     alike: list[FoundMismatch] = field(default_factory=list)  # ties that are the same fault
 
 
@@ -68,8 +69,8 @@ class FoundRace:
 
 
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
-    """Add each mismatch, whether it blocks ranks or is silent; or several of them that are one
-    fault.
+    """Add a cause for each mismatch, also for those that block no rank. Ties between the same lines
+    are one fault, and share a cause.
     """
     ties: dict[Hashable, FoundMismatch] = {}
     astray = {
@@ -86,8 +87,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
             continue
         found = _found(context, mismatch, blocked)
         if mismatch.tie:
-            known = ties.setdefault(_lines_of_tie(found), found)
-            # the same lines disagree for other ranks or in other groups: it is one fault
+            known = ties.setdefault(_key_of_tie(found), found)
             if known is not found and found.op.call_lines:
                 _add_alike(known, found)
                 continue
@@ -106,13 +106,17 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
 
 
 def _order(mismatch: Mismatch) -> tuple[int, ...]:
+    """Return a sort key: the mismatch whose culprit issued its collective earliest comes first."""
     first = min(
         (mismatch.ops[rank].index for rank in mismatch.culprits if rank in mismatch.ops), default=0
     )
     return (first, min(op.announced_ns for op in mismatch.ops.values()))
 
 
-def _lines_of_tie(found: FoundMismatch) -> Hashable:
+def _key_of_tie(found: FoundMismatch) -> Hashable:
+    """Return what ties of one fault share: the same lines disagree, on other ranks or in other
+    groups.
+    """
     ops = found.mismatch.ops.values()
     lines = frozenset((op.op, op.call_lines) for op in ops)
     return found.cause.kind, found.mismatch.astray is None, lines
@@ -136,16 +140,16 @@ def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> Foun
     cause.ended_by_it = _ended_by_it(context, failed)
     if usual is not None and mismatch.pair is None:
         cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
-    is_shift = mismatch.shift is not None and mismatch.answer is None
+    shift = mismatch.shift if mismatch.answer is None else None
     return FoundMismatch(
-        cause,
-        mismatch,
-        op,
-        mismatch.shift.skipped if is_shift and mismatch.shift is not None else op,
-        suspects,
-        usual,
-        _paths(context, mismatch, op),
-        _has_been_there(views.get(suspects[0]), op),
+        cause=cause,
+        mismatch=mismatch,
+        op=op,
+        shown=shift.skipped if shift is not None else op,
+        suspects=suspects,
+        usual=usual,
+        paths=_paths(context, mismatch, op),
+        been_there=_has_been_there(views.get(suspects[0]), op),
     )
 
 
@@ -178,7 +182,9 @@ def _cause(
 
 
 def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequence[int]) -> None:
-    """Add two threads on each rank whose collectives come in any order: no rank is to blame."""
+    """Add a race of two threads on each rank, whose collectives come in any order: no rank is to
+    blame.
+    """
     answer = mismatch.answer
     every = set(mismatch.ops) <= set(race.ranks)
     cause = MismatchCause(
@@ -216,7 +222,9 @@ def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequenc
 
 
 def _issued(mismatch: Mismatch) -> list[Issued]:
-    """Return what the ranks issued, those that issued the same at one line together."""
+    """Return the collectives that the ranks issued. Ranks that issued the same one at the same line
+    share an entry.
+    """
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for rank, op in sorted(mismatch.ops.items()):
         alike[collective_of(op), _arguments(op), _source(op)].append(rank)
@@ -235,7 +243,7 @@ def _source(op: Collective) -> str | None:
 
 
 def _not_seen(mismatch: Mismatch) -> list[int]:
-    """Return the ranks of the group of which no record tells what they issued."""
+    """Return the ranks of the group that have no record of this collective."""
     return sorted(set(mismatch.key[2]) - set(mismatch.ops)) if mismatch.pair is None else []
 
 
@@ -290,7 +298,7 @@ def has_one_side(mismatch: Mismatch) -> bool:
 
 
 def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
-    """Return the confidence, and what limits it."""
+    """Return the confidence, and the doubt that limits it."""
     if mismatch.uncertain:
         return "low", "order-of-threads"
     if has_one_side(mismatch):
