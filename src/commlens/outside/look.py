@@ -19,7 +19,7 @@ from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.outside.calls import SeenFrame, counters, find_call, fingerprint, read_frames
 from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, RankProcess, script_of
 from commlens.outside.sample import Call, HostSamples, RankSample
-from commlens.outside.torch_dumps import take_dumps, telling_lines
+from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
 from commlens.processes.observer import Observer, Pulse
 
@@ -97,7 +97,7 @@ def look_at(
         if note := sample.log.observation.stacks_note:
             sample.log.problems.append(f"its stacks could not be read: {note}")
     dumps = take_dumps(job.ranks)
-    lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in telling_lines(one)]
+    lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in error_lines(one)]
     size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
     return HostSamples(
         os.uname().nodename,

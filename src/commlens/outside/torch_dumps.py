@@ -1,5 +1,5 @@
-"""Torch's own evidence about a running job: Flight Recorder dumps, which a pipe triggers, and the
-ends of the ranks' log files.
+"""Collect torch's own evidence about a running job: Flight Recorder dumps, which torch writes when
+it receives a byte through a pipe, and the last errors in the ranks' log files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TARGETS: Final = (
 )
 _WAIT_S: Final = 4.0
 _DUMP_MAX: Final = 64 << 20
-_TAIL: Final = 1 << 16
+_LOG_TAIL: Final = 1 << 16  # bytes
 _LINES_MAX: Final = 3
 _LINE_MAX: Final = 240
-_TELLING: Final = re.compile(
+_ERROR: Final = re.compile(
     r"Watchdog caught|Some NCCL operations have failed|NCCL WARN|Timed out waiting|timed"
     r" out|Timeout|^\w*Error: |CUDA error|Traceback"
 )
@@ -36,38 +36,22 @@ class TorchDumps(NamedTuple):
     """The dumps of the ranks on this machine."""
 
     files: dict[str, bytes]  # by a name that ends with the rank
-    notes: list[str]  # sentences about dumps that could not be had
+    notes: list[str]  # sentences about ranks that did not dump
 
 
 def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
-    """Make the ranks dump, where a pipe for that is configured, and read the files. Ranks without
-    one are left alone.
-    """
+    """Make the ranks that have a pipe for it dump, and read the files."""
     began = time.time()
-    asked: dict[int, list[Path]] = {}
-    silent: list[int] = []
-    for one in ranks:
-        environ = process.environment(one.pid)
-        pipe = next((value for name, value in environ.items() if value and _PIPE.match(name)), "")
-        if not pipe:
-            continue
-        if _poke(Path(f"/proc/{one.pid}/root{_absolute(pipe, one.pid)}{one.rank}.pipe")):
-            asked[one.rank] = [
-                Path(f"/proc/{one.pid}/root{_absolute(target, one.pid)}{one.rank}")
-                for target in targets(environ)
-            ]
-        else:
-            silent.append(one.rank)
     files: dict[str, bytes] = {}
-    waiting = dict(asked)
+    waiting, unread = _trigger_dumps(ranks)
     while waiting and time.time() < began + _WAIT_S:
         for rank, paths in list(waiting.items()):
-            content = next(filter(None, (_whole(path, began) for path in paths)), None)
+            content = next(filter(None, (_finished(path, began) for path in paths)), None)
             if content is not None:
                 files[f"torch_dump_rank_{rank}"] = content
                 del waiting[rank]
         time.sleep(0.1)
-    notes = [f"Rank {rank}: torch's pipe for dumps has no reader." for rank in silent]
+    notes = [f"Rank {rank}: torch's pipe for dumps has no reader." for rank in unread]
     notes += [
         f"Rank {rank}: torch did not dump within {_WAIT_S:.0f} s after it was asked to."
         for rank in waiting
@@ -75,8 +59,31 @@ def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
     return TorchDumps(files, notes)
 
 
+def _trigger_dumps(ranks: Sequence[RankProcess]) -> tuple[dict[int, list[Path]], list[int]]:
+    """Write to the ranks' pipes for dumps.
+
+    Returns:
+        The files to which each rank may dump, and the ranks whose pipe no process reads.
+    """
+    triggered: dict[int, list[Path]] = {}
+    unread: list[int] = []
+    for one in ranks:
+        environ = process.environment(one.pid)
+        pipe = next((value for name, value in environ.items() if value and _PIPE.match(name)), "")
+        if not pipe:
+            continue
+        if _write_byte(Path(f"/proc/{one.pid}/root{_absolute(pipe, one.pid)}{one.rank}.pipe")):
+            triggered[one.rank] = [
+                Path(f"/proc/{one.pid}/root{_absolute(target, one.pid)}{one.rank}")
+                for target in targets(environ)
+            ]
+        else:
+            unread.append(one.rank)
+    return triggered, unread
+
+
 def targets(environ: Mapping[str, str]) -> list[str]:
-    """Return the prefixes of the files to which torch dumps, in the order of precedence."""
+    """Return the prefixes of the files to which torch may dump, in order of precedence."""
     named = [environ[name] for name in _TARGETS if environ.get(name)]
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
     return [*named, f"{cache}/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"]
@@ -91,7 +98,7 @@ def _absolute(path: str, pid: int) -> str:
         return f"/{path}"
 
 
-def _poke(pipe: Path) -> bool:
+def _write_byte(pipe: Path) -> bool:
     """Write a byte to a pipe. Returns False if no process reads it."""
     try:
         if not pipe.is_fifo():
@@ -107,8 +114,8 @@ def _poke(pipe: Path) -> bool:
         os.close(descriptor)
 
 
-def _whole(path: Path, after: float) -> bytes | None:
-    """Return the content of a dump that was written since a moment, once it has stopped growing."""
+def _finished(path: Path, after: float) -> bytes | None:
+    """Return the content of a dump that was written after a time; None while it still grows."""
     try:
         before = path.stat()
         if before.st_mtime < after - 0.05 or not 0 < before.st_size <= _DUMP_MAX:
@@ -120,7 +127,7 @@ def _whole(path: Path, after: float) -> bytes | None:
     return content if len(content) == before.st_size else None
 
 
-def telling_lines(one: RankProcess) -> list[str]:
+def error_lines(one: RankProcess) -> list[str]:
     """Return the last lines of a rank's log files that report an error or a timeout."""
     found: list[str] = []
     seen: set[str] = set()
@@ -132,9 +139,9 @@ def telling_lines(one: RankProcess) -> list[str]:
                 continue
             seen.add(target)
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _TAIL))
-                lines = file.read(_TAIL).decode("utf-8", "replace").splitlines()
+                file.seek(max(0, path.stat().st_size - _LOG_TAIL))
+                lines = file.read(_LOG_TAIL).decode("utf-8", "replace").splitlines()
         except OSError:
             continue
-        found += [clean(line.strip()[:_LINE_MAX]) for line in lines if _TELLING.search(line)]
+        found += [clean(line.strip()[:_LINE_MAX]) for line in lines if _ERROR.search(line)]
     return found[-_LINES_MAX:]

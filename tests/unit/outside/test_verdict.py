@@ -21,7 +21,7 @@ from commlens.outside.find_ranks import FoundJob, RankProcess, script_of, short_
 from commlens.outside.hosts import named_hosts
 from commlens.outside.look import why_refused
 from commlens.outside.sample import HostSamples, RankSample
-from commlens.outside.torch_dumps import take_dumps, telling_lines
+from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.outside.verdict import judge
 from commlens.outside.verdict_with_dumps import judge_with_dumps
 
@@ -384,7 +384,7 @@ def test_a_pipe_makes_torch_dump_and_logs_are_read(tmp_path):
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         one = RankProcess(1, 2, 1, process.pid, 0, "python train.py", ())
         dumps = take_dumps([one])
-        lines = telling_lines(one)
+        lines = error_lines(one)
         process.kill()
     assert (dumps.files, dumps.notes) == ({"torch_dump_rank_1": b"a dump"}, [])
     assert lines == ["RuntimeError: [Rank 1] Watchdog caught collective operation timeout"]
