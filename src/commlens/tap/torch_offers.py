@@ -1,14 +1,14 @@
-"""What this torch and a backend offer to learn from: the dump functions of torch's recorder, hooks,
-ids and futures.
+"""Read torch's own recorders of collectives, and list the other interfaces that show whether a
+collective is complete: hooks, ids and futures.
 
-Torch's versions and its backends differ, so all of it is asked of the objects, never concluded from
-a backend's name:
+Versions of torch and its backends differ. So we inspect the objects themselves, and conclude
+nothing from a backend's name:
 
 * torch 2.6 has ``_dump_nccl_trace_json`` in builds with NCCL. From 2.8 on, ``_dump_fr_trace_json``
-  is in every build, and reads another recorder, that of gloo and other backends. In 2.15 it takes
-  the name of a backend that has a recorder of its own.
+  is in every build, and reads another recorder, which gloo and other backends share. In 2.15 it
+  accepts the name of a backend that has a recorder of its own.
 * The recorder is off by default until about torch 2.10.
-* NCCL's backend object has an ``uid``, under which its status is filed (2.8); gloo's has none
+* NCCL's backend object has an ``uid``, the key of its status in a dump (2.8); gloo's has none
   (2.13).
 * ``ProcessGroup`` has hooks before and after each collective from 2.14 on.
 
@@ -36,18 +36,19 @@ class Dump:
     """A function of torch that returns the content of one of its recorders as JSON."""
 
     name: str
-    keywords: frozenset[str]  # those of its parameters
+    keywords: frozenset[str]  # names of its parameters
     function: Callable[..., Any]
 
     def read(
         self, *, entries: bool, only_active: bool = False, backend: str | None = None
     ) -> dict[str, Any]:
-        """Return the recorder's content; empty if the recorder is off, or answers in another form.
+        """Return the recorder's content; empty if the recorder is off or its content is no JSON
+        object.
 
         Args:
-            entries: with the collectives; without them, only the groups and their status.
-            only_active: without the collectives that are complete.
-            backend: whose recorder to read; ignored where the function takes none.
+            entries: include the collectives, not only the groups and their status.
+            only_active: leave out the collectives that are complete.
+            backend: the backend whose recorder to read; ignored if the function takes none.
         """
         wanted = {"includeCollectives": entries, "onlyActive": only_active, "backend": backend}
         try:
@@ -82,12 +83,12 @@ def dumps() -> tuple[Dump, ...]:
 def read_recorders(
     *, entries: bool, only_active: bool = False, backends: Iterable[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield the content of each of torch's recorders that is on, NCCL's first. Two functions may
-    read the same one: it comes once.
+    """Yield the content of each of torch's recorders that is on, NCCL's first. A recorder that two
+    functions read is yielded once.
 
     Args:
-        entries: with the collectives; without them, only the groups and their status.
-        only_active: without the collectives that are complete.
+        entries: include the collectives, not only the groups and their status.
+        only_active: leave out the collectives that are complete.
         backends: names of backends that may have a recorder of their own.
     """
     seen: list[dict[str, Any]] = []
@@ -101,8 +102,8 @@ def read_recorders(
 
 @dataclass(frozen=True)
 class Offers:
-    """What this torch offers, for ``commlens doctor`` and for choosing a way to learn that a
-    collective is complete.
+    """The interfaces of this torch that show whether a collective is complete, for ``commlens
+    doctor``.
     """
 
     dumps: tuple[str, ...]  # names of the dump functions
@@ -111,12 +112,13 @@ class Offers:
     hooks: tuple[str, ...]  # names of ProcessGroup's methods that register hooks around collectives
     future_result: bool  # whether a Work has ``get_future_result``
     default_entries: int | None  # size of the recorder if no variable is set; 0: off; None: unknown
-    variables: tuple[str, ...]  # that set the size, the one to prefer first; empty: unknown
+    # environment variables that set the size, the one with precedence first; empty: unknown
+    variables: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=1)
 def offers() -> Offers:
-    """Examine this torch. Reads one of its header files, so this is not for a rank."""
+    """Inspect this torch. Do not call this in a rank: it reads one of torch's header files."""
     import torch._C._distributed_c10d as c10d
 
     default_entries, variables = _default_size()
@@ -141,8 +143,8 @@ def offers() -> Offers:
 
 @functools.lru_cache(maxsize=16)
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters' names of a function, which pybind11 writes into the first line of its
-    documentation.
+    """Return the names of a function's parameters. pybind11 writes them into the first line of the
+    docstring.
     """
     signature = (function.__doc__ or "").strip().partition("\n")[0]
     found = re.findall(r"[(,]\s*(\w+):", signature)
