@@ -1,4 +1,4 @@
-"""What a node tells the other nodes of its job: one small value, overwritten about once a
+"""The value that a node publishes for the other nodes of its job, and overwrites about once a
 second.
 """
 
@@ -23,18 +23,18 @@ class Request(NamedTuple):
 
 
 LAST: Final = Request(-1, 1)
-"""The request under which a node stores its evidence unasked when it leaves or one of its ranks has
-died: the store may end at once.
+"""The request that a node answers unasked when it leaves or one of its ranks has died, because the
+store may end at any moment.
 """
 
 
 class News(msgspec.Struct, frozen=True):
-    """A line of the reporter for the other nodes."""
+    """A line that the reporting node publishes for the other nodes."""
 
     number: int
     text: str
-    kind: str = ""  # of the verdict that it is the first line of
-    abort: bool = False  # every node ends its ranks
+    kind: str = ""  # of the verdict, if the line is a verdict's first one
+    abort: bool = False  # whether every node must end its ranks
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -44,38 +44,37 @@ class Beat(msgspec.Struct, frozen=True):
     host: str
     ranks: list[int]
     world_size: int = 0  # 0: unknown
-    count: int = 0  # of beats: a node that lives changes it
+    count: int = 0  # of its beats: it rises as long as the node lives
     wait_id: int = 0  # identifies its oldest wait; 0: none
     wait_s: float = 0.0  # the oldest wait's age; the reporter's value holds that of the whole job
     dead: list[int] = []
-    disagreements: int = 0  # that its ranks have among themselves, so far
-    digests: dict[str, list[Blocks]] = {}  # of the channels that reach other nodes
+    disagreements: int = 0  # between its own ranks, so far
+    digests: dict[str, list[Blocks]] = {}  # by channel; only channels with ranks of other nodes
     pace: list[Sample] = []  # of its ranks; empty while it is not known
-    # of the reporter: which ranks of the job are slow; None: each node judges its own
+    # the ranks of the job that are slow; only the reporter sets it; None: each node judges its own
     judgement: Judgement | None = None
-    finished: bool = False  # it has left in order
+    finished: bool = False  # it has left the exchange, and publishes nothing more
     ended: bool = False  # all its ranks have ended
-    # how many slots had been drawn when its ranks had ended; 0: they have not, or that is not known
-    # yet
+    # number of slots drawn by all nodes when its ranks had ended; 0: they run, or it is unknown
     ended_at: int = 0
     asks: int = 0  # the number of its last request for evidence
-    asked_nodes: list[int] = []  # the slots of those that it asks; empty: all
+    asked_nodes: list[int] = []  # the slots of the nodes that it asks; empty: all
     asked_records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
     answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
     news: list[News] = []
     serves_store: bool = False  # the job's store ends only with all ranks of this node
     dump_dir: str = ""
     dump: str = ""  # the folder of its last dump
-    successors: list[int] = []  # of the reporter: the slots of the nodes that would report next
+    # the slots of the nodes that would report next; only the reporter's are read
+    successors: list[int] = []
 
-    def meets(self, other: Beat) -> bool:
-        """Return whether another node's ranks are of the same incarnation of the job as this
-        node's.
+    def shares_incarnation(self, other: Beat) -> bool:
+        """Return whether both nodes' ranks belong to the same incarnation of the job.
 
-        A node draws a new slot when its workers are restarted, and torchelastic starts nobody's
-        workers before everybody's former ones have ended. So workers with a slot that was drawn
-        after others had ended are of a later incarnation, whatever the restart counts say, which
-        torchelastic increases only on the node whose workers failed.
+        A node draws a new slot when its workers are restarted, and torchelastic restarts no workers
+        before the former ones of all nodes have ended. So if a slot was drawn after another node's
+        ranks had ended, its ranks belong to a later incarnation. Restart counts do not show this:
+        torchelastic increases them only on the node whose workers failed.
         """
         if (self.ended_at and other.slot >= self.ended_at) or (
             other.ended_at and self.slot >= other.ended_at
@@ -85,7 +84,7 @@ class Beat(msgspec.Struct, frozen=True):
         return len(sizes) < 2 and not set(self.ranks) & set(other.ranks) - {-1}
 
     def request_to(self, slot: int) -> Request | None:
-        """Return the last request of this node if it asks the node with this slot."""
+        """Return this node's last request; None if it does not ask the node with this slot."""
         return (
             Request(self.slot, self.asks, self.asked_records)
             if self.asks and (not self.asked_nodes or slot in self.asked_nodes)
@@ -94,12 +93,12 @@ class Beat(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The node with the lowest order reports."""
+        """A sort key: the node with the lowest one reports."""
         return (min(self.ranks, default=1 << 62), self.slot)
 
 
 def decoded(value: bytes) -> Beat | None:
-    """Return a node's value; None if it cannot be read."""
+    """Return a decoded value; None if it is damaged."""
     try:
         return msgspec.msgpack.decode(value, type=Beat)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -107,7 +106,7 @@ def decoded(value: bytes) -> Beat | None:
 
 
 def key(*parts: object) -> str:
-    """Return a key in the store: ``"nodes"``, the number of nodes; ``"node", slot``, a node's
-    value.
+    """Return a key in the store, from parts: ``"nodes"`` (the number of slots drawn) or ``"node",
+    slot`` (a node's value).
     """
     return "/".join([_PREFIX, *map(str, parts)])

@@ -551,7 +551,7 @@ class Nodes:
                 if (
                     request is not None
                     and beat.order < mine.order
-                    and mine.meets(beat)
+                    and mine.shares_incarnation(beat)
                     and mine.answered != request[:2]
                 ):
                     self._asked = request

@@ -65,7 +65,7 @@ class KnownNodes:
 
     def peers(self, mine: Beat) -> list[Known]:
         """Return the nodes of this node's incarnation of the job."""
-        return [known for known in self._by_slot.values() if mine.meets(known.beat)]
+        return [known for known in self._by_slot.values() if mine.shares_incarnation(known.beat)]
 
     def live(self, mine: Beat, now: float) -> list[Beat]:
         """Return the nodes that live, by slot."""
