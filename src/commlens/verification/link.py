@@ -1,9 +1,8 @@
-"""The link between the nodes of a job, as a rank sees it: starting the node's relay, and arranging
-by the job's store where relays meet.
+"""Link a rank's node to the other nodes of the job: start the node's relay, and exchange the
+address of rank 0's relay through the job's store.
 
-The store is the one that torch's default group was made with, whatever its kind: ranks that met
-there belong to one start of the job. torch's private names for it are used here only (tried with
-torch 2.13).
+The store is that of torch's default group, whatever its kind: ranks that met there belong to one
+start of the job. Only this module uses torch's private name for it (tried with torch 2.13).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ log = logging.getLogger("commlens")
 
 _KEY: Final = "commlens/strict"
 _NAP_S: Final = 0.001
-_LOOK_S: Final = 0.05
+_STORE_PERIOD_S: Final = 0.05
 _START_S: Final = 5.0  # the time that a relay takes to start, on a busy machine
 _LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
 class Link:
-    """A rank's part of linking its node to the others."""
+    """A rank's part in linking its node to the others."""
 
     def __init__(self, folder: Path, rank: int, log_of_node: RefusalLog) -> None:
         self._folder = folder
@@ -73,20 +72,18 @@ class Link:
         }
 
     def _start_relay(self, world_size: int) -> None:
-        """Start the relay, through a shell that ends at once: a program that waits for its children
-        must not meet a child of ours.
-        """
+        """Start the relay, and a thread that exchanges the address of rank 0's relay."""
         store = _default_store()
         host = _store_host(store)
         address = _local_address(host) if self._rank == 0 else ""
-        # The name of this machine may lead to its loopback device here, while other nodes reach it
-        # by that name.
+        # On this machine, its own name may resolve to a loopback address, while other nodes reach
+        # it by that name.
         listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
         environ = helper_process.environment(os.environ)
         to_relay, from_relay = os.pipe(), os.pipe()
         try:
-            # In the job's folder, since the working directory may be gone, or hold modules with the
-            # names of Python's own.
+            # It runs in the job's folder, because the working directory may be gone, or hold
+            # modules with the names of Python's own.
             helper_process.start(
                 "commlens.verification.relay",
                 str(self._folder.absolute()),
@@ -101,45 +98,47 @@ class Link:
         finally:
             os.close(to_relay[0])
             os.close(from_relay[1])
-        # In a thread: a store that does not answer must not hold up the program.
+        # A thread, because a store that does not answer must not hold up the program.
         pipes = from_relay[0], to_relay[1]
         threading.Thread(
-            target=self._arrange,
+            target=self._exchange_address,
             args=(store, host, address, pipes),
             name="commlens-link",
             daemon=True,
         ).start()
 
-    def _arrange(self, store: Any, host: str, address: str, pipes: tuple[int, int]) -> None:
-        """Publish the address where the relay of rank 0's node listens, or tell this node's relay
-        what was published.
+    def _exchange_address(
+        self, store: Any, host: str, address: str, pipes: tuple[int, int]
+    ) -> None:
+        """Publish the address of rank 0's relay on its node; on the others, pass what is published
+        to this node's relay.
         """
-        told = b""
+        passed_on = b""
         with (
             contextlib.suppress(Exception),
-            os.fdopen(pipes[0], "rb") as said,
-            os.fdopen(pipes[1], "wb") as tell,
+            os.fdopen(pipes[0], "rb") as from_relay,
+            os.fdopen(pipes[1], "wb") as to_relay,
         ):
             if address:
-                store.set(_KEY, json.dumps({**json.loads(said.readline()), "host": address}))
+                offer = json.loads(from_relay.readline())
+                store.set(_KEY, json.dumps({**offer, "host": address}))
                 return
             until = time.monotonic() + PATIENCE_S
             while self._log.link == refusal_log.CONNECTING and time.monotonic() < until:
-                # The key may first hold what an earlier start of the job left there: its relay is
-                # gone, or knows these ranks already.
-                if store.check([_KEY]) and (value := bytes(store.get(_KEY))) != told:
-                    told = value
+                # The key may still hold the address of a relay of an earlier start of the job,
+                # which is gone, or refuses these ranks because it has them already. So we pass on
+                # later values, too.
+                if store.check([_KEY]) and (value := bytes(store.get(_KEY))) != passed_on:
+                    passed_on = value
                     offer = json.loads(value)
-                    tell.write(
-                        json.dumps({**offer, "hosts": _reachable(offer["host"], host)}).encode()
-                        + b"\n"
-                    )
-                    tell.flush()
-                time.sleep(_LOOK_S)
+                    hosts = _reachable(offer["host"], host)
+                    to_relay.write(json.dumps({**offer, "hosts": hosts}).encode() + b"\n")
+                    to_relay.flush()
+                time.sleep(_STORE_PERIOD_S)
 
 
 def _reachable(published: str, store_host: str) -> list[str]:
-    """Return the addresses at which rank 0's node may be reached from here: as published, or as the
+    """Return the addresses at which this node may reach rank 0's node: the published one, and the
     host of the store.
     """
     if published.startswith(_LOOPBACK) and store_host and not store_host.startswith(_LOOPBACK):
@@ -154,17 +153,15 @@ def _default_store() -> Any:
 
 
 def _store_host(store: Any) -> str:
-    """Return the host of a TCPStore below any number of prefixes; else that of ``MASTER_ADDR``, or
-    "".
-    """
+    """Return the host of the TCPStore that the store wraps, if any; else ``MASTER_ADDR``, or ""."""
     while (below := getattr(store, "underlying_store", None)) is not None:
         store = below
     return str(getattr(store, "host", "") or os.environ.get("MASTER_ADDR", ""))
 
 
 def _local_address(host: str) -> str:
-    """Return this machine's address on the way to a host, which is the one that the job's
-    connections have. Sends nothing.
+    """Return the address from which this machine connects to a host: the one that the job's
+    connections have. It sends nothing.
     """
     for target in (host, socket.gethostname()):
         with contextlib.suppress(OSError):
