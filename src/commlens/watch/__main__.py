@@ -1,8 +1,9 @@
-"""The watcher as a process: ``python -m commlens.watch JOB_DIR``.
+"""Run the watcher as a process: ``python -m commlens.watch JOB_DIR``.
 
-The lowest local rank starts it if no launcher watches. It survives a SIGKILL of that rank, ignores
-Ctrl-C and hang-ups (the ranks receive those themselves, and the watcher observes how they end),
-prints to the stderr that it inherits, and ends with the job. Settings come from the environment.
+The lowest local rank starts it if no launcher watches the job. It survives a SIGKILL of that rank,
+ignores Ctrl-C and hang-ups (the ranks receive those themselves, and the watcher observes how they
+end), prints to the stderr that it inherits, and ends with the job. Settings come from the
+environment.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ def main(argv: list[str]) -> int:
     from commlens.watch.watcher import Watcher
 
     settings = load_settings(strict=False).settings
-    named = {name: getattr(settings, name) for name in ("dump_dir", "metrics_file")}
-    paths: dict[str, Any] = {
-        name: absolute(path) for name, path in named.items() if path is not None
+    paths = {name: getattr(settings, name) for name in ("dump_dir", "metrics_file")}
+    absolute_paths: dict[str, Any] = {
+        name: absolute(path) for name, path in paths.items() if path is not None
     }
-    settings = dataclasses.replace(settings, **paths)
-    watcher = Watcher([folder], settings, early=early)  # on_verdict runs in the folder of now
+    settings = dataclasses.replace(settings, **absolute_paths)
+    # The watcher remembers the working directory, in which it runs on_verdict. After that we leave
+    # it, so that its file system can be unmounted.
+    watcher = Watcher([folder], settings, early=early)
     with contextlib.suppress(OSError):
-        os.chdir("/")  # so that no file system is kept busy
+        os.chdir("/")
     watcher.run()
     return 0
 
