@@ -12,7 +12,7 @@ from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import reduce_op_name
-from commlens.tracing.attribution.op_names import key_of
+from commlens.tracing.attribution.op_names import counted_packet
 from commlens.tracing.raw_event import RawEvent
 
 
@@ -101,7 +101,7 @@ def _api(raw: RawEvent) -> str:
     if raw.functional is not None:
         name = str(raw.functional).replace("::", ".")
     elif raw.info.packet is not None:
-        name = str(key_of(raw)).replace("::", ".")
+        name = str(counted_packet(raw)).replace("::", ".")
     else:
         return f"c10d.{raw.dispatcher_op}"
     return name.removeprefix("_") if name.startswith("_c10d_functional.") else name

@@ -1,5 +1,5 @@
-"""The operator under which a collective is counted, as CommDebugMode's users name it in their
-tests.
+"""Map a collective to the op packet under which it is counted: the one by which users of
+CommDebugMode look it up, such as ``torch.ops.c10d_functional.all_reduce``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd"
 
 
 class _FunctionalScope(threading.local):
-    """The functional op that a dispatch mode is running on this thread."""
+    """The functional op that a dispatch mode runs now on this thread."""
 
     packet: Any = None
 
@@ -24,9 +24,9 @@ class _FunctionalScope(threading.local):
 functional_scope = _FunctionalScope()
 
 
-def key_of(event: RawEvent) -> Any:
-    """Return the packet under which to count a collective: its functional op if it has one, else
-    its ``c10d`` op.
+def counted_packet(event: RawEvent) -> Any:
+    """Return the packet under which to count a collective: that of its functional op if it has one,
+    else that of its ``c10d`` op.
     """
     if event.functional is not None:
         return event.functional
@@ -62,8 +62,10 @@ def split_name(packet: Any) -> tuple[str, str]:
 
 
 @functools.cache
-def registry() -> frozenset[Any]:
-    """Return this torch's functional collectives, native and public, and DTensor's own."""
+def collective_packets() -> frozenset[Any]:
+    """Return the packets of this torch's functional collectives, native and public, and of
+    DTensor's own collective.
+    """
     known: set[Any] = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")

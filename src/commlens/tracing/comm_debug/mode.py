@@ -25,7 +25,7 @@ if importlib.util.find_spec("torch") is None:
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commlens.tracing.attribution.op_names import key_of, registry
+from commlens.tracing.attribution.op_names import collective_packets, counted_packet
 from commlens.tracing.comm_debug import json_dump, table
 from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
 from commlens.tracing.comm_debug.sections import PASSES, Section, sections
@@ -56,7 +56,7 @@ class CommDebugMode:
         self.comm_module_counts: dict[str, dict[str, Counts]] = {}
         # by module, pass and op, counted as the collectives are
         self._causes: dict[str, dict[str, dict[Any, Counter[Cause]]]] = {}
-        self.comm_registry: set[Any] = set(registry())
+        self.comm_registry: set[Any] = set(collective_packets())
         self.advanced_module_tracker = ModuleView()
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
@@ -194,7 +194,7 @@ class CommDebugMode:
         if event.call is not None:
             self._modules.of_row(event.call.row)
         path = self._owner(event) or event.path
-        self._count(key_of(event), event.phase, path, event.cause)
+        self._count(counted_packet(event), event.phase, path, event.cause)
 
     def _owner(self, event: RawEvent) -> str | None:
         """Return the block whose parameters a collective carries. FSDP2 gathers one block's
