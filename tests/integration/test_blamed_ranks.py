@@ -46,6 +46,16 @@ dist.recv(ones, 1 - rank, group=(first, second)[rank])
 dist.send(ones, 1 - rank, group=(second, first)[rank])
 """
 
+WRONG_WAY = """
+away, home = (rank - 1) % size, (rank + 1) % size
+if rank != 2:
+    away, home = home, away
+sent, received = dist.isend(ones, away), dist.irecv(torch.empty(4), home)  # line 7
+sent.wait()
+received.wait()
+dist.destroy_process_group()
+"""
+
 
 def findings(
     folder: Path, run_commlens: RunCommlens, program: str, size: int
@@ -101,3 +111,14 @@ def test_a_cycle_across_groups_names_the_group_of_each_message(
     assert [wait["group"]["name"] for wait in found["cause"]["ring"]] == ["1", "2"]
     for message in ("recv #1 from rank 1 of group 1", "recv #1 from rank 0 of group 2"):
         assert message in found["explanation"]
+
+
+def test_a_rank_that_goes_round_a_ring_the_wrong_way(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    first, *_ = findings(tmp_path, run_commlens, WRONG_WAY, 4)
+    assert (first["kind"], first["culprits"], first["source"]) == (
+        "mismatch/p2p",
+        [2],
+        "train.py:7",
+    )

@@ -7,7 +7,7 @@ or peers, or from the distance that the other ranks keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.align.alignment import Mismatch
@@ -46,7 +46,7 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
                     for op in block.parts
                     if op.is_point_to_point
                     and op.sequence_number
-                    and op.in_flight
+                    and (op.in_flight or block.how == "failed")
                     and op.peer != view.rank
                     and op.peer in job.views
                 )
@@ -92,7 +92,7 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
 def _is_stuck(view: RankView) -> bool:
     """Return whether a rank cannot issue anything any more, and not because it died."""
     return not view.died and (
-        view.exit.kind == "clean" or any(block.stuck for block in view.blocks.values())
+        view.exit.kind in ("clean", "leaving") or any(block.stuck for block in view.blocks.values())
     )
 
 
@@ -190,20 +190,10 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str
             if odd and known is not None
             else (-1, "")
         )
-    place = {rank: i for i, rank in enumerate(ranks)}
-    of_each: list[set[int]] = []
-    for other in islice(
-        (job.views[rank] for rank in ranks if rank != view.rank and rank in job.views), _OTHERS_MAX
-    ):
-        peers = {one.peer for one in _at_line(other, op)}
-        of_each.append(
-            {(place[peer] - place[other.rank]) % len(ranks) for peer in peers if peer in place}
-        )
-    distances = set().union(*of_each)
-    usual = ranks[(place[view.rank] + max(distances, default=0)) % len(ranks)]
-    if len(distances) != 1 or sum(map(len, of_each)) < 2 or usual == op.peer:
+    after, at_line = _usual_distance(job, view, op)
+    usual = ranks[(ranks.index(view.rank) + (after or 0)) % len(ranks)]
+    if after is None or usual == op.peer:
         return -1, ""
-    after = max(distances)
     where = (
         f"{count(after, 'place')} after"
         if after * 2 <= len(ranks)
@@ -212,22 +202,61 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str
     return (
         usual,
         (
-            f"At this line, each of the others issues a {op.op} {to} the rank {where} its own in"
-            " the group."
+            f"{'At this line, each' if at_line else 'Each'} of the others issues a {op.op} {to} the"
+            f" rank {where} its own in the group."
         ),
     )
 
 
-def _at_line(view: RankView, op: Collective) -> list[Collective]:
-    """Return the rank's messages of the same direction, channel and line."""
-    key, line = op.channel.key, op.call_lines
-    found = [
+def _usual_distance(job: JobIndex, view: RankView, op: Collective) -> tuple[int | None, bool]:
+    """Return the distance in the group of the other ranks' messages, if it is the same for all: of
+    those from this line, else of all in this direction, where every rank has some.
+
+    Returns:
+        The distance, or None; and whether it is that of the messages from this line.
+    """
+    ranks = op.channel.key[2]
+    others = (job.views[rank] for rank in ranks if rank != view.rank and rank in job.views)
+    messages = {other.rank: _same_direction(other, op) for other in islice(others, _OTHERS_MAX)}
+    at_line = {
+        rank: [one for one in ops if one.call_lines == op.call_lines]
+        for rank, ops in messages.items()
+    }
+    after = _same_distance(ranks, at_line)
+    if after is not None or not all(messages.values()):
+        return after, True
+    return _same_distance(ranks, messages), False
+
+
+def _same_distance(
+    ranks: Sequence[int], messages: Mapping[int, Sequence[Collective]]
+) -> int | None:
+    """Return the distance in a group that all messages of several ranks have; None if they
+    differ.
+    """
+    place = {rank: i for i, rank in enumerate(ranks)}
+    of_each = [
+        {(place[op.peer] - place[rank]) % len(ranks) for op in ops if op.peer in place}
+        for rank, ops in messages.items()
+    ]
+    distances = set().union(*of_each)
+    return distances.pop() if len(distances) == 1 and sum(map(len, of_each)) > 1 else None
+
+
+def _same_direction(view: RankView, op: Collective) -> list[Collective]:
+    """Return the rank's messages of the same direction and channel."""
+    key = op.channel.key
+    return [
         one
         for (of, _, direction), ops in view.pairs.items()
         if of == key and direction == op.op
         for one in ops
     ]
-    return [one for one in found if one.call_lines == line]
+
+
+def _at_line(view: RankView, op: Collective) -> list[Collective]:
+    """Return the rank's messages of the same direction, channel and line."""
+    return [one for one in _same_direction(view, op) if one.call_lines == op.call_lines]
 
 
 def _to_wrong_rank(

@@ -10,6 +10,7 @@ import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation
 from commlens.model.verdict import Verdict
 
@@ -140,3 +141,41 @@ def test_a_loop_over_destinations_names_no_wrong_one(dies: bool) -> None:
 
     verdict = judge(6, program)
     assert (verdict.kind, verdict.culprits) == ("dead" if dies else "missing", [2])
+
+
+@pytest.mark.parametrize("lines", [(30, 40), (31, 41)])
+def test_a_ring_in_which_one_goes_the_wrong_way(lines: tuple[int, int]) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        way, (out, into) = (-1, lines) if rank == 2 else (1, (30, 40))
+        yield send(job.world, (rank + way) % 4, line=out)
+        yield recv(job.world, (rank - way) % 4, line=into)
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.culprits) == ("mismatch/p2p", [2])
+    assert verdict.source == f"train.py:{lines[0]}"
+
+
+def test_a_receive_from_the_wrong_side_that_failed_when_that_rank_ended() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield send(job.world, (rank + 1) % 4, line=30)
+        yield recv(job.world, (rank + (1 if rank == 2 else -1)) % 4, line=40)
+
+    job = Job(4).run(program)
+    failed = job.ranks[2].log.collectives[-1]
+    failed.state, failed.error, failed.done_ns = State.FAILED, "Connection closed by peer", job.now
+    [finding] = [one for one in diagnose_logs(job.logs()).findings if one.root_cause]
+    assert (finding.kind, finding.culprits, finding.source) == ("mismatch/p2p", [2], "train.py:40")
+
+
+def test_a_rank_with_other_partners_than_the_ring_is_not_blamed() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        # rank 0 gives its last result to rank 2, which loads data
+        if rank == 2:
+            yield Stay(57, "load_batch")
+        if rank == 0:
+            yield send(job.world, 2, line=20)
+        yield recv(job.world, (rank - 1) % 4, line=40)
+        yield send(job.world, (rank + 1) % 4, line=30)
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
