@@ -90,6 +90,29 @@ def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     """Return two paths from where they part; None if they are the same, or have no outermost
     function in common.
     """
+    mine, inside, outside = _apart(own, other)
+    common = len(mine) - len(inside)
+    if not common and not branch_in_one_function(own, other):
+        return None
+    last = next((frame for frame in reversed(mine[:common]) if frame.kind is FrameKind.USER), None)
+    alone = not any(user_lines((*inside, *outside)))
+    paths = _path(inside, other, last, alone=alone), _path(outside, own, last, alone=alone)
+    return paths if paths[0].phrase != paths[1].phrase else None
+
+
+def branch_in_one_function(own: Stack, other: Stack) -> bool:
+    """Return whether two stacks part at two lines of one function."""
+    _, inside, outside = _apart(own, other)
+    return bool(inside and outside) and (inside[0].file, inside[0].function) == (
+        outside[0].file,
+        outside[0].function,
+    )
+
+
+def _apart(own: Stack, other: Stack) -> tuple[list[Frame], list[Frame], list[Frame]]:
+    """Return the first stack, outermost first, and the frames of each stack that the other does not
+    have.
+    """
     mine, theirs = (
         [frame for frame in reversed(stack) if frame.kind is not FrameKind.COMMLENS]
         for stack in (own, other)
@@ -97,17 +120,7 @@ def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     common = 0
     while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
         common += 1
-    inside, outside = mine[common:], theirs[common:]
-    if not common and not (
-        inside
-        and outside
-        and (inside[0].file, inside[0].function) == (outside[0].file, outside[0].function)
-    ):
-        return None
-    last = next((frame for frame in reversed(mine[:common]) if frame.kind is FrameKind.USER), None)
-    alone = not any(user_lines((*inside, *outside)))
-    paths = _path(inside, other, last, alone=alone), _path(outside, own, last, alone=alone)
-    return paths if paths[0].phrase != paths[1].phrase else None
+    return mine, mine[common:], theirs[common:]
 
 
 def path_of(op: Collective) -> Path:

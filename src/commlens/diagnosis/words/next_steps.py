@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.align.call_paths import Path
+from commlens.diagnosis.align.call_paths import Path, branch_in_one_function
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
@@ -40,8 +40,7 @@ def missing_step(
     )
     steps = {
         "data-loading": (
-            f"look at {where} on {subject}: the storage or the data loader's workers deliver no"
-            " data"
+            f"look at {where} on {subject}, and at the storage and the workers of its data loader"
         ),
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
         "stopped": (
@@ -217,7 +216,10 @@ def mismatch_step(
     here, there = paths[0].with_caller or first.op, paths[1].with_caller or usual.op
     if mismatch.pair is not None:
         return f"compare {here} on {culprits} with {there} on the others"
-    return f"find the branch that takes {culprits} to {here} where the others come to {there}"
+    if branch_in_one_function(first.stack, usual.stack):
+        return f"find the branch that takes {culprits} to {here} where the others come to {there}"
+    comes = verb(mismatch.culprits, "comes", "come")
+    return f"find out why {culprits} {comes} to {here} where the others come to {there}"
 
 
 def _astray_step(mismatch: Mismatch, send: Collective, recv: Collective) -> str:

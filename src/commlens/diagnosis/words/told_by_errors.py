@@ -72,7 +72,7 @@ def _differ_step(cause: ToldByErrors) -> str:
             " that DDP ignores"
         )
     comes = verb(cause.culprits or cause.raised, "comes", "come")
-    return f"find the branch in which {subject} {comes} to another collective"
+    return f"find out why {subject} {comes} to another collective"
 
 
 def _failed(context: Context, found: FoundInErrors) -> Words:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
-from commlens.diagnosis.align.call_paths import parted
+from commlens.diagnosis.align.call_paths import branch_in_one_function, parted
 from commlens.diagnosis.align.routine import follows_history
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
@@ -289,3 +289,19 @@ def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -
     assert follows_history(history + step, len(history), sure=True) is not False
     assert follows_history(history + "b", len(history), sure=True) is not True
     assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "known"),
+    [
+        (path((61, "train")), path((65, "train")), True),
+        (path((7, "log"), (61, "train")), path((65, "train")), True),
+        (path((7, "log")), path((65, "train")), False),  # <module> called another function
+        (path(), path((65, "train")), False),
+        (path((61, "train")), path((61, "train")), False),
+    ],
+)
+def test_a_branch_is_known_where_two_lines_of_one_function_part(
+    own: tuple[Frame, ...], other: tuple[Frame, ...], known: bool
+) -> None:
+    assert branch_in_one_function(own, other) == known

@@ -122,7 +122,7 @@ def test_the_signal_decides_where_to_look(seen: Observation, said: str, not_said
         (
             "step",
             ("/env/lib/torch/utils/data/dataloader.py", 700, "_next_data"),
-            "the storage or the data loader's workers deliver no data",
+            "and at the storage and the workers of its data loader",
         ),
         (
             "step",
