@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import random
 
-import jsonschema
 import msgspec
 import pytest
 from builders import Die, Job, Stay, all_reduce, at, recv, send, training
+from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.reports.json_report import schema
 from commlens.reports.terminal import render
-
-SCHEMA = schema()
 
 
 def damage_op(dice: random.Random, op: Collective) -> None:
@@ -123,7 +120,7 @@ def test_nonsense_is_survived(seed: int) -> None:
             damage_log(dice, log)
     logs = dice.sample(logs, dice.randint(0, 4))
     verdict = diagnose_logs(logs)
-    jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
+    hold_to_schema(verdict)
     assert render(verdict)
     dice.shuffle(logs)
     assert diagnose_logs(logs) == verdict

@@ -9,20 +9,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jsonschema
-import msgspec
 from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
 from chosen import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
-from commlens.reports.json_report import schema
 from commlens.reports.terminal import render
 
-SCHEMA = schema()
 WAITS_FOR_ITSELF = re.compile(r"rank (\d+) waits[^;.]*for rank \1\b")
 STEPS = 7
 FAULT_STEP = 4
@@ -142,7 +139,7 @@ def one_step(job: Job, rank: int, items: tuple[Item, ...]) -> Iterator[object]:
 
 def judge(logs: list[RankLog], seed: int) -> Verdict:
     verdict = diagnose_logs(logs)
-    jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
+    hold_to_schema(verdict)
     shuffled = list(logs)
     random.Random(seed).shuffle(shuffled)
     assert diagnose_logs(shuffled) == verdict
