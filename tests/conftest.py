@@ -14,9 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from zygote_client import Zygote
 
 # The same examples each time, so that a run says something of the change that it tests. `make
 # test-all` draws three times as many, `make explore` new ones.
@@ -126,6 +130,15 @@ def engine_environment(request: pytest.FixtureRequest) -> dict[str, str]:
         "COMMLENS_ENGINE": "native",
         "COMMLENS_NATIVE_DIR": str(request.getfixturevalue("native_cache")),
     }
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that forks ranks: one for all tests of a worker, so that torch is imported once."""
+    from zygote_client import Zygote
+
+    with contextlib.closing(Zygote()) as made:
+        yield made
 
 
 RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -107,14 +107,10 @@ def start_ticks(pid: int) -> int:
 
 
 class Harness:
-    """Starts jobs. One per test session."""
+    """Starts jobs, whose ranks the zygote forks."""
 
-    def __init__(self) -> None:
-        self.zygote = Zygote()
-
-    def close(self) -> None:
-        """End the zygote."""
-        self.zygote.close()
+    def __init__(self, zygote: Zygote) -> None:
+        self.zygote = zygote
 
     def run_job(
         self,
@@ -297,9 +293,6 @@ def _watchers(roots: list[Path]) -> list[int]:
 
 @contextlib.contextmanager
 def harness() -> Iterator[Harness]:
-    """A harness for a session."""
-    made = Harness()
-    try:
-        yield made
-    finally:
-        made.close()
+    """A harness with a zygote of its own, for programs that are no tests."""
+    with contextlib.closing(Zygote()) as zygote:
+        yield Harness(zygote)

@@ -61,15 +61,10 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Runs programs as ranks. One for a test module: its ranks share one import of torch."""
+    """Runs programs as ranks, which the zygote forks."""
 
-    def __init__(self) -> None:
-        self._zygote: Zygote | None = None
-
-    def close(self) -> None:
-        """End the process that forks ranks."""
-        if self._zygote is not None:
-            self._zygote.close()
+    def __init__(self, zygote: Zygote) -> None:
+        self._zygote = zygote
 
     def run(
         self,
@@ -124,8 +119,6 @@ class Ranks:
     def _run_forked(
         self, script: Path, of_ranks: list[dict[str, str]], deadline: float
     ) -> list[Ended]:
-        if self._zygote is None:
-            self._zygote = Zygote()
         engine = {name: value for name, value in os.environ.items() if name.startswith("COMMLENS_")}
         ranks = [
             {"environment": {**engine, **environment}, "arguments": [str(script)]}

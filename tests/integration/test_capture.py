@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ pytest.importorskip("torch")
 
 from chosen import NATIVE_FIRST
 from processes import Ended, Ranks
+from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
@@ -104,10 +104,8 @@ pytestmark = NATIVE_FIRST
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
-    yield made
-    made.close()
+def ranks(zygote: Zygote) -> Ranks:
+    return Ranks(zygote)
 
 
 @pytest.fixture(autouse=True)

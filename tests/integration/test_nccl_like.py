@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,10 @@ def library() -> str:
 
 
 @pytest.fixture(scope="module")
-def job(library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ended]]:
+def job(
+    library: str, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Ended]:
     """Runs a program of nccl_like_programs.py: ``job("results", ranks=3)``."""
-    zygote = Zygote()
 
     def run(
         *arguments: str,
@@ -109,8 +110,7 @@ def job(library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
             print(f"--- rank {rank}\n{output[-3000:]}")  # pytest shows it when the test fails
         return Ended([os.waitstatus_to_exitcode(statuses[pid]) for pid in pids], outputs, took)
 
-    yield run
-    zygote.close()
+    return run
 
 
 @pytest.mark.parametrize("ranks", [2, long(3)])

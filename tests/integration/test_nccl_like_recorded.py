@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ pytest.importorskip("torch")
 
 from launching import fsdp2_runs_on_cpu
 from processes import Ended, Ranks
+from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import read_box
@@ -185,10 +185,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
-    yield made
-    made.close()
+def ranks(zygote: Zygote) -> Ranks:
+    return Ranks(zygote)
 
 
 @pytest.fixture(scope="module")

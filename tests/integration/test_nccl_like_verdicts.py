@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chosen import long
-from harness import Harness, JobResult, harness
+from harness import Harness, JobResult
+from zygote_client import Zygote
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -34,10 +35,9 @@ STALL_TIMEOUT_S = 4.0  # a rank asks torch's recorder two seconds after a group 
 Run = Callable[..., JobResult]
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Harness]:
-    with harness() as made:
-        yield made
+@pytest.fixture
+def jobs(zygote: Zygote) -> Harness:
+    return Harness(zygote)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ collective, the culprit's own line.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 from _diagnosing import commlens, grade
 from chosen import long
 from dumpgen import converted
-from harness import STALL_TIMEOUT_S, Harness, JobResult, harness
+from harness import STALL_TIMEOUT_S, Harness, JobResult
+from zygote_client import Zygote
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -71,10 +71,9 @@ SPEAKS_WITHIN_S = 2.0 if "PYTEST_XDIST_WORKER" not in os.environ else 10.0
 """After the stall timeout: 2 s, and more where other tests have the cores."""
 
 
-@pytest.fixture(scope="session")
-def jobs() -> Iterator[Harness]:
-    with harness() as made:
-        yield made
+@pytest.fixture
+def jobs(zygote: Zygote) -> Harness:
+    return Harness(zygote)
 
 
 def run(jobs: Harness, name: str, world_size: int, folder: Path, **options: object) -> JobResult:

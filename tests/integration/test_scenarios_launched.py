@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chosen import long
-from harness import Harness, harness
+from harness import Harness
+from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
 from commlens.scenarios import find
@@ -124,10 +124,9 @@ def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Harness]:
-    with harness() as made:
-        yield made
+@pytest.fixture
+def jobs(zygote: Zygote) -> Harness:
+    return Harness(zygote)
 
 
 @pytest.mark.timeout(90)
