@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from chosen import NATIVE_FIRST
 
 pytest.importorskip("torch")
 
@@ -92,6 +93,7 @@ def test_each_is_told_once(
         assert sum(start in line for line in lines) == 1, (start, lines)
 
 
+@NATIVE_FIRST
 def test_there_is_none_in_a_legal_program(
     tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chosen import long
+from chosen import chosen, long
 from launching import Bench, Program
 
 pytest.importorskip("torch")
@@ -34,7 +34,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 ARGUMENTS = ("--stall-timeout", "x", "--metric", "acc", "--on", "--c", "--", "-m")
-CODES = ("0", "3")
 
 
 def tells_bench(folder: Path, *, is_installed: bool = True) -> Bench:
@@ -44,10 +43,13 @@ def tells_bench(folder: Path, *, is_installed: bool = True) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
+def under_torchrun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Program]]:
     """By exit status of the script: what it sees under torchrun itself."""
+    codes = [code for (code,) in chosen(request, "code")]
     bench = tells_bench(tmp_path_factory.mktemp("torchrun"))
-    runs = {code: bench.torchrun("tells.py", code, *ARGUMENTS) for code in CODES}
+    runs = {code: bench.torchrun("tells.py", code, *ARGUMENTS) for code in codes}
     for run in runs.values():
         run.end()
     yield runs
@@ -62,33 +64,33 @@ def seen_by_ranks(run: Program) -> list[list[object]]:
 @pytest.mark.parametrize(
     "is_installed", [True, long(False)], ids=["entry point", "only on the path"]
 )
+@pytest.mark.parametrize("code", ["0", long("3")])
 def test_the_script_sees_what_it_sees_under_torchrun(
-    tmp_path: Path, under_torchrun: dict[str, Program], is_installed: bool
+    tmp_path: Path, under_torchrun: dict[str, Program], code: str, is_installed: bool
 ) -> None:
     bench = tells_bench(tmp_path, is_installed=is_installed)
-    for code in CODES:
-        ours, theirs = (
-            bench.launch("--stall-timeout", "9", "tells.py", code, *ARGUMENTS),
-            under_torchrun[code],
+    ours, theirs = (
+        bench.launch("--stall-timeout", "9", "tells.py", code, *ARGUMENTS),
+        under_torchrun[code],
+    )
+    assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
+    assert ours.process.returncode == theirs.process.returncode
+    seen = [seen_by_ranks(run) for run in (ours, theirs)]
+    if code != "0":  # which rank is ended before it can tell is chance
+        seen = [[rank[:5] + rank[6:] for rank in told][:1] for told in seen]
+    assert seen[0] == seen[1], ours.report()
+    assert len(ours.out) == 2 or code != "0"
+    assert json.loads(ours.out[0])[0] == ["tells.py", code, *ARGUMENTS]
+    assert (
+        len(
+            [
+                line
+                for line in ours.err
+                if line.startswith("commlens: --stall-timeout stands after tells.py")
+            ]
         )
-        assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
-        assert ours.process.returncode == theirs.process.returncode
-        seen = [seen_by_ranks(run) for run in (ours, theirs)]
-        if code != "0":  # which rank is ended before it can tell is chance
-            seen = [[rank[:5] + rank[6:] for rank in told][:1] for told in seen]
-        assert seen[0] == seen[1], ours.report()
-        assert len(ours.out) == 2 or code != "0"
-        assert json.loads(ours.out[0])[0] == ["tells.py", code, *ARGUMENTS]
-        assert (
-            len(
-                [
-                    line
-                    for line in ours.err
-                    if line.startswith("commlens: --stall-timeout stands after tells.py")
-                ]
-            )
-            == 1
-        )
+        == 1
+    )
     bench.close()
 
 

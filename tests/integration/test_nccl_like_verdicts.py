@@ -156,6 +156,7 @@ def test_sizes_that_differ(run: Run) -> None:
     assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [1])
 
 
+@pytest.mark.long  # swap-three-groups is such a cycle, too
 def test_two_groups_in_another_order(run: Run) -> None:
     verdict = run("other_order").verdict
     assert verdict is not None

@@ -163,6 +163,7 @@ def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Be
     )
 
 
+@pytest.mark.long  # the scenario holds-gil does so, too
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_the_line_that_holds_the_gil(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")

@@ -243,7 +243,7 @@ def test_two_faults_of_64_ranks_are_two_root_causes(tmp_path: Path) -> None:
     ("mesh", "ranks", "site"),
     [
         (Mesh(1, 4, 4), (4, 14), "clip_gradients"),
-        (Mesh(1, 4, 8), (10, 19), "reduce_gradients"),
+        long(Mesh(1, 4, 8), (10, 19), "reduce_gradients"),
         (Mesh(1, 8, 8), (21, 27), "reduce_gradients"),
     ],
     ids=["16", "32", "64"],
