@@ -68,18 +68,36 @@ def shared_data() -> Path:
 # a folder that keeps the native engine from one test run to the next
 NATIVE = "COMMLENS_TEST_NATIVE"
 _native_cache = pytest.StashKey[tuple[Path, str]]()
+_builder = pytest.StashKey["subprocess.Popen[bytes]"]()  # of the emulation of NCCL
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the native engine, where a test of this run needs it: before any of them, since it
-    takes longer than a test may.
+    takes longer than a test may. Meanwhile, another core builds the emulation of NCCL.
     """
     if session.config.option.collectonly or not any(map(_needs_native, session.items)):
         return
+    is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if is_first and any(item.path.name.startswith("test_nccl_") for item in session.items):
+        session.config.stash[_builder] = subprocess.Popen(
+            [sys.executable, "-c", "import nccl_like; nccl_like.why_not()"],
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}:{Path(__file__).parent}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     cache = Path(os.environ.get(NATIVE) or shared / "native-cache")
     session.config.stash[_native_cache] = (cache, _why_not_built(cache))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children, of which the tests have waited for what they need."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _needs_native(item: pytest.Item) -> bool:
@@ -192,6 +210,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     mark = os.environ.pop(MARK, None)
     if mark is None:
         return
+    if _builder in session.config.stash:
+        _end(session.config.stash[_builder])
     deadline = time.monotonic() + GRACE_S
     while (left := list(_left_behind(mark))) and time.monotonic() < deadline:
         time.sleep(0.1)
