@@ -79,7 +79,7 @@ class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """A collective in a verdict."""
 
     op: str
-    sequence_number: Annotated[int, msgspec.Meta(ge=0)]
+    sequence_number: Annotated[int, msgspec.Meta(ge=0)]  # 0: unknown
     # point-to-point only: the other rank, as the culprit or its victim names it
     peer: int | None = None
 
@@ -102,10 +102,10 @@ BlamedBy = Literal[
 """By what the culprits were decided.
 
 ``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
-``rounds``: most ranks of the job came to this line more or less often. ``routine``: they left what
-they did before. ``arguments``: their calls are wrong, whatever the others do. ``undecided``:
-nothing chooses between the sides. ``unknown``: what they waited for is not in the records.
-``nobody``: no rank is at fault, or known to be.
+``rounds``: most ranks came to this line, or round their loop, more or less often.
+``routine``: they left what they did before. ``arguments``: their calls are wrong, whatever the
+others do. ``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is
+not in the records. ``nobody``: no rank is at fault, or known to be.
 """
 
 
@@ -206,6 +206,8 @@ Doubt = Literal[
     "undecided",
     "majority-assumed",
     "wait-inferred",
+    "members-unknown",
+    "many-outside",
 ]
 """What limits the confidence.
 
@@ -215,8 +217,18 @@ made progress. ``only-issued``: logs tell what was issued, not what completed.
 ``completion-unknown``: nothing tells whether the others' collective completed.
 ``refused-elsewhere``: strict verification ended their wait first. ``undecided``: nothing chooses
 between the sides. ``majority-assumed``: that most ranks are right. ``wait-inferred``: no thread was
-seen in a wait.
+seen in a wait. ``members-unknown``: stacks do not tell the ranks of the group. ``many-outside``:
+more ranks are outside of collectives than wait, or at several places.
 """
+
+
+class LoopRound(msgspec.Struct, frozen=True):
+    """A rank whose loop is in another round than the others, as its stack shows it."""
+
+    rank: Rank
+    variable: str  # of the loop
+    value: int
+    others: int  # the value on the others
 
 
 class Missing(Cause, tag="missing", kw_only=True):
@@ -361,6 +373,7 @@ class Cycle(Cause, tag="cycle", kw_only=True):
     left_order: list[LeftOrder] = []  # the culprits
     unmet_message: UnmetMessage | None = None
     perhaps_come: list[Rank] = []  # awaited; their dumps may be older than the others
+    other_round: LoopRound | None = None
 
 
 class Arguments(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -431,6 +444,7 @@ class Mismatch(Cause, tag="mismatch", kw_only=True):
     ended_by_it: list[Rank] = []  # their processes died of it
     repeats: int = 0  # later collectives with the same mismatch
     alike: int = 0  # collectives of other ranks or groups in which the same lines disagree
+    other_round: LoopRound | None = None
     doubt: MismatchDoubt | None = None
 
 
@@ -670,6 +684,15 @@ class NoFault(Cause, tag="no-fault", kw_only=True):
     files_unreadable: int
 
 
+class NoneWaits(Cause, tag="none-waits", kw_only=True):
+    """In a job without records, no rank is seen to wait for another."""
+
+    ranks: list[Rank]  # that were seen
+    moving: list[Rank]
+    unreadable: list[Rank]  # their stacks
+    whole_job: bool  # all of its ranks were seen
+
+
 AnyCause = (
     Missing
     | Working
@@ -693,4 +716,5 @@ AnyCause = (
     | ToldByLogs
     | Unexplained
     | NoFault
+    | NoneWaits
 )

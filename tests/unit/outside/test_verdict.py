@@ -11,91 +11,22 @@ from pathlib import Path
 
 import pytest
 from flight_recorder_dumps import dump, entry
+from seen_ranks import C10D, FUNCTIONAL, GROUP, call, frame, sample, seen_on, stay
 
 from commlens.commands import main
-from commlens.model.collective import Frame, FrameKind
-from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.stack_classes import merge_stacks
-from commlens.outside.calls import SeenFrame, counters, find_call
+from commlens.outside.calls import SeenFrame, find_call
 from commlens.outside.find_ranks import FoundJob, RankProcess, script_of, short_command_of
 from commlens.outside.hosts import named_hosts
 from commlens.outside.look import why_refused
-from commlens.outside.sample import HostSamples, RankSample
+from commlens.outside.sample import HostSamples
 from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.outside.verdict import judge
 from commlens.outside.verdict_with_dumps import judge_with_dumps
 
-LOGGER = "/env/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
-FUNCTIONAL = "/env/lib/python3.11/site-packages/torch/distributed/_functional_collectives.py"
-C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-GROUP = "<torch._C._distributed_c10d.ProcessGroup at 0x7f>"
-
-
-def frame(function: str, line: int, file: str = "/home/me/train.py", **values: object) -> SeenFrame:
-    kind = FrameKind.TORCH if "/torch/" in file else FrameKind.USER
-    addresses = {name: 7 if value == GROUP else 1 for name, value in values.items()}
-    return SeenFrame(
-        Frame(file, line, function, kind),
-        {name: str(value) for name, value in values.items()},
-        addresses,
-    )
-
-
-def call(
-    op: str, line: int, *, step: int = 6, passed: str = "", **values: object
-) -> list[SeenFrame]:
-    """A rank in one of torch.distributed's functions, called at a line of the user's code."""
-    wrapper = frame(
-        "_exception_logger.<locals>.wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}"
-    )
-    return [
-        frame(op, 3252, C10D, group=GROUP, **values),
-        wrapper,
-        frame("step", line),
-        frame("main", 90, step=step),
-    ]
-
-
-def stay(function: str, line: int) -> list[SeenFrame]:
-    return [frame(function, line), frame("main", 88, step=6)]
-
-
-def sample(
-    rank: int,
-    frames: list[SeenFrame],
-    *,
-    moved: bool | None = False,
-    world: int = 4,
-    state: str = "S",
-    cpu_s: float = 0.0,
-) -> RankSample:
-    seen = Observation(
-        end=End.RUNNING,
-        window_s=2.5,
-        cpu_s=cpu_s,
-        proc_state=state,
-        stopped_fraction=float(state == "T"),
-        running_fraction=0.0,
-        stack_moved=moved,
-        stacks=[ThreadStack(1, "MainThread", tuple(one.frame for one in frames), 1, True)],
-    )
-    log = RankLog(
-        rank=rank,
-        world_size=world,
-        host="n1",
-        pid=100 + rank,
-        initialised=True,
-        script="train.py",
-        source="pid",
-        captured_ns=1,
-        observation=seen,
-    )
-    return RankSample(log, find_call(frames, os.getpid()), moved, counters(frames))
-
 
 def verdict(*frames: list[SeenFrame], **options: object):
-    samples = [sample(rank, each, world=len(frames), **options) for rank, each in enumerate(frames)]
-    return judge([HostSamples("n1", samples, len(frames), list(range(len(frames))), window_s=2.5)])
+    return judge(seen_on(*frames, **options))
 
 
 def test_a_rank_that_is_in_no_call():

@@ -28,6 +28,8 @@ from commlens.text import (
     verb,
 )
 
+MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
+MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
 _MIN_GAP_NS = 1_000_000
 
 
@@ -269,6 +271,10 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
                 f"That {ranks_and_verb(waiting, 'waits', 'wait')} is inferred: an op is in flight,"
                 " but no thread was seen in a wait."
             )
+        case "members-unknown":
+            return MEMBERS_UNKNOWN
+        case "many-outside":
+            return MANY_OUTSIDE
 
 
 def _may_be_working(cause: Missing) -> str:

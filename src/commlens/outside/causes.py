@@ -1,0 +1,203 @@
+"""What is wrong with a job that is only seen from outside: which rank stands where no other rank
+stands, in which call.
+
+A pure function of the samples. Stacks hold no sequence numbers and no members of groups, so each
+cause says how sure it can be, and names no rank where the evidence does not decide.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from commlens.diagnosis.causes.context import doing_of
+from commlens.diagnosis.index.activity import Activity
+from commlens.model.cause import (
+    Confidence,
+    Dead,
+    Doing,
+    Doubt,
+    Missing,
+    NoneWaits,
+    Unrecorded,
+    Working,
+)
+from commlens.outside.sample import RankSample
+from commlens.outside.seen import (
+    CANNOT_RUN,
+    Found,
+    FoundAbsent,
+    FoundDead,
+    FoundMoving,
+    FoundUnread,
+    SeenJob,
+    ranks_of,
+)
+from commlens.outside.waits import compare_waits, needs_all
+
+
+def find_causes(job: SeenJob) -> list[Found]:
+    """Return what was found, the most important first; nothing if no rank waits."""
+    if job.absent:
+        return [_dead(job)]
+    if not job.stuck:
+        return []
+    if job.outside:
+        return _absent(job)
+    if job.moving:
+        return [_moving(job)]
+    return [_unread(job)] if job.unread else [compare_waits(job)]
+
+
+def none_waits(job: SeenJob) -> NoneWaits:
+    """Return that no rank is seen to wait."""
+    moving = [one.rank for one in job.samples if one.moved or job.doing[one.rank].works]
+    whole = len(job.ranks) == job.world
+    return NoneWaits(
+        kind="healthy",
+        why="unknown",
+        root_cause=False,
+        blamed_by="nobody",
+        confidence="high" if moving and moving == job.ranks and whole else "medium",
+        ranks=job.ranks,
+        moving=moving,
+        unreadable=ranks_of(job.unread),
+        whole_job=whole,
+    )
+
+
+def _dead(job: SeenJob) -> Found:
+    ranks = sorted(job.absent)
+    return FoundDead(
+        Dead(
+            kind="dead",
+            why="unknown",
+            root_cause=True,
+            culprits=ranks,
+            blamed_by="exit",
+            victims=ranks_of(job.stuck),
+            confidence="medium",
+            ranks=ranks,
+            processes=["gone" for _ in ranks],
+            waits=job.waits(),
+            ended_by_it=[],
+            doubt="unobserved",
+        )
+    )
+
+
+def _absent(job: SeenJob) -> list[Found]:
+    """Find the ranks that stand in no call while others wait, those at one place together. If
+    others do not work, those that work are not told.
+    """
+    places: dict[object, list[RankSample]] = defaultdict(list)
+    for one in job.outside:
+        places[_place_of(job.doing[one.rank])].append(one)
+    sure, doubt = _confidence(job, len(places))
+    found: list[Found] = [
+        _absence(job, members, sure, doubt)
+        for members in sorted(
+            places.values(),
+            key=lambda each: (job.doing[each[0].rank].works, len(each), each[0].rank),
+        )
+    ]
+    return [one for one in found if one.cause.kind == "missing"] or found
+
+
+def _place_of(doing: Activity) -> object:
+    """Return what ranks have in common that do the same at one line."""
+    line = None
+    if doing.frame is not None and doing.state not in ("stopped", "debugged"):
+        line = doing.frame.where, doing.frame.function
+    return doing.why, doing.works, doing.state, doing.stack.why, line
+
+
+def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
+    """Return how sure it is that the ranks outside of calls are to blame, and what limits that."""
+    if places > 1 or len(job.outside) > len(job.stuck):
+        return "low", "many-outside"
+    whole = len(job.samples) - len(job.unread) == job.world
+    if whole and any(needs_all(one.call) for one in job.stuck):
+        return "high", None
+    return "medium", "members-unknown"
+
+
+def _absence(
+    job: SeenJob, members: Sequence[RankSample], sure: Confidence, doubt: Doubt | None
+) -> FoundAbsent:
+    doing, ranks = job.doing[members[0].rank], ranks_of(members)
+    frame = doing.frame or members[0].line
+    works = doing.works and doing.why not in CANNOT_RUN
+    if works:
+        working = Working(
+            kind="waiting",
+            why=doing.why,
+            root_cause=False,
+            culprits=ranks,
+            blamed_by="absence",
+            victims=ranks_of(job.stuck),
+            confidence="low",
+            ranks=ranks,
+            activity=doing_of(doing),
+            expected=False,
+            waits=job.waits(),
+            patience_s=None,
+        )
+        return FoundAbsent(working, members, doubt, frame=frame)
+    missing = Missing(
+        kind="missing",
+        why=doing.why,
+        root_cause=True,
+        culprits=ranks,
+        blamed_by="absence",
+        victims=ranks_of(job.stuck),
+        confidence=sure,
+        ranks=ranks,
+        processes=["alive" for _ in ranks],
+        outcome="never-reached",
+        activity=doing_of(doing),
+        waits=job.waits(),
+        timed_out=False,
+        over=False,
+        works_too_long=False,
+        blames_waiting=False,
+        new_line=False,
+        doubt=doubt,
+    )
+    return FoundAbsent(missing, members, doubt, frame=frame)
+
+
+def _unread(job: SeenJob) -> Found:
+    ranks = ranks_of(job.unread)
+    return FoundUnread(
+        Unrecorded(
+            kind="missing",
+            why="unknown",
+            root_cause=True,
+            blamed_by="unknown",
+            victims=ranks_of(job.stuck),
+            confidence="low",
+            ranks=ranks,
+            processes=["alive" for _ in ranks],
+            reason="unreadable",
+            waits=job.waits(),
+        )
+    )
+
+
+def _moving(job: SeenJob) -> Found:
+    return FoundMoving(
+        Working(
+            kind="waiting",
+            why="in-collective",
+            root_cause=False,
+            blamed_by="nobody",
+            victims=ranks_of(job.stuck),
+            confidence="low",
+            ranks=ranks_of(job.moving),
+            activity=Doing("in-collective", works=True, observed=True, unclear=False),
+            expected=False,
+            waits=job.waits(),
+            patience_s=None,
+        )
+    )

@@ -1,0 +1,332 @@
+"""What was found from outside, in words. They differ from those of the diagnosis because stacks
+show no sequence numbers, and say how sure they can be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from commlens.diagnosis.words.activities import activity_words, sign_words
+from commlens.diagnosis.words.finding import Words, finding_of, locate
+from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN
+from commlens.model.cause import Doubt, LoopRound, NoneWaits
+from commlens.model.verdict import Finding
+from commlens.outside.sample import RankSample
+from commlens.outside.seen import (
+    Found,
+    FoundAbsent,
+    FoundDead,
+    FoundInside,
+    FoundMoving,
+    FoundOutOfRound,
+    FoundRing,
+    FoundSides,
+    FoundUnmet,
+    FoundUnread,
+    SeenJob,
+    ranks_of,
+)
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    frame_phrase,
+    joined,
+    ranks_and_verb,
+    ranks_phrase,
+)
+
+_MORE: Final = (
+    "Sequence numbers would decide it: start the job with `commlens launch`, or with torch's Flight"
+    " Recorder and a pipe for dumps."
+)
+_DOUBTS: Final[Mapping[Doubt, str]] = {
+    "members-unknown": MEMBERS_UNKNOWN,
+    "many-outside": MANY_OUTSIDE,
+}
+
+
+def describe(job: SeenJob, found: Found) -> Finding:
+    """Return the finding of what was found."""
+    words = _WORDS[type(found)](job, found)
+    return locate(finding_of(found.cause, words), None, found.frame)
+
+
+def describe_none_waits(job: SeenJob, cause: NoneWaits) -> Finding:
+    """Return the finding that no rank is seen to wait."""
+    steps = _steps(job)
+    words = Words(
+        summary=_no_wait(job, cause) + (f" ({steps})" if steps else ""),
+        next_step="" if cause.moving else "look again with --window 30: a rank may be slow",
+    )
+    return finding_of(cause, words)
+
+
+def _no_wait(job: SeenJob, cause: NoneWaits) -> str:
+    moving = ranks_and_verb(cause.moving, "moves", "move")
+    if cause.unreadable:
+        unread = ranks_phrase(cause.unreadable)
+        return f"the stack of {unread} could not be read; the other ranks do not wait"
+    if not cause.moving:
+        return f"no rank waits for another, and none moved within {job.window_s:.1f} s"
+    if cause.moving != cause.ranks:
+        return f"nothing is wrong: no rank waits for another, and {moving}"
+    if cause.whole_job:
+        return "nothing is wrong: the job moves"
+    return f"nothing is wrong in what was seen: {moving}"
+
+
+def _steps(job: SeenJob) -> str:
+    """Return the steps in which the ranks are, as far as a variable's name tells it."""
+    counters = [
+        [value for name, value in one.counters.items() if "step" in name] for one in job.samples
+    ]
+    values = {each[0] for each in counters if each}
+    if len(values) == 1:
+        return f"step {max(values)}"
+    return f"steps {min(values)} to {max(values)}" if values else ""
+
+
+def _dead(job: SeenJob, found: FoundDead) -> Words:
+    ranks = found.cause.ranks
+    one = "process" if len(ranks) == 1 else "processes"
+    return Words(
+        summary=f"{ranks_and_verb(ranks, 'has', 'have')} no {one} any more{_waiting(job, '; ')}",
+        explanation="Its launcher's environment says that it should run on this machine.",
+        next_step=(
+            f"look at the end of {ranks_phrase(ranks)}'s output; dmesg shows whether the kernel"
+            " ended it for its memory"
+        ),
+        evidence=places(job),
+        would_raise_confidence="Nobody saw how it ended.",
+    )
+
+
+def _absent(job: SeenJob, found: FoundAbsent) -> Words:
+    ranks, doing = found.cause.ranks, job.doing[found.members[0].rank]
+    at = frame_phrase(found.frame)
+    if found.cause.kind == "waiting":
+        did = f"{ranks_and_verb(ranks, 'works', 'work')} in {at or 'code without a Python frame'}"
+    else:
+        did = f"{ranks_phrase(ranks)} {activity_words(doing, ranks)}"
+        if doing.state in ("stopped", "debugged") and doing.frame is not None:
+            did += f" at {at}"
+    doubt = _DOUBTS[found.doubt] if found.doubt is not None else None
+    if doubt is None and found.cause.kind == "waiting":
+        doubt = "It works, so it may still arrive."
+    return Words(
+        summary=f"{did}{_waiting(job, '; ')}",
+        explanation=(
+            f"{capital(ranks_and_verb(ranks, 'is', 'are'))} in no collective:"
+            f" {joined(sign_words(doing.signs[:3]))}. {_unmoved(job)}"
+        ),
+        next_step=_absence_step(job, found),
+        evidence=places(job),
+        would_raise_confidence=doubt,
+    )
+
+
+def _absence_step(job: SeenJob, found: FoundAbsent) -> str:
+    one = found.members[0]
+    doing, log = job.doing[one.rank], one.log
+    if doing.why == "stopped":
+        return f"find out who stopped it; `kill -CONT {log.pid}` lets it run"
+    if found.cause.kind == "waiting":
+        return (
+            "look again with --window 60: a rank that works for very long may be in an endless loop"
+        )
+    where = doing.frame.function if doing.frame is not None else "its stack"
+    return (
+        f"look at {where} on rank {one.rank} (pid {log.pid} on {log.host}); `commlens stacks"
+        f" {log.pid}` shows all stacks"
+    )
+
+
+def _unread(job: SeenJob, found: FoundUnread) -> Words:
+    return Words(
+        summary=(
+            f"the stack of {ranks_phrase(found.cause.ranks)} could not be read{_waiting(job, '; ')}"
+        ),
+        explanation=(
+            "Every rank that could be read waits, so the cause may be where none could be read."
+            f" {_unmoved(job)}"
+        ),
+        next_step="look again, or as root",
+        evidence=places(job),
+        would_raise_confidence="The stacks that could not be read would show it.",
+    )
+
+
+def _moving(job: SeenJob, found: FoundMoving) -> Words:
+    return Words(
+        summary=(
+            f"{ranks_and_verb(found.cause.ranks, 'moves', 'move')} on{_waiting(job, ', while ')}"
+        ),
+        next_step="look again with --window 30: if the same ranks still wait, they are stuck",
+        evidence=places(job),
+        would_raise_confidence="A longer look would show whether the ranks that wait move on, too.",
+    )
+
+
+def _ring(job: SeenJob, found: FoundRing) -> Words:
+    ahead = found.cause.other_round
+    skipped = f"{capital(_round(ahead))}: it has left out a message. " if ahead is not None else ""
+    return Words(
+        summary=(
+            f"{ranks_phrase(found.cause.ranks)} wait for each other:"
+            f" {joined(_stand(one) for one in found.members)}"
+        ),
+        explanation=f"{skipped}{_unmoved(job)}",
+        next_step=f"compare the order of sends and receives up to {frame_phrase(found.frame)}",
+        evidence=places(job),
+        would_raise_confidence=_MORE,
+    )
+
+
+def _unmet(job: SeenJob, found: FoundUnmet) -> Words:
+    one, other = found.waiting, found.other
+    op = one.call.op if one.call is not None else "the message"
+    part = "recv" if op == "send" else "send"
+    return Words(
+        summary=f"{_stand(one)}, but {_stand(other)}",
+        explanation=(
+            f"Rank {other.rank} has left out its {part}, or has not come to it because it waits"
+            f" itself; or rank {one.rank} calls {op} where it should not. {_unmoved(job)}"
+        ),
+        next_step=(
+            f"compare the messages between ranks {one.rank} and {other.rank} before"
+            f" {frame_phrase(one.line)}"
+        ),
+        evidence=places(job),
+        would_raise_confidence=_MORE,
+    )
+
+
+def _sides(job: SeenJob, found: FoundSides) -> Words:
+    sides = found.sides
+    odd, most = sides[0], sides[-1]
+    if found.cause.blamed_by == "majority":
+        why = (
+            f"{capital(ranks_and_verb(ranks_of(odd), 'stands', 'stand'))} where no other rank"
+            " stands: the majority decides."
+        )
+    elif len(sides) == 2 and len(odd) == len(most):
+        why = "As many ranks stand in one call as in the other, so no rank is named."
+    else:
+        why = (
+            "Which ranks are in which group, and in which order they called them, cannot be seen"
+            " from outside, so no rank is named."
+        )
+    step = f" {capital(_round(found.ahead))}." if found.ahead is not None else ""
+    return Words(
+        summary="; ".join(_stands(side) for side in sides),
+        explanation=(
+            f"The ranks wait in different calls, so none can complete. {why}{step} {_unmoved(job)}"
+        ),
+        next_step=(
+            f"find out how rank {odd[0].rank} comes to {frame_phrase(odd[0].line)} while rank"
+            f" {most[0].rank} is at {frame_phrase(most[0].line)}"
+        ),
+        evidence=places(job),
+        would_raise_confidence=_MORE,
+    )
+
+
+def _out_of_round(job: SeenJob, found: FoundOutOfRound) -> Words:
+    return Words(
+        summary=f"{_round(found.ahead)}; {_stands(job.stuck)}",
+        explanation=f"Its loop is not in step with the others'. {_unmoved(job)}",
+        next_step=f"find out which round of its loop rank {found.ahead.rank} left out or added",
+        evidence=places(job),
+        would_raise_confidence=_MORE,
+    )
+
+
+def _inside(job: SeenJob, found: FoundInside) -> Words:
+    busy = found.cause.busy
+    work = []
+    if busy:
+        uses = capital(ranks_and_verb(busy, "uses", "use"))
+        work.append(f"{uses} CPU or the network: the call may be at work.")
+    return Words(
+        summary=f"{_stands(job.stuck)}, and none has left it within {job.window_s:.1f} s",
+        explanation="All ranks stand at the same line.",
+        next_step=(
+            "look again with --window 30; if they still stand there, compare the tensors' shapes,"
+            " and look at the network"
+        ),
+        evidence=[*work, *places(job)],
+        would_raise_confidence=_MORE,
+    )
+
+
+_WORDS: Final[Mapping[type, Callable[[SeenJob, Any], Words]]] = {
+    FoundAbsent: _absent,
+    FoundDead: _dead,
+    FoundInside: _inside,
+    FoundMoving: _moving,
+    FoundOutOfRound: _out_of_round,
+    FoundRing: _ring,
+    FoundSides: _sides,
+    FoundUnmet: _unmet,
+    FoundUnread: _unread,
+}
+
+
+def places(job: SeenJob) -> list[str]:
+    """Return where each class of ranks stands, the smallest first."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for one in job.samples:
+        where = f" at {frame_phrase(one.line)}" if one.line is not None else ""
+        text = (
+            f"in {one.call.phrase}{where}"
+            if one.call is not None
+            else activity_words(job.doing[one.rank])
+        )
+        found[text].append(one.rank)
+    return [
+        f"{capital(ranks_phrase(ranks))}: {text}."
+        for text, ranks in sorted(found.items(), key=lambda item: len(item[1]))
+    ]
+
+
+def _waiting(job: SeenJob, before: str) -> str:
+    """Return where the waiting ranks wait: the call in which most of them are, and how many other
+    calls there are.
+    """
+    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for one in job.stuck:
+        if one.call is not None:
+            calls[(one.call.phrase, frame_phrase(one.line))].append(one.rank)
+    if not calls:
+        return ""
+    (phrase, where), ranks = max(calls.items(), key=lambda item: len(item[1]))
+    text = f"{before}{ranks_and_verb(ranks_of(job.stuck), 'waits', 'wait')} in {phrase}"
+    if len(calls) > 1:
+        others = count(len(calls) - 1, "other call")
+        return f"{text} ({ranks_phrase(ranks)}, at {where}) and {others}"
+    return f"{text} at {where}" if where else text
+
+
+def _unmoved(job: SeenJob) -> str:
+    ranks = capital(ranks_phrase(ranks_of(job.stuck)))
+    return f"{ranks} did not move for {duration(job.window_s * 1e9)}."
+
+
+def _round(ahead: LoopRound) -> str:
+    """``"rank 2 is in step 7, the others in step 6"``."""
+    name = ahead.variable
+    return f"rank {ahead.rank} is in {name} {ahead.value}, the others in {name} {ahead.others}"
+
+
+def _stands(members: Sequence[RankSample]) -> str:
+    where = frame_phrase(members[0].line)
+    phrase = members[0].call.phrase if members[0].call is not None else "no call"
+    text = f"{ranks_and_verb(ranks_of(members), 'waits', 'wait')} in {phrase}"
+    return f"{text} at {where}" if where else text
+
+
+def _stand(one: RankSample) -> str:
+    return _stands([one])

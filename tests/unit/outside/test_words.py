@@ -1,0 +1,78 @@
+"""What was found from outside, in words."""
+
+from __future__ import annotations
+
+import pytest
+from seen_ranks import call, frame, sample, seen_on, stay
+
+from commlens.outside.calls import SeenFrame
+from commlens.outside.causes import find_causes, none_waits
+from commlens.outside.sample import HostSamples
+from commlens.outside.seen import SeenJob
+from commlens.outside.words import describe, describe_none_waits
+
+WAITS = call("all_reduce", 81)
+AT = "all_reduce of the default group at train.py:81 step"
+
+
+@pytest.mark.parametrize(
+    ("frames", "summary"),
+    [
+        pytest.param(
+            [WAITS, WAITS, stay("load_batch", 57)],
+            f"rank 2 is in train.py:57 load_batch; ranks 0-1 wait in {AT}",
+            id="outside",
+        ),
+        pytest.param(
+            [WAITS, WAITS, WAITS, stay("load", 57), stay("load", 57)],
+            f"ranks 3-4 are in train.py:57 load; ranks 0-2 wait in {AT}",
+            id="several outside",
+        ),
+        pytest.param(
+            [WAITS, WAITS, [frame("backward", 9, "/x/torch/autograd/graph.py"), frame("f", 2)]],
+            f"rank 2 is in train.py:2 f; ranks 0-1 wait in {AT}",
+            id="not a call that waits",
+        ),
+        pytest.param(
+            [WAITS, WAITS, call("all_reduce", 81, step=7)],
+            f"rank 2 is in step 7, the others in step 6; ranks 0-2 wait in {AT}",
+            id="another round",
+        ),
+        pytest.param(
+            [WAITS, WAITS],
+            f"ranks 0-1 wait in {AT}, and none has left it within 2.5 s",
+            id="inside",
+        ),
+    ],
+)
+def test_the_summary(frames: list[list[SeenFrame]], summary: str) -> None:
+    job = SeenJob(seen_on(*frames))
+    assert describe(job, find_causes(job)[0]).summary == summary
+
+
+def test_a_stopped_rank_has_its_line() -> None:
+    samples = [sample(0, WAITS), sample(1, WAITS, state="T")]
+    job = SeenJob([HostSamples("n1", samples, 2)])
+    (found,) = find_causes(job)
+    assert describe(job, found).summary.startswith(
+        "rank 1 is stopped (by SIGSTOP or a debugger) at train.py:81 step; rank 0 waits in"
+    )
+
+
+@pytest.mark.parametrize(
+    ("moved", "world", "summary"),
+    [
+        ([True, True], 2, "nothing is wrong: the job moves (step 6)"),
+        ([True, True], 4, "nothing is wrong in what was seen: ranks 0-1 move (step 6)"),
+        (
+            [True, None],
+            2,
+            "nothing is wrong: no rank waits for another, and rank 0 moves (step 6)",
+        ),
+        ([None, None], 2, "no rank waits for another, and none moved within 2.5 s (step 6)"),
+    ],
+)
+def test_no_rank_waits(moved: list[bool | None], world: int, summary: str) -> None:
+    samples = [sample(rank, WAITS, moved=each) for rank, each in enumerate(moved)]
+    job = SeenJob([HostSamples("n1", samples, world, window_s=2.5)])
+    assert describe_none_waits(job, none_waits(job)).summary == summary
