@@ -258,17 +258,17 @@ def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def ranks_phrase(ranks: Iterable[int]) -> str:
+def ranks_phrase(ranks: Iterable[int], one: str = "rank", several: str = "ranks") -> str:
     """``"rank 2"``, ``"ranks 0-1,3"``; a long set is cut short: ``"ranks 1,3-9,... (3967 in
-    all)"``.
+    all)"``. ``one`` and ``several`` are used in place of rank and ranks.
     """
     members = sorted(set(ranks))
     if len(members) == 1:
-        return f"rank {members[0]}"
+        return f"{one} {members[0]}"
     text = format_ranks(members)
     if len(text) > _LONGEST_RANKS:
         text = f"{text[: text.rindex(',', 0, _LONGEST_RANKS - 20)]},... ({len(members)} in all)"
-    return f"ranks {text}"
+    return f"{several} {text}"
 
 
 def ranks_and_verb(ranks: Iterable[int], singular: str, plural: str) -> str:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from commlens import text
 from commlens.model.collective import ProcessGroup
-from commlens.verification.channels import group_name
+from commlens.verification.channels import group_label
+from commlens.verification.messages import group_name
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_a_group_has_one_name_in_refusals_and_in_verdicts(
     name: str, description: str, mesh_dim: str | None
 ) -> None:
     group = ProcessGroup(name, (0, 1), description, "gloo", mesh_dim)
-    assert text.group_phrase(group) == f"{group_name(group)} [0-1]"
+    assert text.group_phrase(group) == f"{group_name(group_label(group))} [0-1]"
 
 
 def test_the_end_of_a_process():

@@ -17,7 +17,7 @@ from commlens.tap.interned_args import InternedArgs
 from commlens.tap.token import Token
 from commlens.text import ranks_phrase
 from commlens.verification.call_site import call_site
-from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_name
+from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_label
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.waiting import may_complete_early, needed_at_issue, needed_at_wait
@@ -223,7 +223,7 @@ class Announcer:
         group = channel.group
         parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)
         members = group.ranks
-        description: dict[str, Any] = {"group": group_name(group)}
+        description: dict[str, Any] = {"group": group_label(group)}
         family = 0
         if identity is not channel:
             rank, tag = self._peers.rank, identity[3]
@@ -254,7 +254,7 @@ class Announcer:
         if found is None:
             key = B.key_of("calls", group.incarnation, group.name, group.ranks)
             slot = self._board.add_channel(
-                key, {"group": group_name(group), "ranks": list(group.ranks)}
+                key, {"group": group_label(group), "ranks": list(group.ranks)}
             )
             peers = self._peers.among(group.ranks)
             left_out = [

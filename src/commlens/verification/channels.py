@@ -92,9 +92,9 @@ class Pending:
         self.absent: list[int] = channel.peers
 
 
-def group_name(group: Group) -> str:
-    """Return the name of a group in messages, the same as in verdicts: ``"group dp"``, ``"the
-    default group"``.
+def group_label(group: Group) -> str:
+    """Return what a group is called in messages, the same as in verdicts: ``"dp"``; empty for the
+    default group.
     """
     label = group.mesh_dim or group.description or group.name
-    return "the default group" if label in DEFAULT_LABELS else f"group {label}"
+    return "" if label in DEFAULT_LABELS else label

@@ -13,7 +13,7 @@ from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
 from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpack
-from commlens.verification.channels import FunctionCall, Pending, group_name
+from commlens.verification.channels import FunctionCall, Pending, group_label
 from commlens.verification.messages import (
     Row,
     Subject,
@@ -80,7 +80,7 @@ class Comparison:
     def subject(self, pending: Pending) -> Subject:
         """Return the collective as a refusal names it."""
         group = pending.channel.group
-        return Subject(group_name(group), group.ranks, pending.number & B.NUMBER_MASK)
+        return Subject(group_label(group), group.ranks, pending.number & B.NUMBER_MASK)
 
     def rows(self, pending: Pending) -> list[Row]:
         """Return a table row for each rank that has announced, this one included."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from commlens.boards import board as B
-from commlens.verification.messages import CycleStep
+from commlens.verification.messages import CycleStep, group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
@@ -86,7 +86,7 @@ class Cycles:
         slot = board.slot(key)
         seen = board.announced(slot, number) if slot else None
         blob = (board.blob(seen[1]) if seen is not None else None) or {}
-        group = (board.channel(key) or {}).get("group", "an unknown group")
+        group = group_name((board.channel(key) or {}).get("group"))
         collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of {group}"
         return CycleStep(
             rank,

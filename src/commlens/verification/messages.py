@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 class Subject(msgspec.Struct, frozen=True):
     """The collective that a refusal is about."""
 
-    group: str  # "the default group", "group dp"
+    group: str | None  # its label, such as "dp"; empty: the default group; None: unknown
     ranks: Sequence[int]  # global
     number: int
 
@@ -81,6 +81,13 @@ class CycleStep(msgspec.Struct, frozen=True):
     where: str
     absent: Sequence[int]
     op: str = ""  # "all_reduce"
+
+
+def group_name(label: str | None) -> str:
+    """Return the name of the group with a label: ``"group dp"``, ``"the default group"``."""
+    if label is None:
+        return "an unknown group"
+    return f"group {label}" if label else "the default group"
 
 
 def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> str:
@@ -238,7 +245,7 @@ def no_such_peer_refusal(subject: Subject, row: Row) -> Refusal:
 def _no_such_peer(subject: Subject, row: Row) -> str:
     does = "sends to" if row.args is not None and row.args.op == "send" else "receives from"
     return (
-        f"rank {row.rank} {does} rank {row.peer}, which is not in {subject.group}"
+        f"rank {row.rank} {does} rank {row.peer}, which is not in {group_name(subject.group)}"
         f" [{format_ranks(subject.ranks)}]"
     )
 
@@ -325,10 +332,8 @@ def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
         if len(ops) == 1 and not any("." in op for op in ops)
         else ""
     )
-    where = (
-        f"{subject.group.removeprefix('the ')}, ranks {format_ranks(subject.ranks)},"
-        f" #{subject.number}"
-    )
+    group = "default group" if subject.group == "" else group_name(subject.group)
+    where = f"{group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
     roots = {args.root for args in arrived}
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
         where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"
@@ -361,12 +366,9 @@ def _lines(aspect: str, rows: Sequence[tuple[int, tuple[str, str], str]]) -> lis
 
 
 def _head(aspect: str, ranks: Sequence[int]) -> str:
-    phrase = ranks_phrase(ranks).capitalize()
-    return (
-        phrase.replace("Ranks", "Processes").replace("Rank", "Process")
-        if aspect == "shape"
-        else phrase
-    )
+    if aspect == "shape":
+        return ranks_phrase(ranks, "Process", "Processes")
+    return ranks_phrase(ranks, "Rank", "Ranks")
 
 
 def _cells(aspect: str, row: Row) -> tuple[str, str]:

@@ -40,7 +40,7 @@ from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
 from commlens.verification.call_site import call_site
-from commlens.verification.channels import Pending, VerifiedChannel, group_name
+from commlens.verification.channels import Pending, VerifiedChannel, group_label
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.link import Link
 from commlens.verification.messages import Subject, no_such_peer_refusal, no_such_peer_text
@@ -198,7 +198,7 @@ class Verifier:
         args = token.args
         group = args.channel.group
         name, where = call_site(frame, args.op)
-        subject = Subject(group_name(group), group.ranks, token.number)
+        subject = Subject(group_label(group), group.ranks, token.number)
         row = table_row(
             self.rank,
             {**args.content, "peer": args.peer, "tag": args.tag, "name": name, "where": where},

@@ -337,7 +337,7 @@ class Waiting:
         ]
         description = self._peers[last].channel(key) or {}
         subject = Subject(
-            str(description.get("group", "an unknown group")),
+            description.get("group"),
             description.get("ranks", []),
             number & B.NUMBER_MASK,
         )

@@ -35,7 +35,7 @@ def boards(tmp_path: Path) -> list[Board]:
         for rank in (0, 1)
     ]
     for rank, board in enumerate(made):
-        slots = [board.add_channel(key, {"group": f"group {key}", "ranks": [0, 1]}) for key in KEYS]
+        slots = [board.add_channel(key, {"group": str(key), "ranks": [0, 1]}) for key in KEYS]
         board.set_word(B.THREADS, 1)
         board.announce(slots[rank], 1, 0, board.add_blob({"op": "all_reduce"}), 0)
         board.set_waiting(KEYS[rank], 1, time.monotonic_ns() - LONG_AGO_NS)
