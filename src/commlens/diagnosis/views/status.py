@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -14,11 +13,11 @@ import msgspec
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
 from commlens.diagnosis.index.activity import activity_of, quiet_ns
 from commlens.diagnosis.index.process_exit import process_exit_of
-from commlens.diagnosis.views.process_words import notable_state, process_words
+from commlens.diagnosis.views.process_words import UNREMARKABLE, process_state, process_words
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.text import count, duration, format_ranks, op_phrase
+from commlens.text import count, duration, format_ranks, frame_phrase, group_label, op_phrase
 
 _STEPS_TIMED: Final = 20
 Order = Literal["rank", "for", "state"]
@@ -33,10 +32,12 @@ class StatusRow(msgspec.Struct):
     process: str = ""  # "sleeping", "stopped", "killed by SIGKILL"
     activity: str = ""  # "in-collective", "data-loading", ...
     collective: str = ""  # "in all_reduce #41 of the default group [0-3]"
+    short_collective: str = ""  # "in all_reduce #41"
     for_ns: int = 0  # how long it is in flight, or has been over; of several ranks, the longest
     waits_for: list[int] = []
     step: int = 0
-    at: str = ""  # the user's line
+    at: str = ""  # the user's line and function, or the exception
+    short_at: str = ""  # the line, or the exception's class
 
     @property
     def age(self) -> str:
@@ -59,7 +60,7 @@ class JobStatus(msgspec.Struct):
     def needs_attention(self) -> bool:
         """Whether something is wrong, or a rank waits or does not run."""
         return self.verdict.kind not in NOTHING_FOUND or any(
-            notable_state(log) not in ("", "finished") for log in self.logs
+            process_state(log) not in (*UNREMARKABLE, "finished") for log in self.logs
         )
 
     @property
@@ -174,13 +175,10 @@ def cells(row: StatusRow, *, narrow: bool = False) -> tuple[str, ...]:
         if narrow
         else f"{row.process}, {row.activity}"
     )
-    collective, step, at = row.collective, str(row.step or ""), row.at
+    ranks = _short_ranks(row.ranks)
     if narrow:
-        collective = _MEMBERS.sub(
-            "", collective.replace(" of the default group", "").replace(" of group ", " of ")
-        )
-        step, at = "", at.partition(" ")[0]
-    return (_short_ranks(row.ranks), process, step, collective, row.age, waits, at)
+        return (ranks, process, "", row.short_collective, row.age, waits, row.short_at)
+    return (ranks, process, str(row.step or ""), row.collective, row.age, waits, row.at)
 
 
 def _short_ranks(ranks: Sequence[int]) -> str:
@@ -193,7 +191,6 @@ def _short_ranks(ranks: Sequence[int]) -> str:
 
 
 _RANKS_MAX: Final = 22
-_MEMBERS: Final = re.compile(r" \[[\d,:-]+\]")
 HEADINGS: Final = ("ranks", "process", "step", "collective", "for", "waits for", "at")
 
 
@@ -209,51 +206,62 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
         activity = exit_.why
     if activity in ("killed", "exit", "exception", "finished", "stopped", "holding-gil"):
         activity = ""  # the process's state says it
-    text, age_ns = _collective(log, current)
+    collective, short_collective, age_ns = _collective(log, current)
+    at, short_at = _where(log, current)
     return StatusRow(
         [log.rank],
         log.pid,
         log.host,
         process_words(log),
         activity,
-        text,
+        collective,
+        short_collective,
         age_ns,
         waits_for,
         log.steps,
-        _where(log, current),
+        at,
+        short_at,
     )
 
 
-def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
-    """Return a rank's collective in words, and for how long it is in flight or over."""
-    age_ns = 0
+def _collective(log: RankLog, current: Collective | None) -> tuple[str, str, int]:
+    """Return a rank's collective in words, the same in few words, and for how long it is in flight
+    or over.
+    """
     wait = log.store_wait
     if wait is not None:
-        return f"in {op_phrase(wait)}", max(0, log.captured_ns - wait.announced_ns)
+        text = f"in {op_phrase(wait)}"
+        return text, text, max(0, log.captured_ns - wait.announced_ns)
+    slow = f" (expects to be slow: {log.expecting})" if log.expecting else ""
     if current is None:
         text = "none yet" if log.initialised or not log.setups else "in init_process_group"
+        return f"{text}{slow}", f"{text}{slow}", 0
+    if current.in_flight:
+        state, since = "in", current.announced_ns
     else:
-        text = op_phrase(current)
-        if current.in_flight:
-            text, age_ns = f"in {text}", log.captured_ns - current.announced_ns
-        else:
-            ended = (
-                current.done_ns
-                or current.wait_ended_ns
-                or current.returned_ns
-                or current.announced_ns
-            )
-            text = f"{'after' if current.state is State.COMPLETED else current.state.value} {text}"
-            age_ns = log.captured_ns - ended
-    if log.expecting:
-        text = f"{text} (expects to be slow: {log.expecting})"
-    return text, max(0, age_ns)
+        state = "after" if current.state is State.COMPLETED else current.state.value
+        since = (
+            current.done_ns or current.wait_ended_ns or current.returned_ns or current.announced_ns
+        )
+    text, short = op_phrase(current), _short_phrase(current)
+    return f"{state} {text}{slow}", f"{state} {short}{slow}", max(0, log.captured_ns - since)
+
+
+def _short_phrase(op: Collective) -> str:
+    """``"all_reduce #41"``, ``"all_reduce #41 of dp"``."""
+    if op.is_store_wait or op.is_setup or op.is_point_to_point:
+        return op_phrase(op)
+    label = group_label(op.channel.group, "")
+    return op_phrase(op, group=False) + (f" of {label}" if label else "")
 
 
 _EXCEPTION_MAX: Final = 80
 
 
-def _where(log: RankLog, current: Collective | None) -> str:
+def _where(log: RankLog, current: Collective | None) -> tuple[str, str]:
+    """Return where a rank is, and the same in one word: its line, or the exception that it
+    raised.
+    """
     stack = log.main_stack
     frame = (
         stack.source
@@ -261,18 +269,17 @@ def _where(log: RankLog, current: Collective | None) -> str:
         else None
     )
     if frame is None and log.exception:
-        return (
-            log.exception
-            if len(log.exception) <= _EXCEPTION_MAX
-            else log.exception[: _EXCEPTION_MAX - 1] + "…"
-        )
+        short = log.exception.split(":", 1)[0]
+        if len(log.exception) <= _EXCEPTION_MAX:
+            return log.exception, short
+        return log.exception[: _EXCEPTION_MAX - 1] + "…", short
     # While nothing is issued, a stack is taken once a second: a younger record is newer than the
     # stack.
     if stack is not None and current is not None and current.announced_ns > stack.taken_ns:
         frame = current.source or frame
     if frame is None and current is not None:
         frame = current.source
-    return f"{frame.where} {frame.function}" if frame is not None else ""
+    return frame_phrase(frame), frame.where if frame is not None else ""
 
 
 def _waits(examined: ExaminedJob) -> dict[int, list[int]]:
