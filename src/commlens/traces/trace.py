@@ -36,6 +36,7 @@ class Trace:
     def __init__(self, data: TraceData) -> None:
         self._data = data
         self._unfiltered: int | None = None  # number of collectives before filtering
+        self._filtered_by = ""  # the sentence about the filter, in coverage.blind
 
     @property
     def data(self) -> TraceData:
@@ -100,11 +101,13 @@ class Trace:
                     for path in paths
                 )
             ]
-        part = Trace(
-            msgspec.structs.replace(
-                data, events=kept, ops=ops, coverage=_coverage_of_part(data, kept, wanted)
-            )
-        )
+        filtered_by = _filtered_by(data, kept, wanted) if wanted else ""
+        blind = [text for text in data.coverage.blind if text != self._filtered_by]
+        blind += [filtered_by] if wanted else []
+        blind += _left_out(data, kept) if "step" in wanted else []
+        coverage = msgspec.structs.replace(data.coverage, blind=blind)
+        part = Trace(msgspec.structs.replace(data, events=kept, ops=ops, coverage=coverage))
+        part._filtered_by = filtered_by
         part._unfiltered = self.calls if self._unfiltered is None else self._unfiltered
         return part
 
@@ -262,32 +265,28 @@ def _page(data: TraceData, name: str, network: Network | str | None) -> bytes:
     return page_of([data], name=name, network=network)
 
 
-def _coverage_of_part(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> Coverage:
-    """Return the whole trace's self-check, plus notes on the filter."""
+def _filtered_by(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> str:
+    """Return the sentence that says what a part of a trace is a part of."""
     filters = ", ".join(f"{name}={_short(value)}" for name, value in wanted.items())
-    blind = [text for text in data.coverage.blind if not text.startswith(_FILTERED_BY)]
-    if filters:
-        number = sum(event.count for event in kept)
-        blind.append(
-            f"{_FILTERED_BY}{filters}: {number} of {sum(event.count for event in data.events)}"
-            " collectives."
-        )
-    if "step" in wanted:
-        shown = {id(event) for event in kept}
-        several_steps = (
-            event
-            for event in data.events
-            if event.last_step is not None and event.last_step != event.step
-        )
-        left_out = sum(event.count for event in several_steps if id(event) not in shown)
-        if left_out:
-            blind.append(
-                f"{left_out} summarised collectives cannot be assigned to a step and are left out."
-            )
-    return msgspec.structs.replace(data.coverage, blind=blind)
+    number = sum(event.count for event in kept)
+    total = sum(event.count for event in data.events)
+    return f"Filtered by {filters}: {number} of {total} collectives."
 
 
-_FILTERED_BY = "Filtered by "
+def _left_out(data: TraceData, kept: list[TraceEvent]) -> list[str]:
+    """Return a sentence about the summarised collectives that are in no single step; none if there
+    are none.
+    """
+    shown = {id(event) for event in kept}
+    several_steps = (
+        event
+        for event in data.events
+        if event.last_step is not None and event.last_step != event.step
+    )
+    left_out = sum(event.count for event in several_steps if id(event) not in shown)
+    if not left_out:
+        return []
+    return [f"{left_out} summarised collectives cannot be assigned to a step and are left out."]
 
 
 def _short(value: Any) -> str:
