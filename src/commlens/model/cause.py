@@ -287,6 +287,7 @@ class Unrecorded(Cause, tag="unrecorded", kw_only=True):
     processes: list[ProcessState]  # in the order of the ranks
     reason: NoRecord
     waits: list[Wait]
+    job_size: int  # ranks of the job
 
 
 StuckState = Literal[

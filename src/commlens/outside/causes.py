@@ -181,6 +181,7 @@ def _unread(job: SeenJob) -> Found:
             processes=["alive" for _ in ranks],
             reason="unreadable",
             waits=job.waits(),
+            job_size=job.world,
         )
     )
 

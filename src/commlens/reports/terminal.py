@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commlens.diagnosis.words.evidence import left_no_record
+from commlens.model.cause import AnyCause, Unrecorded
 from commlens.model.verdict import Finding, Verdict
 from commlens.model.wrapping import unbroken
 from commlens.reports.console import bullet, print_parts
@@ -58,13 +60,21 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
         parts += _list("Also found", rest, _MOST_FINDINGS)
     parts += _list("Latent faults", [finding.summary for finding in hazards], _MOST_FINDINGS)
-    said = "left no record" if "left no record" in verdict.summary else "\n"
-    parts += _list(
-        "Not known", [text for text in verdict.missing_evidence if said not in text], _MOST_UNKNOWN
-    )
+    told = _told_of_records(verdict.cause)
+    unknown = [text for text in verdict.missing_evidence if text != told]
+    parts += _list("Not known", unknown, _MOST_UNKNOWN)
     if verdict.looked_at:
         parts += ["", Text(f"Looked at {verdict.looked_at}." + _confidence(verdict), style="dim")]
     return parts
+
+
+def _told_of_records(cause: AnyCause | None) -> str:
+    """Return the sentence about missing records that the summary tells, too; empty if it tells
+    none.
+    """
+    if not isinstance(cause, Unrecorded) or cause.reason != "left-nothing" or cause.lost_nodes:
+        return ""
+    return left_no_record(cause.ranks, cause.job_size)
 
 
 def _answer(verdict: Verdict) -> Table:

@@ -103,6 +103,7 @@ def _add(context: Context, nodes: list[Node], record: str, *, present: bool, oth
         processes=processes_of(context, ranks),
         reason=reason,
         waits=waits_of(context, edges),
+        job_size=context.job.size,
     )
     found = FoundUnrecorded(cause, edges, blocked, stuck_s)
     context.add(found, op, None, blocked=len(blocked))

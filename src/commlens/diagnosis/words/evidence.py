@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.text import capital, count, ranks_phrase, verb
 
@@ -34,11 +36,19 @@ def missing_evidence(job: JobIndex) -> list[str]:
     ]
 
 
+def left_no_record(ranks: Sequence[int], size: int) -> str:
+    """``"Rank 3 of 4 left no record."``."""
+    return f"{capital(ranks_phrase(ranks))} of {size} left no record."
+
+
 def _no_record(job: JobIndex) -> list[str]:
     notes = []
     if lost := [rank for rank in job.no_record if rank not in job.strangers]:
-        left = f"{verb(lost, 'has', 'have')} no line" if job.only_logs else "left no record"
-        notes.append(f"{capital(ranks_phrase(lost))} of {job.size} {left}.")
+        notes.append(
+            f"{capital(ranks_phrase(lost))} of {job.size} {verb(lost, 'has', 'have')} no line."
+            if job.only_logs
+            else left_no_record(lost, job.size)
+        )
     return notes + [
         f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}."
         for rank, log in sorted(job.strangers.items())
@@ -49,7 +59,7 @@ def _elsewhere(job: JobIndex) -> list[str]:
     if not job.elsewhere:
         return []
     if job.meets_here:
-        return [f"{capital(ranks_phrase(job.elsewhere))} of {job.size} left no record."]
+        return [left_no_record(job.elsewhere, job.size)]
     hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
     of = f" of {', '.join(hosts[:_HOSTS_MAX])}" if hosts else ""
     return [
