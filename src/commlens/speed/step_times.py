@@ -225,9 +225,8 @@ def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
 
 
 def _where(op: Collective) -> _Where:
-    return group_label(
-        op.channel.group
-    ), op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
+    line = frame_phrase(op.source)
+    return group_label(op.channel.group), op.module or (f"{op.op} at {line}" if line else op.op)
 
 
 def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:

@@ -11,9 +11,9 @@ from commlens.model.collective import Collective, Stack
 from commlens.text import (
     args_phrase,
     capital,
+    format_ranks,
     frame_phrase,
     group_label,
-    group_phrase,
     joined,
     op_phrase,
     ranks_and_verb,
@@ -80,7 +80,10 @@ def kinds_phrase(ops: Sequence[Collective]) -> str:
     groups = {op.channel.key: op.channel.group for op in ops}
     if len({group_label(group, "") for group in groups.values()}) == 1 or ops[0].is_point_to_point:
         return kind_phrase(ops[0])
-    names = [group_phrase(group).removeprefix("group ") for group in groups.values()]
+    names = [
+        f"{group_label(group, 'the default group')} [{format_ranks(group.ranks)}]"
+        for group in groups.values()
+    ]
     return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (
         f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     )
