@@ -11,10 +11,10 @@ from typing import Final, Literal, NamedTuple
 
 from commlens.model.ops import watchdog_wire_op
 
-About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker", "sizes"]
+About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker", "sizes", "barrier"]
 """The subject of a claim: ranks differ in an op, its shapes or dtypes, or in a model's parameters;
 a rank failed in a checkpoint; a data loader's worker ended; a message had another size than its
-receiver expects.
+receiver expects; ranks did not come to a monitored barrier.
 """
 
 _TEXT_MAX: Final = 4000
@@ -27,7 +27,7 @@ class Claim(NamedTuple):
     about: About
     own: int = -1  # the rank that raised it, according to the text
     values: tuple[tuple[int, str], ...] = ()  # what ranks did, where they differ
-    ranks: tuple[int, ...] = ()  # the ranks that failed
+    ranks: tuple[int, ...] = ()  # the ranks that failed, or did not come
     error: str = ""  # the error of the first of them; of a worker, how it ended; of sizes, both
 
 
@@ -63,12 +63,20 @@ _WORKER: Final = re.compile(  # torch 1.0 to 2.15: DataLoader.cpp, torch/utils/d
     r" \w+|exited unexpectedly)"
 )
 
+# torch 1.9 to 2.13: ProcessGroupGloo.cpp. With wait_all_ranks, as in
+# TORCH_DISTRIBUTED_DEBUG=DETAIL, it names all of them, else the first.
+_NOT_PASSED: Final = re.compile(
+    r"(?:\[Rank (?P<own>\d{1,7})\]: )?Ranks? (?P<ranks>\d{1,7}(?:, ?\d{1,7})*) failed to pass"
+    r" monitoredBarrier in (?P<ms>\d{1,12}) ms"
+)
+_PASSED: Final = re.compile(r"Rank (?P<own>\d{1,7}) successfully reached monitoredBarrier, but")
+
 _SIZES: Final = re.compile(  # torch 1.8 to 2.15: gloo's transport/tcp/pair.cc
     r"op\.preamble\.length <= op\.nbytes\. (?P<sent>\d{1,18}) vs (?P<expected>\d{1,18})"
 )
 
 _BACKENDS: Final = re.compile(
-    r"gloo[/:]|\[gloo|ncclRemoteError|ncclSystemError|NCCL"
+    r"gloo[/:]|\[gloo|monitoredBarrier|ncclRemoteError|ncclSystemError|NCCL"
     r" error|ProcessGroup(?:NCCL|Gloo)|TCPStore|DistNetworkError|DistBackendError"
 )
 """Marks of the code of torch's backends and stores in an error."""
@@ -84,7 +92,7 @@ def names_backend(text: str) -> bool:
 def claim_of(text: str | None) -> Claim | None:
     """Return what an error says about ranks; None if it is no text that does."""
     text = (text or "")[:_TEXT_MAX]
-    for read in (_of_detail, _of_parameters, _of_checkpoint, _of_worker, _of_sizes):
+    for read in (_of_detail, _of_parameters, _of_checkpoint, _of_worker, _of_sizes, _of_barrier):
         claim = read(text)
         if claim is not None:
             return claim
@@ -145,6 +153,15 @@ def _of_sizes(text: str) -> Claim | None:
         if found is not None
         else None
     )
+
+
+def _of_barrier(text: str) -> Claim | None:
+    found = _NOT_PASSED.search(text)
+    if found is not None:
+        ranks = tuple(int(rank) for rank in found["ranks"].split(","))
+        return Claim("barrier", int(found["own"] or 0), ranks=ranks[:_RANKS_MAX])
+    passed = _PASSED.search(text)
+    return Claim("barrier", int(passed["own"])) if passed is not None else None
 
 
 def _of_worker(text: str) -> Claim | None:

@@ -9,12 +9,15 @@ import re
 # Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6
 # to 2.15), or by Ctrl-C in a wait.
 _CLOSED_TEXT = r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)"
-_TIMEOUT_TEXT = r"timed? ?out|timeout"
+# gloo's monitored_barrier has texts of its own: this one on rank 0, and "successfully reached" on
+# the ranks that wait for rank 0.
+_TIMEOUT_TEXT = r"timed? ?out|timeout|failed to pass monitoredBarrier"
 _PEER = re.compile(
     rf"{_CLOSED_TEXT}|{_TIMEOUT_TEXT}|connection (was )?aborted|socket closed|"
     r"remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
     r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut"
     r" ?down|destroyed|aborted)|"
+    r"successfully reached monitoredBarrier|"
     r"communicator was aborted|pair closure|KeyboardInterrupt|rank \d+ .*"
     r" (left|failed)|SignalException",
     re.IGNORECASE,

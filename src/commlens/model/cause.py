@@ -550,12 +550,12 @@ class Side(msgspec.Struct, frozen=True):
     did: str  # the op, shape, dtype or number of parameters
 
 
-ErrorReport = Literal["op", "shape", "dtype", "parameters", "checkpoint", "sizes"]
+ErrorReport = Literal["op", "shape", "dtype", "parameters", "checkpoint", "sizes", "barrier"]
 """What the errors that ranks raised tell.
 
 ``op``, ``shape``, ``dtype``: torch compared the collectives of ranks. ``parameters``: DDP compared
 their models. ``checkpoint``: it failed on ranks that every error names. ``sizes``: a message had
-another size than its receiver expects.
+another size than its receiver expects. ``barrier``: ranks did not come to a monitored barrier.
 """
 
 

@@ -239,3 +239,47 @@ def test_the_receiver_of_a_message_that_is_too_large_need_not_be_wrong(
     assert verdict.summary.startswith(
         "rank 1 received 8 bytes where it expects 4: ranks pass tensors of different sizes"
     )
+
+
+def not_passed(*ranks: int) -> str:
+    named = f"Ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"Rank {ranks[0]}"
+    return (
+        f"RuntimeError: [Rank 0]: {named} failed to pass monitoredBarrier in 4000 ms"
+        "\n Original exception: \n[/gloo/unbound_buffer.cc:82] Timed out waiting 4000ms for recv"
+        " operation to complete"
+    )
+
+
+def passed(rank: int) -> str:
+    return (
+        f"RuntimeError: Rank {rank} successfully reached monitoredBarrier, but received errors"
+        " while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprits", "victims", "named"),
+    [
+        ({0: not_passed(2), 1: passed(1), 3: passed(3)}, [2], [0, 1, 3], "rank 2 did"),
+        ({0: not_passed(2, 3), 1: passed(1)}, [2, 3], [0, 1], "ranks 2-3 did"),
+        # of a smaller group
+        ({0: not_passed(1), 4: passed(2)}, [], [0, 4], "rank 1 of their group did"),
+    ],
+)
+def test_ranks_that_a_monitored_barrier_names(
+    tmp_path: Path,
+    ranks: dict[int, str],
+    culprits: list[int],
+    victims: list[int],
+    named: str,
+) -> None:
+    verdict = judge(tmp_path, *(raised(rank, text) for rank, text in ranks.items()))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", culprits, victims)
+    assert verdict.summary.startswith(f"{named} not come to the monitored barrier at train.py:26")
+    assert [finding.root_cause for finding in verdict.findings].count(True) == 1
+
+
+def test_the_ranks_that_passed_the_barrier_name_nobody(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, *(raised(rank, passed(rank)) for rank in (1, 3)))
+    assert verdict.culprits == []
+    assert "monitored barrier" not in verdict.summary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
-from commlens.model.cause import Cause
+from commlens.model.cause import Cause, ToldByErrors
 
 # a rank that was awaited for less when the job was ended may only have been late
 _LATE_NS = 5_000_000_000
@@ -48,7 +48,7 @@ def demote_cut_waits(context: Context) -> None:
 def _was_late(context: Context, claim: Cause, *, died: bool) -> bool:
     """Return whether the missing ranks may only have been late when the wait for them ended."""
     views = context.job.views
-    if claim.why == "finished":
+    if claim.why == "finished" or isinstance(claim, ToldByErrors):  # whose wait timed out
         return False
     if any(views[rank].exit.gave_up for rank in claim.victims if rank in views):
         return False

@@ -45,6 +45,8 @@ def find_told_by_errors(context: Context, sinks: Mapping[int, Node]) -> frozense
             found = _failed(context, by_rank, blocked)
         elif report == "sizes":
             found = _too_large(context, by_rank, blocked)
+        elif report == "barrier":
+            found = _absent(context, by_rank, blocked)
         else:
             found = _differ(context, report, by_rank, blocked)
         line = _line(context, found.cause.culprits or sorted(by_rank))
@@ -59,8 +61,12 @@ def _claims(context: Context) -> dict[ErrorReport, dict[int, Claim]]:
         if not view.exit.failed or view.exit.why != "exception":
             continue
         claim = claim_of(view.log.exception)
+        if claim is not None and claim.about == "barrier" and not view.is_log:
+            continue  # the records tell who did not come
         if claim is not None and claim.about != "worker" and not is_absorbed(context, rank):
             claims[claim.about][rank] = claim
+    if not any(claim.ranks for claim in claims.get("barrier", {}).values()):
+        claims.pop("barrier", None)
     return claims
 
 
@@ -121,6 +127,30 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         named=named,
         global_ranks=set(named) <= set(claims),
         error=next((claim.error for claim in claims.values() if claim.error), None),
+    )
+    return FoundInErrors(cause, _line(context, raised), set(named))
+
+
+def _absent(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
+    """Return the ranks that did not come to a barrier, according to the error of its first rank."""
+    named = sorted({rank for claim in claims.values() for rank in claim.ranks})
+    # else they are those of a smaller group
+    global_ranks = all(claim.own == rank for rank, claim in claims.items())
+    raised = sorted(claims)
+    culprits = named if global_ranks and not {*named} & {*raised} else []
+    cause = ToldByErrors(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=list(culprits),
+        blamed_by="absence" if culprits else "unknown",
+        victims=sorted({*raised, *blocked} - set(culprits)),
+        certain=True,
+        confidence="medium" if culprits else "low",
+        report="barrier",
+        raised=raised,
+        named=named,
+        global_ranks=global_ranks,
     )
     return FoundInErrors(cause, _line(context, raised), set(named))
 

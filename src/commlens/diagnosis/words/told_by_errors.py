@@ -24,9 +24,15 @@ _DO: dict[ErrorReport, tuple[str, str]] = {
 
 def words(context: Context, found: FoundInErrors) -> Words:
     """Return what a finding says about ranks that errors tell of."""
-    if found.cause.report == "checkpoint":
-        return _failed(context, found)
-    return _too_large(context, found) if found.cause.report == "sizes" else _differ(context, found)
+    match found.cause.report:
+        case "checkpoint":
+            return _failed(context, found)
+        case "sizes":
+            return _too_large(context, found)
+        case "barrier":
+            return _absent(context, found)
+        case _:
+            return _differ(context, found)
 
 
 def _differ(context: Context, found: FoundInErrors) -> Words:
@@ -100,6 +106,27 @@ def _failed(context: Context, found: FoundInErrors) -> Words:
         evidence=_texts(context, cause.raised),
         would_raise_confidence=(
             None if culprits else "The texts do not name one rank of the whole job."
+        ),
+    )
+
+
+def _absent(context: Context, found: FoundInErrors) -> Words:
+    cause = found.cause
+    named, where = cause.named, frame_phrase(found.line)
+    subject = f"{ranks_phrase(named)}{'' if cause.global_ranks else ' of their group'}"
+    return Words(
+        summary=(
+            f"{subject} did not come to the monitored barrier"
+            f"{f' at {where}' if where else ''}, as the error of its first rank tells"
+        ),
+        next_step=(
+            f"look at the last lines of the output of {subject}; in the next run, take a stack"
+            " (py-spy dump) before the barrier's timeout"
+        ),
+        evidence=_texts(context, cause.raised),
+        would_raise_confidence=(
+            "That error may name only the first rank that did not come (wait_all_ranks=False), and"
+            " no line tells what it did instead."
         ),
     )
 
