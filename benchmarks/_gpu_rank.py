@@ -1,8 +1,10 @@
 """One rank of gpu_check.py, in a process of its own: each function is one check, and returns what
 it saw.
 
-    python benchmarks/_gpu_rank.py CHECK '{"way": "python", "device": "cuda", "backend": "nccl",
-    "folder": "/tmp/x", "quick": false}'
+    python benchmarks/_gpu_rank.py CHECK SETTINGS
+
+SETTINGS is JSON, such as ``{"way": "python", "device": "cuda", "backend": "nccl", "folder":
+"/tmp/x", "quick": false}``.
 
 The last line of its output is the result as JSON. With ``"device": "cpu"``, every line of this file
 runs except CUDA's own calls.

@@ -1,8 +1,8 @@
-"""Measure the CPU time, wall time and peak memory of a diagnosis, of torchfrtrace, and of a bare
+r"""Measure the CPU time, wall time and peak memory of a diagnosis, of torchfrtrace, and of a bare
 ``pickle.load`` of the same files.
 
-    python benchmarks/diagnose_cost.py --sizes 8 64 256 1024 4096 10240 --json cost.json --markdown
-    cost.md
+    python benchmarks/diagnose_cost.py --sizes 8 64 256 1024 4096 10240 \
+        --json cost.json --markdown cost.md
 
 Each measurement is a command of its own, with its worker processes, on generated dumps of 2,000
 entries per rank. CPU is user and system time; memory is the proportional set size of all its

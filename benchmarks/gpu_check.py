@@ -1,10 +1,13 @@
 """Check on one GPU that recording tells the truth about NCCL, disturbs nothing, and what it costs.
 
-    python benchmarks/gpu_check.py --prepare build/gpu                          # here: wheels for a
-    machine without a network python benchmarks/gpu_check.py --from build/gpu --json FILE
-    # there: nine minutes at most python benchmarks/gpu_check.py --write FILE
-    # here: the results go to docs/performance.md python benchmarks/gpu_check.py --device cpu
-    --backend gloo --quick          # anywhere: a dry run, which judges nothing
+    # here: put wheels into a folder, for a machine without a network
+    python benchmarks/gpu_check.py --prepare build/gpu
+    # there: run the checks, in nine minutes at most
+    python benchmarks/gpu_check.py --from build/gpu --json FILE
+    # here: write the results into docs/performance.md
+    python benchmarks/gpu_check.py --write FILE
+    # anywhere: a dry run, which judges nothing
+    python benchmarks/gpu_check.py --device cpu --backend gloo --quick
 
 Each check runs in processes of its own with a limit, so none that fails or hangs stops the others.
 Results are written as they come: one line of JSON each to FILE with the ending .jsonl, a summary to

@@ -1,9 +1,11 @@
-"""Run scenarios on emulated nodes with random kills of launchers, nodes and cables, and count
+r"""Run scenarios on emulated nodes with random kills of launchers, nodes and cables, and count
 right, wrong and missing verdicts.
 
-    python benchmarks/nodes_soak.py [--minutes 30] [--nodes 4] [--per-node 2] [--seed 1] [--keep
-    FOLDER] [--write] python benchmarks/nodes_soak.py --each --nodes 2 --per-node 4      every
-    scenario once, and nothing is killed
+    python benchmarks/nodes_soak.py [--minutes 30] [--nodes 4] [--per-node 2] [--seed 1] \
+        [--keep FOLDER] [--write]
+    python benchmarks/nodes_soak.py --each --nodes 2 --per-node 4
+
+With ``--each``, every scenario runs once and nothing is killed.
 
 A verdict is wrong if it blames a rank that is not at fault: of the scenario, or of a node that was
 killed. Nobody is at fault for a cable that was pulled. Needs root, for network namespaces. The runs

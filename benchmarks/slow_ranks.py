@@ -1,7 +1,7 @@
-"""Count how often slow ranks of running jobs are named, and healthy ones accused.
+r"""Count how often slow ranks of running jobs are named, and healthy ones accused.
 
-    python benchmarks/slow_ranks.py [--healthy 20] [--ranks 2 4] [--where data forward ...]
-    [--at-once 4] [--steps 600] [--nvrx FOLDER]
+    python benchmarks/slow_ranks.py [--healthy 20] [--ranks 2 4] [--where data forward ...] \
+        [--at-once 4] [--steps 600] [--nvrx FOLDER]
 
 Each job is DDP training on gloo whose steps compute for 40 ms. One rank is made slow; healthy jobs
 have none. The ways:

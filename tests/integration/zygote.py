@@ -3,12 +3,13 @@ pay for 4 imports.
 
 Lines of JSON in on stdin, one line of JSON back for each on stdout:
 
-    {"do": "start", "folder": ..., "store": true, "ranks": [{"environment": {...}, "arguments":
-    [...]}, ...]}
+    {"do": "start", "folder": ..., "store": true,
+     "ranks": [{"environment": {...}, "arguments": [...]}, ...]}
         ->  {"pids": [...], "store": pid}
-    {"do": "reap", "pids": [...]}  ->  {"ended": {pid: status}}     (waitpid statuses; until then
-    they stay zombies)
+    {"do": "reap", "pids": [...]}
+        ->  {"ended": {pid: status}}
 
+The statuses are those of ``waitpid``; a rank that was not reaped stays a zombie.
 ``arguments`` is a script with its arguments, or ``-m``, a module and its arguments. The ranks are
 ordinary processes in all that matters: their own pid, real gloo, exit handlers. With ``store`` a
 further process serves the job's store, as torchrun's agent does.

@@ -1,10 +1,12 @@
 """Claims about NCCL on which commlens builds, each with a check that runs on the emulation and on a
 real GPU.
 
-python tests/nccl_like/facts.py                                     # on the emulation
-python tests/nccl_like/facts.py --backend nccl --json FILE          # on real NCCL, one rank on one
-GPU; --ranks 2 where there are two python tests/nccl_like/facts.py --write
-# the table in docs/nccl.md, from both
+    # on the emulation
+    python tests/nccl_like/facts.py
+    # on real NCCL: one rank on one GPU, or --ranks 2 on two GPUs
+    python tests/nccl_like/facts.py --backend nccl --json FILE
+    # write the table in docs/nccl.md from the results of both
+    python tests/nccl_like/facts.py --write
 """
 
 from __future__ import annotations

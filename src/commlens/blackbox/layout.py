@@ -5,8 +5,7 @@ Standard library only, because the training process imports it. All numbers are 
     header    4096 bytes   static part (checksummed), live words, a JSON text about the process
     ring      ring buffer: capacity records of RECORD_SIZE bytes
     side      ring buffer of blobs: groups, arguments, stacks, texts
-    evidence  two slots, written in turn: the threads' stacks, taken by the process's own watchdog
-    thread
+    evidence  two slots, written in turn: the threads' stacks, taken by the watchdog thread
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ HEADER_SIZE: Final = 4096
 SUFFIX: Final = ".box"
 
 # --- header: static part
-# ----------------------------------------------------------------------------------------- magic,
-# version, header size, record size, capacity, side offset, side size, evidence offset, evidence
-# slot size, total size, pid, rank, world size, local rank (-1: unknown), start time of the process
-# in clock ticks, CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON text,
-# CRC-32 of that text
+# magic, version, header size, record size, capacity, side offset, side size, evidence offset,
+# evidence slot size, total size, pid, rank, world size, local rank (-1: unknown), start time of the
+# process in clock ticks, CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON
+# text, CRC-32 of that text
 STATIC: Final = struct.Struct("<8sIIIIQQQQQIiIiQQQII")
 STATIC_CRC_AT: Final = STATIC.size  # u32: CRC-32 of the static part
 ABOUT_AT: Final = 2048

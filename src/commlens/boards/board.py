@@ -5,9 +5,8 @@ One file per rank beside its black box, allocated in full when it is created. St
 All numbers are little-endian.
 
     header     4096 bytes: the writer's identity, and live words
-    channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements, and the newest
-    number blobs      an append-only ring of JSON objects: a collective's arguments and the line
-    that issues it
+    channels   slots of SLOT_SIZE bytes: a key, a ring of ENTRIES announcements, the newest number
+    blobs      a ring buffer of JSON objects: a collective's arguments and the line that issues it
 
 The high bits of an announcement's number hold its round. A collective that all ranks refused may be
 tried again under the same sequence number; the round keeps it from being compared with the first

@@ -1,8 +1,9 @@
 """The cache of builds: where they are, what each is for, and loading one.
 
-    <cache>/<torch, Python and a digest of the rest of the identity>/<compiler>/build.json and the
-    library that it names <package>/native/built/<the same>/build.json and the library that it
-    names, for builds that came with the package
+    <cache>/<torch, Python and a digest of the rest of the identity>/<compiler>/build.json
+    <package>/native/built/<the same>/build.json   for builds that came with the package
+
+Beside each build.json is the library that it names.
 
 Uses only the standard library and torch, and calls no compiler.
 """
