@@ -83,20 +83,22 @@ class BoxReader:
         self.same_stack: dict[Stack, Stack] = {}
         self.files: dict[str, FrameKind] = {}
         self.prefixes = kind_prefixes(parts.identity.about)
-        self.shift = self._monotonic_to_unix()
+        self.unix_offset = self._monotonic_to_unix()
+        self.newest = max((record[0] for record in parts.slots), default=0)
+        self.issued = self._count_issued()
 
     # --- times
 
     def _monotonic_to_unix(self) -> int:
-        """Return the offset from CLOCK_MONOTONIC to Unix time.
+        """Return the offset from CLOCK_MONOTONIC to Unix time, in ns.
 
-        It is from the latest heartbeat, since the wall clock may have been set after creation. One
-        offset serves the whole box, so that durations stay correct.
+        It comes from the latest heartbeat, since the wall clock may have been set after creation.
+        One offset serves the whole box, so that durations stay correct.
         """
         status = self.status
         created = status.created_ns - status.created_mono_ns
         latest = status.heartbeat_ns - status.heartbeat_mono_ns
-        # Live words have no checksum; one that is days off is damaged.
+        # Live words have no checksum: an offset that is a day off is damaged.
         return (
             latest
             if status.heartbeat_mono_ns >= status.created_mono_ns
@@ -108,7 +110,7 @@ class BoxReader:
         """Convert CLOCK_MONOTONIC ns to Unix ns; 0 stays 0."""
         if not monotonic_ns:
             return 0
-        unix_ns = monotonic_ns + self.shift
+        unix_ns = monotonic_ns + self.unix_offset
         return unix_ns if 0 < unix_ns < INT_MAX else min(max(unix_ns, 1), INT_MAX)
 
     # --- values that records share
@@ -256,8 +258,8 @@ class BoxReader:
         )
 
     def _setups(self) -> list[Collective]:
-        """Follow the chain of the calls that make process groups or use the store, from the newest
-        to the oldest that is still held.
+        """Return the calls that make process groups or use the store, oldest first, as far as the
+        chain of their blobs, from the newest call back, is not overwritten.
         """
         found: list[Collective] = []
         position, since = self.status.setup, self.status.setup_since_mono_ns
@@ -305,8 +307,8 @@ class BoxReader:
         return line[:_TEXT_MAX], self.frames(blob.f), blob.refusal
 
     def _hazards(self) -> list[Hazard]:
-        """Return the latent faults. The calls of torch itself, and those of which the line is lost,
-        are none.
+        """Return the latent faults, without those in calls of torch itself and those whose line is
+        lost.
         """
         blob = self.side.blob(self.status.hazards, HazardsJson)
         hazards = [
@@ -348,15 +350,19 @@ class BoxReader:
             ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads
         ], taken_ns
 
-    def _collectives(self, at_most: int | None) -> list[Collective]:
-        capacity = self.identity.capacity
-        newest = max((record[0] for record in self.parts.slots), default=0)
-        self.issued = max(newest, self.status.issued)
-        if newest and self.issued > newest + capacity:
+    def _count_issued(self) -> int:
+        """Return the number of collectives that the process has announced."""
+        issued = max(self.newest, self.status.issued)
+        if self.newest and issued > self.newest + self.identity.capacity:
             self.problems.append("the count of collectives is damaged")
-            self.issued = newest
+            return self.newest
+        return issued
+
+    def _collectives(self, at_most: int | None) -> list[Collective]:
+        """Return the readable records, oldest first, and note how many are not readable."""
+        capacity = self.identity.capacity
         # The writer continued during the copy: drop records that the ring buffer no longer holds.
-        oldest = newest - capacity
+        oldest = self.newest - capacity
         held = {record[0]: record for record in self.parts.slots if record[0] > oldest}
         result: list[Collective] = []
         lost_channels = lost_args = lost_stacks = 0
@@ -374,17 +380,17 @@ class BoxReader:
             lost_stacks += record[4] != 0 and self.stack(record[4]) is None
             result.append(collective)
         if at_most is not None:
-            return result  # skipped on purpose
+            return result  # the others are left out on purpose
         unreadable = min(self.issued, capacity) - sum(
             index > self.issued - capacity for index in held
         )
-        self._count(unreadable, "torn or damaged and left out")
-        self._count(lost_channels, "left out because their group was overwritten or is damaged")
-        self._count(lost_args, "without their arguments, which were overwritten or are damaged")
-        self._count(lost_stacks, "without their stacks, which were overwritten or are damaged")
+        self._note_loss(unreadable, "torn or damaged and left out")
+        self._note_loss(lost_channels, "left out because their group was overwritten or is damaged")
+        self._note_loss(lost_args, "without their arguments, which were overwritten or are damaged")
+        self._note_loss(lost_stacks, "without their stacks, which were overwritten or are damaged")
         return result
 
-    def _count(self, count: int, problem: str) -> None:
+    def _note_loss(self, count: int, problem: str) -> None:
         if count > 0:
             self.problems.append(
                 f"{count} of the last {min(self.issued, self.identity.capacity)} records are"
@@ -428,7 +434,8 @@ class BoxReader:
             if flags & L.FLAG_ANY_SOURCE:
                 args = CollectiveArgs("recv", "unknown")
             elif peer >= 0:
-                # a send or a receive, whose sequence number means nothing without the direction
+                # a send or a receive: without its arguments, which name the direction, its sequence
+                # number means nothing
                 return None
             else:
                 args = CollectiveArgs("unknown", "unknown")
@@ -483,13 +490,17 @@ def _member(channel: Channel, place: int) -> int | None:
 
 
 def _moment(word: int, own: int, ticks: int, announced_ns: int) -> int:
-    """Return the Unix ns in a life word of the record whose tag is ``own``; 0 if it has none."""
+    """Return the Unix ns in a life word of the record whose tag is ``own``; 0 if it has none.
+
+    ``ticks`` and ``announced_ns`` are the record's announcement, in ticks and in Unix ns.
+    """
     if word & L.TAG_MASK != own or not word >> 16:
         return 0
     passed = ((word >> 16) - ticks) & _TICKS_MASK
-    # Before the announcement: written for an older record whose index ends in the same 16 bits.
-    moment = announced_ns + passed * L.TICK_NS
-    return 0 if passed >> 47 else moment if moment < INT_MAX else INT_MAX
+    if passed >> 47:
+        # Before the announcement: written for an older record whose index ends in the same 16 bits.
+        return 0
+    return min(announced_ns + passed * L.TICK_NS, INT_MAX)
 
 
 def _value(word: int, own: int) -> int:
