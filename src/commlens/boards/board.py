@@ -13,7 +13,7 @@ tried again under the same sequence number; the round keeps it from being compar
 attempt of a rank that has not raised yet.
 
 An announcement is written before any word refers to it, and ends with a check word over its other
-words: a reader that meets one half written reads it again. This relies on x86's order of stores, as
+words: a reader that finds it half written reads it again. This relies on x86's order of stores, as
 all memory that Python shares does; on other processors only the check word protects the reader.
 """
 
@@ -58,16 +58,16 @@ THREADS: Final = 104  # threads that have issued collectives
 CLOSED: Final = 112  # 1: the rank has finished
 ACTIVE: Final = 120  # 1: it announces every collective; 0: it is outside its `commlens.verify()`
 PRESENT: Final = 128  # number of the newest rendezvous that it has reached, from 1
-ALONE: Final = 152  # 1: it left the last rendezvous without all others, and verifies without them
-STEADY: Final = 144  # 1: it verifies from its first collective to its last
 # 0: it numbers collectives from its first group on; 1: from where it was enabled in mid-job
 COUNTS_FROM: Final = 136
+STEADY: Final = 144  # 1: it verifies from its first collective to its last
+ALONE: Final = 152  # 1: it left the last rendezvous without all others, and verifies without them
 # a rank whose whereabouts this rank asks for, plus 1; the upper half counts the questions
 ASKS: Final = 160
 REMOTE: Final = 168  # not 0: a copy of a board on another node; LINKED or LOST
 HEARD: Final = 176  # of a copy: CLOCK_MONOTONIC ns of the last sign of life of the other node
-ANY_SOURCE: Final = 192  # 1: it has received from any rank; such receives are not announced
 ENDED: Final = 184  # of a copy: 1: the rank's process has ended without closing its board
+ANY_SOURCE: Final = 192  # 1: it has received from any rank; such receives are not announced
 ANSWER_AT: Final = 512  # of a copy: the answer to the last question about its rank's whereabouts
 # its question, as in ASKS; the length of the text that follows
 ANSWER: Final = struct.Struct("<QQ")
@@ -142,7 +142,7 @@ class Board:
             self.set_word(USED, self._used)
         return offset
 
-    def announce(self, slot: int, number: int, signature: int, blob: int, extra: int) -> None:
+    def announce(self, slot: int, number: int, signature: int, blob: int, reduce_code: int) -> None:
         """Announce the collective that is about to be issued as ``number`` of a channel."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         _pack_entry(
@@ -151,8 +151,8 @@ class Board:
             number,
             signature,
             blob,
-            extra,
-            (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK,
+            reduce_code,
+            (number ^ signature ^ blob ^ reduce_code ^ MAGIC) & _MASK,
         )
         self._words[(slot + LAST_AT) // WORD_SIZE] = number
 
@@ -226,7 +226,7 @@ class PeerBoard:
             raise ValueError(f"{path} is not a board")
         self.path = path
         self._slots: dict[int, int] = {}
-        self._seen = 0
+        self._slots_read = 0
         self._blobs: dict[int, dict[str, Any] | None] = {}
 
     @property
@@ -255,25 +255,25 @@ class PeerBoard:
         if found:
             return found
         used = self._words[USED // WORD_SIZE]
-        while self._seen < min(used, CHANNELS):
-            offset = HEADER_SIZE + self._seen * SLOT_SIZE
+        while self._slots_read < min(used, CHANNELS):
+            offset = HEADER_SIZE + self._slots_read * SLOT_SIZE
             self._slots[SLOT_HEAD.unpack_from(self.map, offset)[0]] = offset
-            self._seen += 1
+            self._slots_read += 1
         return self._slots.get(key, 0)
 
     def announced(self, slot: int, number: int) -> tuple[int, int, int] | None:
-        """Return ``(signature, blob, extra)`` of an announcement; None if it is not there yet or
-        was overwritten long ago.
+        """Return an announcement's signature, blob position and reduce op's code + 1; None if it
+        is not there yet or was overwritten long ago.
         """
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
-        own, signature, blob, extra, check = _unpack_entry(self.map, at)
-        if own != number or check != (own ^ signature ^ blob ^ extra ^ MAGIC) & _MASK:
+        own, signature, blob, reduce_code, check = _unpack_entry(self.map, at)
+        if own != number or check != (own ^ signature ^ blob ^ reduce_code ^ MAGIC) & _MASK:
             return None
-        return signature, blob, extra
+        return signature, blob, reduce_code
 
     def is_past(self, slot: int, number: int) -> bool:
-        """Return whether the rank has announced a later number of the same round, and therefore
-        this one before.
+        """Return whether the rank has announced a later number of the same round, so that it must
+        have announced this one.
         """
         last = self.last_number(slot)
         return last > number and last >> ROUND_SHIFT == number >> ROUND_SHIFT
