@@ -32,11 +32,11 @@ of refusals that all nodes have.
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
-_LONGEST: Final = 32 * 1024  # of a text, in characters
+_TEXT_MAX: Final = 32 * 1024  # characters
 
 
 class RefusalLog:
-    """The file; the first rank creates it."""
+    """The log, a file that the first rank creates."""
 
     def __init__(self, folder: Path, name: str = NAME) -> None:
         """Open or create the file.
@@ -95,7 +95,7 @@ class RefusalLog:
                     return earlier
             content = {
                 **content,
-                "text": str(content["text"])[:_LONGEST],
+                "text": str(content["text"])[:_TEXT_MAX],
                 "key": key,
                 "number": number,
                 "posted_ns": time.monotonic_ns(),
@@ -111,8 +111,8 @@ class RefusalLog:
         return content
 
     def boards_created(self) -> int:
-        """Return how many boards were created. A rank that misses peers looks for their boards when
-        this has grown.
+        """Return how many boards were created. When this number grows, a rank that lacks a peer's
+        board looks for it again.
         """
         return self._words[_BOARDS]
 
@@ -141,13 +141,13 @@ class RefusalLog:
         return self._words[_SHARED]
 
     def post_shared(self, key: int, number: int, content: dict[str, Any]) -> None:
-        """Post a refusal that is posted on all nodes."""
+        """Post a refusal that the relays post on all nodes, and count it."""
         self.post(key, number, content)
         self._words[_SHARED] += 1
 
     def reset(self) -> None:
-        """Forget everything: the ranks that wrote it have ended, and others with the same job have
-        started. Call this locked.
+        """Delete all refusals and counts, for a new start of the job: the ranks that wrote them
+        have ended. The caller holds :meth:`locked`.
         """
         for word in range(_HEADER_SIZE // 8):
             self._words[word] = 0
