@@ -21,7 +21,7 @@ def add_recorded_job(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that say which job."""
+    """Declare the arguments that name a job, recorded or not: its process, script or name."""
     parser.add_argument(
         "job",
         nargs="?",
@@ -59,8 +59,8 @@ def find_recorded_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
 
 
 def _unrecorded(wanted: str | None) -> str:
-    """Name the distributed jobs on this machine that nothing records, and the command that looks at
-    them; empty if there are none.
+    """Return a sentence with the jobs on this machine that commlens does not record, and with the
+    command that examines them; empty if there are none.
     """
     from commlens.outside.find_ranks import find_job, find_jobs
     from commlens.text import capital, verb
@@ -78,9 +78,9 @@ def _unrecorded(wanted: str | None) -> str:
             f" recorded: `commlens attach {pids[0]}` says whether {verb(pids, 'it is', 'they are')}"
             " stuck, and where."
         )
-    names = "; ".join(job.label for job in jobs[:_JOBS_NAMED]) + (
-        f" and {len(jobs) - _JOBS_NAMED} more" * (len(jobs) > _JOBS_NAMED)
-    )
+    names = "; ".join(job.label for job in jobs[:_JOBS_NAMED])
+    if len(jobs) > _JOBS_NAMED:
+        names += f" and {len(jobs) - _JOBS_NAMED} more"
     return (
         f"{len(jobs)} jobs run here without commlens, so nothing is recorded: {names}. `commlens"
         " attach PID` says whether one is stuck."

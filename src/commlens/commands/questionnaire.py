@@ -90,8 +90,11 @@ def ask(
 
 
 def settings_file(answers: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """Return the text of the settings file: the answers, and its other settings, which no question
-    is about.
+    """Return the text of the settings file.
+
+    Args:
+        answers: to the questions, by setting.
+        kept: the settings of the previous file; those without a question are kept.
     """
     lines = [
         "# Settings of commlens, written by `commlens config`. Run it again to change them.",
