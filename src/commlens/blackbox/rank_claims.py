@@ -1,5 +1,5 @@
-"""Notes of processes that claim a rank of a job, as empty files beside the black boxes: they show a
-rank that exists twice.
+"""Record which processes claim a rank of a job, to find ranks that exist twice. A claim is an empty
+file beside the black boxes, whose name holds its fields.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ NAME: Final = re.compile(r"\.claim-(\d{1,9})-([0-9a-f]{8})-(\d{1,10})-(\d{1,20})
 
 
 class Claim(NamedTuple):
-    """A process that calls ``init_process_group`` with a rank, and was started by a rank of the
-    launcher.
+    """A process that calls ``init_process_group`` with a rank, and that a rank of the launcher
+    started.
     """
 
     rank: int
-    group: str  # of the place where the ranks meet, and their number
+    group: str  # digest of the address where the ranks meet and of the world size
     pid: int
     start_ticks: int
     started_by: int  # pid of the rank that started it
 
 
 def claim_rank(folder: Path, rank: int, meeting: str, world_size: int, started_by: int) -> Claim:
-    """Note this process's claim in a job's folder."""
+    """Write this process's claim into a job's folder, and return it."""
     group = hashlib.sha256(f"{meeting}|{world_size}".encode()).hexdigest()[:8]
     claim = Claim(rank, group, os.getpid(), job_dirs.start_ticks(os.getpid()), started_by)
     (folder / f".claim-{'-'.join(map(str, claim))}").touch(mode=0o600)
@@ -37,11 +37,10 @@ def claim_rank(folder: Path, rank: int, meeting: str, world_size: int, started_b
 
 
 def twins(folder: Path) -> dict[int, list[Claim]]:
-    """Return the ranks that processes claim which different ranks of the launcher started, for one
-    place to meet; the oldest first.
+    """Return the claims of each rank that exists twice, oldest first: its claims are for the same
+    group, but different ranks of the launcher started the processes.
 
-    Claims of the workers of an earlier run do not count: the boxes of those that started them are
-    gone.
+    Claims of an earlier run do not count. They are those whose starter has no box any more.
     """
     launched = {job_dirs.box_pid(box) for box in job_dirs.boxes(folder)}
     found: dict[tuple[int, str], dict[int, Claim]] = {}
