@@ -14,14 +14,15 @@ from commlens.capture.rank_environment import Place, place_of
 log = logging.getLogger("commlens")
 _hooked = False
 After = Callable[[bool, Any], None] | None
+"""A function to call after the hooked one: with whether that raised, and its result."""
 
 
 class InitListener(Protocol):
-    """What the hooks call. An error of these methods is logged; only what ``before_destroy``
-    returns may raise.
+    """The methods that the hooks call. Each ``before_...`` may return a function to call after the
+    hooked one.
 
-    Each ``before_...`` may return what to call after it, with whether the call raised and its
-    result.
+    Errors of all these are logged, not raised, except those of the function that ``before_destroy``
+    returns.
     """
 
     def before_init(self, place: Place) -> After:
@@ -36,8 +37,8 @@ class InitListener(Protocol):
         name: str,
         description: str,
     ) -> After:
-        """A group is about to be made, in which this process has this rank. A default group has no
-        ``ranks``.
+        """A group is about to be made, in which this process is ``group_rank``. A default group has
+        no ``ranks``.
         """
 
     def before_mesh(self, shape: Any, names: Any) -> After:
@@ -53,8 +54,8 @@ class InitListener(Protocol):
         """A thread writes keys into a store."""
 
     def before_destroy(self, is_last: bool) -> Callable[[], None] | None:
-        """``destroy_process_group`` was called, for all groups if ``is_last``. Return what to call
-        after it.
+        """``destroy_process_group`` was called, for all groups if ``is_last``. Return a function to
+        call after it.
         """
 
     def after_destroy(self) -> None:
@@ -62,8 +63,8 @@ class InitListener(Protocol):
 
 
 def safely(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of commlens and return its result; log its error, if it raises one, and
-    return None.
+    """Call a function of commlens and return its result. If it raises an error, log it and return
+    None.
     """
     try:
         return function(*args)
@@ -79,7 +80,9 @@ def safely(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def hook_init(listener: Callable[[], InitListener | None]) -> None:
-    """Install the hooks, once per process; they ask for the listener at each call."""
+    """Install the hooks, once per process. Each call of a hooked function calls ``listener`` for
+    the current listener; None: nothing listens.
+    """
     global _hooked
     if _hooked:
         return
@@ -89,8 +92,8 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
     import torch.distributed.distributed_c10d as c10d
 
     def hooked(original: Callable[..., Any], before: Callable[..., After]) -> Callable[..., Any]:
-        """Return a function that calls ``before(listener, *arguments)``, the original, and what
-        ``before`` returned.
+        """Return a function that calls ``before(listener, args, kwargs)``, the original, and the
+        function that ``before`` returned.
         """
 
         @functools.wraps(original)
@@ -124,8 +127,8 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
             after()
         return result
 
-    # A program that imported init_process_group by name before commlens was switched on gets only
-    # to this helper, and so do new_group and init_device_mesh.
+    # A program that imported init_process_group, new_group or init_device_mesh by name before
+    # commlens was switched on calls the original, which calls this helper.
     c10d._new_process_group_helper = hooked(c10d._new_process_group_helper, _before_new_group)
     init_process_group = hooked(
         c10d.init_process_group,
@@ -140,7 +143,7 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
     device_mesh.init_device_mesh = dist.init_device_mesh = hooked(
         device_mesh.init_device_mesh, _before_mesh
     )
-    # Not of Store itself: C++ would take a function there for the override of a store that is
+    # Store itself is not hooked: C++ would take the hook for the override of a store that is
     # written in Python, and call it without end.
     for store in filter(None, (getattr(dist, name, None) for name in _STORES)):
         for name, before in _STORE_METHODS.items():
@@ -173,9 +176,14 @@ def _before_store_wait(
 def _before_store_write(
     name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> After:
-    if name == "add" and args[2:] == (0,):  # which reads it
-        return None
+    if name == "add" and args[2:] == (0,):
+        return None  # adding 0 reads the key
     return current.before_store_write(_keys(args, kwargs))
+
+
+def _before_split(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    given = {**dict(zip(("parent_pg", "split_ranks"), args, strict=False)), **kwargs}
+    return current.before_split(given.get("parent_pg"), given.get("split_ranks"))
 
 
 def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str]:
@@ -191,8 +199,3 @@ _STORE_METHODS = {
         ("set", "add", "compare_set", "append", "multi_set", "queue_push"), _before_store_write
     ),
 }
-
-
-def _before_split(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
-    given = {**dict(zip(("parent_pg", "split_ranks"), args, strict=False)), **kwargs}
-    return current.before_split(given.get("parent_pg"), given.get("split_ranks"))
