@@ -20,7 +20,7 @@ from commlens.capture.init_hooks import safely
 from commlens.capture.rank_environment import Place
 
 log = logging.getLogger("commlens")
-_WATCH_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
+_WATCHER_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
 
 
 class Recording:
@@ -41,10 +41,10 @@ class Recording:
         self.recorder: Any = None
         self.watchdog: Any = None
         self.setups: Any = None
-        self.watcher: Any = None  # replaces a watcher that died
+        self.watcher_replacement: Any = None  # starts a watcher when one has died
         self.attached = False
         self.initialised = False
-        self.watch_later: threading.Timer | None = None
+        self.watcher_timer: threading.Timer | None = None
         self.watcher_pid = 0
         self.job_dir: Path | None = None
         self.given_up = False
@@ -90,7 +90,7 @@ class Recording:
         """Make the box if there is none, and attach the recorder. Called when
         ``init_process_group`` is.
         """
-        # not asked for by the program itself
+        # Only the environment has switched recording on, not the program itself.
         if place.is_pretended and config.is_switched_on(os.environ):
             self._pause()
             return
@@ -109,7 +109,7 @@ class Recording:
         self.attached = True
         uncaught.hook(self._record_uncaught)
         safely(uncaught.hook_ray_train, self._record_uncaught)
-        self._watch()
+        self._start_watcher()
 
     def open(self, place: Place, *, early: bool = False) -> None:
         """Make the box, once per process.
@@ -144,10 +144,10 @@ class Recording:
             self._start_watchdog(place.rank)
             self.given_up = False
             self._hook_the_end()
-            self.watch_later = threading.Timer(_WATCH_AFTER_S, self._watch)
-            self.watch_later.daemon = True
+            self.watcher_timer = threading.Timer(_WATCHER_AFTER_S, self._start_watcher)
+            self.watcher_timer.daemon = True
             if early:
-                self.watch_later.start()
+                self.watcher_timer.start()
 
     def _make_box(self, folder: str, place: Place) -> bool:
         """Make the box and its recorder; return False if there can be no box."""
@@ -160,7 +160,7 @@ class Recording:
         if box is None:
             return False
         self.job_dir, self.writer = box
-        self.watcher = (
+        self.watcher_replacement = (
             None if settings.watched else job_box.WatcherReplacement(settings, self.job_dir)
         )
         self.recorder = made.recorder(
@@ -182,8 +182,8 @@ class Recording:
         self.watchdog.start()
 
     def _hook_the_end(self) -> None:
-        """Have the box closed whichever way the process ends, and write a last exception into
-        it.
+        """Install the hooks that close the box, whichever way the process ends, and write the
+        exception that ends it.
         """
         os.register_at_fork(after_in_child=self._after_fork_in_child)
         atexit.register(self.at_exit)
@@ -195,7 +195,7 @@ class Recording:
             safely(dump_signal.dump_on_signal, self.settings.dump_signal, self.dump_now)
 
     def note_default_group(self) -> None:
-        """Write into the box that there is a default group, with its size and timeout."""
+        """Write into the box that a default group exists, with its size and timeout."""
         import torch.distributed as dist
 
         self.initialised = True
@@ -204,8 +204,8 @@ class Recording:
         self.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
     def reopen(self, settings: config.Settings) -> None:
-        """Make the box anew with other settings, before anything was recorded in it, and its
-        watcher too.
+        """Replace the box by one with other settings, before anything is recorded in it, and end
+        its watcher.
         """
         if settings == self.settings:
             return
@@ -213,8 +213,8 @@ class Recording:
         if self.is_open:
             from commlens.capture import job_box
 
-            if self.watch_later is not None:
-                self.watch_later.cancel()
+            if self.watcher_timer is not None:
+                self.watcher_timer.cancel()
             job_box.end_watcher(self.watcher_pid, self.job_dir)
             self.watchdog.stop()
             self.recorder.release()
@@ -260,12 +260,12 @@ class Recording:
     def _on_tick(self, now: int) -> None:
         """Called by the watchdog thread four times a second."""
         self.setups.note_store_wait(now)
-        if self.watcher is not None:
-            self.watcher.look(now)
+        if self.watcher_replacement is not None:
+            self.watcher_replacement.look(now)
 
-    def _watch(self) -> None:
+    def _start_watcher(self) -> None:
         """Start the node's watcher, once."""
-        timer, self.watch_later = self.watch_later, None
+        timer, self.watcher_timer = self.watcher_timer, None
         if timer is not None and not self.settings.watched and self.is_open:
             from commlens.capture import job_box
 
@@ -294,7 +294,7 @@ class Recording:
     def _record_uncaught(self, *exception: Any) -> None:
         if self.is_open:
             safely(self.record_exception, *exception)
-            self._watch()  # if it was too soon
+            self._start_watcher()  # the timer may still run
 
     def at_exit(self) -> None:
         """Close the box at the end of the process. In a child of multiprocessing, the exception
@@ -311,9 +311,10 @@ class Recording:
             if self.initialised:
                 safely(self.report_hazards)
             else:
-                self._watch()  # if it was too soon: the other ranks will wait for this one
-                if self.watcher is not None and not self.watcher_pid:
-                    safely(self.watcher.start)
+                # The timer may still run, and the other ranks will wait for this one.
+                self._start_watcher()
+                if self.watcher_replacement is not None and not self.watcher_pid:
+                    safely(self.watcher_replacement.start)
             if error is None and not self.exception_seen:
                 safely(self._warn_if_nothing_was_verified)
         safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
