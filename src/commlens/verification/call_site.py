@@ -57,14 +57,18 @@ class _Step(NamedTuple):
 
 
 def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
-    """Return ``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` for the stack
-    whose innermost frame is ``frame``.
+    """Return the name and the line of an operation, such as
+    ``("accelerate.utils.operations.broadcast", "train.py:21 in main")``.
 
     The name is ``torch.distributed.<op>`` if the user's line issued the op directly. The line is
     empty if no frame is the user's.
+
+    Args:
+        frame: the innermost frame; None in a C++ thread.
+        op: the op that was issued.
     """
     if frame is None and op == "all_reduce":
-        # A C++ thread (autograd's, on an accelerator): DDP's reducer issues it.
+        # DDP's reducer issues it in a C++ thread (autograd's, on an accelerator).
         return "torch.nn.parallel.DistributedDataParallel (backward)", ""
     steps: list[_Step] = []
     for _ in range(_MAX_FRAMES):
@@ -82,16 +86,15 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
 
 
 def _name(steps: list[_Step], op: str) -> str:
-    """Return the part of torch that communicates, else the library closest to torch, else the
-    outermost public torch.distributed function.
+    """Return the name of the part of torch that communicates, else of the library closest to
+    torch, else of the outermost public torch.distributed function.
 
     Args:
         steps: innermost first.
-        op: the wire op.
+        op: the op that was issued.
     """
-    for found in (_sharding(steps), _library(steps)) if steps else ():
-        if found:
-            return found
+    if steps and (name := _sharding(steps) or _library(steps)):
+        return name
     for step in reversed(steps):
         if (
             step.kind is FrameKind.TORCH
@@ -123,7 +126,7 @@ def _sharding(steps: list[_Step]) -> str:
             f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
         )
     if steps[0].module == "torch.autograd.graph":
-        # its reducer, called from C++
+        # C++ calls DDP's reducer
         return "torch.nn.parallel.DistributedDataParallel (backward)"
     if any(module.startswith("torch.distributed.tensor") for module in modules):
         return _dtensor(steps)
@@ -150,8 +153,8 @@ def _dtensor(steps: list[_Step]) -> str:
 
 
 def _library(steps: list[_Step]) -> str:
-    """Return the outermost function of the package closest to torch: Accelerate's, not that of a
-    trainer built on it.
+    """Return the name of the outermost function of the package closest to torch; "" if there is
+    none. This is Accelerate's function, not that of a trainer built on it.
     """
     nearest = next((step for step in steps if step.kind is FrameKind.LIBRARY), None)
     if nearest is None:
@@ -161,12 +164,13 @@ def _library(steps: list[_Step]) -> str:
     for step in steps[steps.index(nearest) :]:
         if step.kind is FrameKind.LIBRARY and step.module.partition(".")[0] != package:
             break
+        # In the wrapper of Accelerate's decorator, whose own check may communicate, the name is
+        # that of the decorated function.
         wrapped = (
             step.frame.f_locals.get("function")
             if step.module == _ACCELERATE and step.plain == "wrapper"
             else None
         )
-        # Accelerate's decorator, whose own check may communicate for the function
         if wrapped is not None:
             name = f"{wrapped.__module__}.{wrapped.__qualname__}"
         elif step.kind is FrameKind.LIBRARY and _is_public(step):
@@ -184,7 +188,7 @@ def _is_public(step: _Step) -> bool:
 
 
 def _full_name(step: _Step) -> str:
-    """Return a function's name as one would import it, as far as its file shows."""
+    """Return the name under which a function can be imported, as far as its file shows."""
     function = _with_class(step)
     module = step.module
     if module == "torch.distributed.distributed_c10d":
@@ -211,11 +215,12 @@ def _with_class(step: _Step) -> str:
 
 
 def _module(file: str) -> str:
+    """Return the module of a file of an installed package or of torch; "" for another file."""
     for marker in ("/site-packages/", "/dist-packages/"):
         _, found, inside = file.rpartition(marker)
         if found:
             return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    _, found, inside = file.rpartition("/torch/")  # built in place
+    _, found, inside = file.rpartition("/torch/")  # a torch that was built in place
     return (
         f"torch.{inside.removesuffix('.py').replace('/', '.')}"
         if found and _kind(file) is FrameKind.TORCH
