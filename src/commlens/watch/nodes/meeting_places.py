@@ -1,5 +1,5 @@
-"""Where the watchers of a job's nodes can meet: in the job's own store, else in a folder that the
-nodes share.
+"""Find the places where the watchers of a job's nodes can meet: the job's own store, or a folder
+that the nodes share.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Store:
 
     host: str
     port: int
-    # torchrun's agent serves it, which ends after its ranks; else rank 0 does
+    # whether torchrun's agent serves it, which ends after its ranks; if not, rank 0 serves it
     of_agent: bool = False
 
     def __str__(self) -> str:
         return f"the job's store at {self.host}:{self.port}"
 
     def open(self, keep_waiting: KeepWaiting) -> Client:
-        """Connect to it. ``keep_waiting`` is asked every few seconds without an answer."""
+        """Connect to it. ``keep_waiting`` is called every few seconds while no answer comes."""
         return StoreClient(
             self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S, keep_waiting=keep_waiting
         )
 
     def ends_with_this_node(self) -> bool:
-        """Return whether it ends only when all ranks of this node have ended: its address is one of
-        this machine.
+        """Return whether it ends only when all ranks of this node have ended: torchrun's agent
+        serves it, on this machine.
         """
         if not self.of_agent:
             return False
@@ -82,21 +82,21 @@ Place = Store | Folder
 
 
 def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
-    """Return where this node may meet the others, the best place first; nothing if all ranks are on
-    this node, or may be.
+    """Return the places where this node may meet the others, the best one first; none if all ranks
+    are on this node, or may be.
 
     Args:
         members: the ranks of this node.
-        folder: to meet in, if there is no store.
+        folder: the folder to meet in if the store cannot be reached.
     """
     if not any(member.world_size > len(members) for member in members):
         return []
-    # All ranks have joined, and the boxes of some are not here. They may be in another container of
-    # this host.
+    # Some boxes are not here although all ranks have joined: those ranks are on another node, or in
+    # another container of this host.
     elsewhere = any(member.status is not None and member.status.initialised for member in members)
-    of_agent, method = _is_of_agent(members), _init_method(members)
+    of_agent, method = _agent_serves_store(members), _init_method(members)
     if not of_agent and method is None and not elsewhere:
-        return []  # a job that has MASTER_ADDR may still meet in a file
+        return []  # the ranks may still meet in a file, although MASTER_ADDR is set
     meeting = meeting_of(members) if not (method or "").startswith("file:") else None
     found: list[Place] = []
     if (
@@ -114,7 +114,7 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
     return found
 
 
-def _is_of_agent(members: Sequence[Member]) -> bool:
+def _agent_serves_store(members: Sequence[Member]) -> bool:
     here = next((member for member in members if member.here and member.alive), None)
     return (
         here is not None
@@ -123,8 +123,8 @@ def _is_of_agent(members: Sequence[Member]) -> bool:
 
 
 def _init_method(members: Sequence[Member]) -> str | None:
-    """Return the address or file that a rank has given to ``init_process_group``, empty if it gave
-    none; None: no call is recorded.
+    """Return the ``init_method`` that a rank passed to ``init_process_group``: an address or a
+    file; "" if it passed none; None if no call is recorded.
     """
     for box in [member.box for member in members if member.box is not None]:
         with contextlib.suppress(FormatError):
@@ -135,7 +135,7 @@ def _init_method(members: Sequence[Member]) -> str | None:
 
 
 def _job(members: Sequence[Member]) -> str:
-    """Return the job's name, which the nodes of a job without a store's address have in common,
-    perhaps.
+    """Return the job's name. Without the store's address, it is all that the nodes may have in
+    common.
     """
     return next((member.box.path.parent.name for member in members if member.box is not None), "")
