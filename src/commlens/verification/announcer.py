@@ -31,7 +31,7 @@ _COMPARED = ("op", "in", "out", "root", "is", "os")
 
 
 class Announcer:
-    """This rank's board, and how its collectives are announced there."""
+    """Announces this rank's collectives on its board."""
 
     def __init__(
         self, board: Board, bells: Any, peers: Peers, refusals: Refusals, exchange: Any
@@ -42,9 +42,9 @@ class Announcer:
             board: this rank's.
             bells: wake the peers that wait for this rank.
             peers: the peers' boards.
-            refusals: a refusal starts a channel's next round.
-            exchange: announces and verifies in C++; None with the Python engine. Only one of the
-                two may write announcements.
+            refusals: the job's refusals; each starts the next round of its channel.
+            exchange: announces and verifies in C++; None with the Python engine. With it, it writes
+                all announcements, because only one of the two may.
         """
         self._board = board
         self._writer = board if exchange is None else exchange
@@ -53,7 +53,7 @@ class Announcer:
         self._peers = peers
         self._refusals = refusals
         self._channels: dict[Any, VerifiedChannel] = {}
-        self.has_announced = False  # anything, also on groups that are gone
+        self.has_announced = False  # whether anything was announced, also on groups that are gone
         self._signatures: dict[int, tuple[InternedArgs, int]] = {}
         # with the object whose id is in the key, to keep it alive
         self._blobs: dict[Any, tuple[Any, int]] = {}
@@ -69,8 +69,8 @@ class Announcer:
         *,
         ring: bool = True,
     ) -> Pending | None:
-        """Announce a collective, unless C++ has done so already; None if it is not compared with
-        any peer's.
+        """Announce a collective, unless C++ has done so already. Return None if it is compared with
+        no peer's.
 
         Args:
             token: the recorder's token of the collective.
@@ -107,7 +107,16 @@ class Announcer:
         thread: int,
         frame: FrameType | None,
     ) -> Pending | None:
-        """Announce a call of a user's function."""
+        """Announce a call of a user's function. Return None if this rank's board is full.
+
+        Args:
+            name: the function's name.
+            group: the group whose ranks call it.
+            number: number of this call among the group's calls.
+            leaves: the arguments to compare.
+            thread: native id of the calling thread.
+            frame: the caller's frame.
+        """
         channel = self._call_channel(name, group)
         if not channel.slot:
             return None
@@ -125,11 +134,11 @@ class Announcer:
         self._writer.withdraw(slot, number)
 
     def plan(self, args: InternedArgs, code: int, stack: int) -> Any:
-        """Return how C++ verifies further collectives like one that was verified here; None if
-        Python must do it.
+        """Return a plan, by which C++ verifies further collectives like one that was verified here;
+        None if Python must verify them.
 
-        Python does it on an accelerator, and for a collective that is not compared.
-        ``commlens/native/exchange.hpp`` is the other side.
+        Python verifies collectives on an accelerator, and those that are not compared.
+        ``commlens/native/exchange.hpp`` executes plans.
 
         Args:
             args: the collective's arguments.
@@ -168,7 +177,7 @@ class Announcer:
         }
 
     def peers_changed(self) -> None:
-        """Look up every channel's peers again, after boards were created."""
+        """Look up the peers of all channels again, after boards were created."""
         for channel in self._channels.values():
             channel.peers = self._peers.among(channel.members)
             channel.native = None
@@ -186,30 +195,34 @@ class Announcer:
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
     def channel(self, args: InternedArgs) -> VerifiedChannel | None:
-        """Return the channel to announce on; None for a message whose partner cannot be known."""
+        """Return the channel to announce on; None for a message whose partner is not known."""
         channel = args.channel
         identity: Any = channel
         if args.op in POINT_TO_POINT:
             tag = args.tag if channel.matches_tags else 0
             if args.peer < 0 or args.flags & L.FLAG_ANY_SOURCE:
-                self._board.set_word(B.ANY_SOURCE, 1)
-                if self._exchange is not None and (channel, tag) not in self._from_any_source:
-                    self._from_any_source.add((channel, tag))
-                    # it has plans for messages that are not compared from now on
-                    self._exchange.forget()
+                self._note_any_source(channel, tag)
                 return None
             sends = args.op == "send"
-            if (
-                not sends
-                and (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs
-            ):
-                return None  # after a receive from any source, this peer's next message is unknown
+            from_any_source = (-1, f"recv {tag}" if channel.matches_tags else "recv")
+            if not sends and from_any_source in channel.pairs:
+                # A receive from any source was issued before, so it is unknown which of this peer's
+                # messages this one gets.
+                return None
             identity = (channel, sends, args.peer, tag)
         found = self._channels.get(identity)
         if found is None:
             found = self._channels[identity] = self._new_channel(channel, args, identity)
             self.has_announced = True
         return found
+
+    def _note_any_source(self, channel: Channel, tag: int) -> None:
+        """Note that this rank receives from any source, which is not announced."""
+        self._board.set_word(B.ANY_SOURCE, 1)
+        if self._exchange is not None and (channel, tag) not in self._from_any_source:
+            self._from_any_source.add((channel, tag))
+            # C++ may have plans for messages that can no longer be compared
+            self._exchange.forget()
 
     def channel_of(self, key: int) -> VerifiedChannel | None:
         """Return the channel with a key, if this rank has used it."""
@@ -225,7 +238,7 @@ class Announcer:
         members = group.ranks
         description: dict[str, Any] = {"group": group_label(group)}
         family = 0
-        if identity is not channel:
+        if identity is not channel:  # a message
             rank, tag = self._peers.rank, identity[3]
             members = (rank, args.peer) if args.op == "send" else (args.peer, rank)
             family = B.key_of(*parts, *members)
@@ -240,16 +253,14 @@ class Announcer:
                 B.CHANNELS,
             )
         if channel.runs_ahead:
-            # init_process_group returned without having met the other ranks
+            # NCCL's init_process_group does not wait for the others: their boards may not exist yet
             self._peers.await_boards(members)
         peers = self._peers.among(members)
         self._peers.warn_about(members, peers)
         return VerifiedChannel(group, key, slot, members, peers, family)
 
     def _call_channel(self, name: str, group: Group) -> VerifiedChannel:
-        """Return the channel for function calls of a group. All functions share it, as all
-        collectives share one.
-        """
+        """Return the channel for function calls of a group, which all functions share."""
         found = self._channels.get(group)
         if found is None:
             key = B.key_of("calls", group.incarnation, group.name, group.ranks)
@@ -272,8 +283,8 @@ class Announcer:
         return found
 
     def _with_round(self, channel: VerifiedChannel, number: int) -> int:
-        """Return the number as boards have it. After a refusal that all members of a channel raise,
-        its next round starts.
+        """Return the number with the channel's round in its high bits, as boards hold it. Each
+        refusal that all members of the channel raise starts a round.
         """
         while channel.refusals_seen < self._refusals.raised:
             ranks = self._refusals.ranks_of(channel.refusals_seen)
@@ -296,8 +307,8 @@ class Announcer:
     # --- blobs: arguments and call sites, for messages
 
     def _blob(self, args: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
-        """Return the position of the blob of a collective at a call site, written once for each
-        stack.
+        """Return the position of the blob with a collective's arguments and call site. It is
+        written once for each stack.
         """
         key = (id(args), code, stack)
         position = self._known_blob(key, args)
@@ -317,6 +328,7 @@ class Announcer:
     def _call_blob(
         self, channel_key: int, signature: int, call: FunctionCall, frame: FrameType | None
     ) -> int:
+        """Return the position of the blob with the arguments and call site of a function call."""
         places: list[Any] = []
         caller = frame
         while caller is not None:
