@@ -36,8 +36,13 @@ class Comparison:
     """Compares announcements, and refuses a collective that does not match its peers'."""
 
     def __init__(self, peers: Peers, refusals: Refusals, exchange: Any) -> None:
-        """Compare with peers; ``exchange`` compares further collectives with the same signatures in
-        C++.
+        """Compare with peers.
+
+        Args:
+            peers: the peers' boards.
+            refusals: the job's refusals.
+            exchange: compares in C++, and is told which signatures agree; None with the Python
+                engine.
         """
         self._peers = peers
         self._refusals = refusals
@@ -45,7 +50,8 @@ class Comparison:
         self._agreed: set[tuple[tuple[int, int], ...]] = set()
 
     def compare(self, pending: Pending) -> None:
-        """Compare with all peers that have announced, and leave the others in ``pending.absent``.
+        """Compare a collective with the announcements of the peers in ``pending.absent``, and keep
+        there only the peers that have not announced.
 
         Raises:
             DistributedOperationException: a peer's announcement does not match.
@@ -58,27 +64,37 @@ class Comparison:
             seen = board.announced(slot, pending.number) if slot else None
             if seen is None:
                 if slot and board.is_past(slot, pending.number):
-                    # its announcement was overwritten: it has arrived, and was not refused
+                    # The peer's announcement was overwritten: it came, and nothing was refused.
                     continue
                 if not board.word(B.ACTIVE):
-                    continue  # it does not verify (any more), so no announcement will come
+                    continue  # the peer does not verify now, so it will not announce
                 absent.append(rank)
             elif seen[0] != pending.signature:
                 differing.append(rank)
         if differing:
-            announced = self._announcements(pending)
-            if self._disagreement(pending, announced) is not None:
-                self._refuse(pending)
-            else:
-                there = {rank for rank, _, _ in announced}
-                differing = [rank for rank in differing if rank not in there]
-            if differing:  # these peers have refused and withdrawn it meanwhile
-                self._refusals.raise_new()
-                absent += differing
+            absent += self._compare_arguments(pending, differing)
         pending.absent = absent
 
+    def _compare_arguments(self, pending: Pending, differing: list[int]) -> list[int]:
+        """Refuse a collective if its arguments do not match those of the peers whose signatures
+        differ. Different signatures alone may be legal.
+
+        Returns:
+            The peers that have withdrawn their announcements in the meantime.
+        """
+        announced = self._announcements(pending)
+        if self._disagreement(pending, announced) is not None:
+            self._refuse(pending)
+            withdrawn = differing
+        else:
+            ranks = {rank for rank, _, _ in announced}
+            withdrawn = [rank for rank in differing if rank not in ranks]
+        if withdrawn:
+            self._refusals.raise_new()  # a peer withdraws after a refusal, so there may be one
+        return withdrawn
+
     def subject(self, pending: Pending) -> Subject:
-        """Return the collective as a refusal names it."""
+        """Return the collective's group and number, as a refusal names them."""
         group = pending.channel.group
         return Subject(group_label(group), group.ranks, pending.number & B.NUMBER_MASK)
 
@@ -119,6 +135,9 @@ class Comparison:
     def _disagreement(
         self, pending: Pending, announced: _Announcements
     ) -> Disagree | LeafDisagreement | None:
+        """Return what the announced arguments disagree in; None if they match. Signatures that
+        agree are remembered, also in C++.
+        """
         if (
             isinstance(pending.args, FunctionCall)
             and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1
@@ -153,8 +172,8 @@ class Comparison:
         return None
 
     def _refuse(self, pending: Pending) -> None:
-        """Give the other ranks a moment to announce, so that the table is complete; then post the
-        refusal and raise.
+        """Wait briefly until the other ranks have announced, so that the table is complete; then
+        post the refusal and raise it. Return if the ranks that differed have withdrawn.
         """
         until = _now() + FULL_TABLE_NS
         while _now() < until and len(self._announcements(pending)) < len(pending.channel.peers) + 1:
@@ -162,7 +181,7 @@ class Comparison:
             time.sleep(_NAP_S)
         answer = self._disagreement(pending, self._announcements(pending))
         if answer is None:
-            return  # the peers that differed have withdrawn their announcements
+            return
         subject, rows = self.subject(pending), self.rows(pending)
         if isinstance(answer, LeafDisagreement):
             text, leaves = leaves_text(answer, subject, rows), answer
