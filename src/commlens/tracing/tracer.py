@@ -1,7 +1,7 @@
-"""The tracer: the tap's subscriber that records where and why each collective is issued.
+"""The tracer: a subscriber of the tap that records where and why each collective is issued.
 
 The hot path is ``begin``, ``returned`` and the waits; everything else is computed when the trace is
-read. An error in the tracer is logged once, and the collective proceeds.
+read. The first error in the tracer is logged, and the collective proceeds.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from commlens.version import __version__
 log = logging.getLogger("commlens")
 
 WHOLE_STEPS = 10  # default number of optimizer steps whose collectives are kept one by one
-WHOLE_EVENTS = 50_000  # number of collectives after which they are summarised even if no step ends
-_FOLD_AT = 2_000  # events kept before old ones are summarised
+WHOLE_EVENTS = 50_000  # further collectives are summarised even if no step ends
+_SUMMARISE_AT = 2_000  # events kept before old ones are summarised
 _POINTERS_LIMIT = 4096  # outputs whose waits are watched
 _WORKS_LIMIT = 16  # Works kept alive
 _NAME_EVERY = 64  # events between replacements of reduce ops by their names
@@ -82,9 +82,12 @@ class Tracer:
     ) -> None:
         """Create a tracer; ``start()`` starts it.
 
-        Only optimizer steps ``first <= step < last`` are recorded, counted from 0. After
-        ``whole_steps`` recorded steps, by default ``WHOLE_STEPS``, events are summarised. In a
-        preview, the process plays one rank of a fake world.
+        Args:
+            depth: whether tensor ops are recorded, too.
+            steps: record only these optimizer steps, counted from 0.
+            whole_steps: recorded steps after which events are summarised; ``WHOLE_STEPS`` by
+                default.
+            preview: whether the process plays one rank of a fake world.
         """
         self.depth = depth
         self.wanted_steps = steps
@@ -99,7 +102,7 @@ class Tracer:
         self.lost = 0
         self.ops: Any = None  # the dispatch mode, at depth ops
         self._summaries: dict[Any, _Summary] = {}
-        self._folded = 0
+        self._summarised = 0
         self._groups = Groups()
         self._args_table = ArgsTable()
         self._stacks = StackInfos()
@@ -109,7 +112,7 @@ class Tracer:
         self._backward_waits = BackwardWaits()
         self.modules.on_leave.append(self.parameters.left)
         self.modules.on_enter.append(self._setup_ended)
-        # number of the last collective before the first forward; None until then
+        # sequence number of the setup's last collective; None until the first forward begins
         self._setup_until: int | None = None
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
@@ -156,7 +159,8 @@ class Tracer:
         if not self._running:
             return
         self._running = False
-        self._groups.before_destroy()  # now: the program may destroy them before it reads the trace
+        # now, because the program may destroy its groups before it reads the trace
+        self._groups.before_destroy()
         self.parameters.read()
         if self.ops is not None:
             self.ops.__exit__(None, None, None)
@@ -236,7 +240,7 @@ class Tracer:
         for listener in self.on_collective:
             listener(event)
         if self._rank_and_size is None:
-            # now: the program may destroy its group before it reads the trace
+            # now, because the program may destroy its group before it reads the trace
             self._rank_and_size = rank_and_world()
         return event
 
@@ -285,10 +289,10 @@ class Tracer:
             event.phase = None  # issued by a C++ thread: the phase is unknown
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
-        """Take the phase from the stack where no node is current or no module runs: final
-        callbacks, recomputed functions.
+        """Take the phase from the stack, where autograd and the modules do not tell it: in final
+        callbacks, recomputed functions and optimizers.
         """
-        # also inside backward, in a gradient's hook
+        # an optimizer may also run inside backward, in a gradient's hook
         if info.in_optimizer and event.phase in (Phase.OUTSIDE, Phase.BACKWARD):
             event.phase, event.call = Phase.OPTIMIZER, None
         elif info.in_pass == RECOMPUTE and event.phase in (Phase.BACKWARD, Phase.OUTSIDE):
@@ -314,8 +318,8 @@ class Tracer:
                     self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAME_EVERY == 0:
                 self._name_reduce_ops()
-            if len(self.events) >= _FOLD_AT:
-                self._fold_old()
+            if len(self.events) >= _SUMMARISE_AT:
+                self._summarise_old()
         except Exception as error:
             self._fail(error)
 
@@ -325,8 +329,8 @@ class Tracer:
             event.reduce_op = reduce_op_text(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
-        """Keep a Work to recognise its wait. Works keep tensors alive, so drop completed and old
-        ones.
+        """Keep a Work, to recognise the wait for it. Drop completed and old Works, because they
+        keep tensors alive.
         """
         works = self._works
         if works:
@@ -374,27 +378,27 @@ class Tracer:
         return event
 
     def wait_ended(self, event: RawEvent) -> None:
-        """Record the end of that wait."""
+        """Record the end of a wait."""
         if not event.wait_ended_ns:
             event.wait_ended_ns = _now()
 
     # --- steps
 
     def _setup_ended(self, *_: Any) -> None:
-        """Note that the first forward begins, or another pass of a program without modules: what is
-        issued from now on belongs to steps.
+        """Note that the setup has ended: the first forward begins, or another pass of a program
+        without modules. Later collectives belong to steps.
         """
         # A new list: the old one is being iterated over.
         self.modules.on_enter = [
             listener for listener in self.modules.on_enter if listener != self._setup_ended
         ]
-        # else whole steps were issued without a pass: where they begin is unknown
+        # If steps have ended without a pass, the end of the setup stays unknown.
         if not self.steps:
             self._setup_until = self.events[-1].sequence if self.events else 0
 
     def _end_of_setup(self, events: list[TraceEvent]) -> int | None:
-        """Return the number of the setup's last collective. What a later step issues again, as a
-        batch's broadcast, is part of its step.
+        """Return the sequence number of the setup's last collective. A collective that later steps
+        issue again, such as a batch's broadcast, belongs to its step.
         """
         if not self._setup_until:
             return self._setup_until
@@ -421,8 +425,8 @@ class Tracer:
             if torch._C._current_graph_task_id() == -1:
                 self._count_step()
             else:
-                # the optimizer runs in a gradient's hook, and others may follow: the step ends with
-                # the backward pass
+                # The optimizer runs in a gradient's hook, and other hooks may follow: the step ends
+                # with the backward pass.
                 torch.autograd.Variable._execution_engine.queue_callback(self._count_step)
         except Exception as error:
             self._fail(error)
@@ -433,31 +437,31 @@ class Tracer:
             self.modules.step_ended()
             if self.steps == 1:
                 self.parameters.read()
-            self._fold_old()
+            self._summarise_old()
         except Exception as error:
             self._fail(error)
         for listener in self.on_step:
             listener()
 
-    def _fold_old(self) -> None:
-        """Summarise events after the whole steps. Keep those of the current step, whose waits may
-        still come.
+    def _summarise_old(self) -> None:
+        """Summarise the events after the whole steps, except those of the current step, whose waits
+        may still come.
         """
         first = self.wanted_steps.start
-        too_many = len(self.events) + self._folded > WHOLE_EVENTS
+        too_many = len(self.events) + self._summarised > WHOLE_EVENTS
         if self.steps <= first + self.whole_steps and not too_many:
             return
         kept: list[RawEvent] = []
-        fold_until = len(self.events) - _FOLD_AT // 2 if too_many else 0
+        until = len(self.events) - _SUMMARISE_AT // 2 if too_many else 0
         events, self.events = self.events, kept
         for position, event in enumerate(events):
             beyond = event.step >= first + self.whole_steps and event.step < self.steps
-            if beyond or (too_many and event.sequence > WHOLE_EVENTS and position < fold_until):
-                self._fold(event)
+            if beyond or (too_many and event.sequence > WHOLE_EVENTS and position < until):
+                self._summarise(event)
             else:
                 kept.append(event)
 
-    def _fold(self, event: RawEvent) -> None:
+    def _summarise(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
         key = (
             id(event.args),
@@ -476,7 +480,7 @@ class Tracer:
             summary = self._summaries[key] = _Summary(event, event.step)
         summary.count += 1
         summary.last_step = event.step
-        self._folded += 1
+        self._summarised += 1
 
     # --- the result
 
@@ -492,9 +496,9 @@ class Tracer:
             event = converter.convert(summary.first)
             event.count, event.last_step = summary.count, summary.last_step
             if summary.count > 1:
-                event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = (
-                    event.call
-                ) = 0
+                event.started_ns = event.returned_ns = 0
+                event.wait_began_ns = event.wait_ended_ns = 0
+                event.call = 0
             events.append(event)
         events.sort(key=lambda event: event.sequence)
         if converter.on_accelerator and not self.preview:
