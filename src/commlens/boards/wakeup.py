@@ -23,7 +23,7 @@ from typing import Any, Final
 
 FIRST_WORD: Final = 8
 LAST_WORD: Final = 512  # of a page of 4096 bytes
-LONGEST_NS: Final = 20_000_000  # of one sleep; afterwards the caller looks again, woken or not
+LONGEST_NS: Final = 20_000_000  # of one sleep, after which the caller checks its condition again
 _PLACES: Final = (LAST_WORD - FIRST_WORD) // 2
 _SEVERAL: Final = (1 << 64) - 1  # threads of the rank sleep on different bells
 
@@ -67,7 +67,7 @@ class Bells:
     def wake(self, ranks: Iterable[int]) -> None:
         """Wake these ranks, whichever bell they sleep on: a refusal was posted."""
         for bell in {self._words[_bell(rank) + 1] for rank in ranks}:
-            if bell != _SEVERAL and FIRST_WORD <= bell < LAST_WORD:
+            if FIRST_WORD <= bell < LAST_WORD:
                 self._futexes.wake(bell)
 
     def listen(self, peer: int, thread: int) -> int:
@@ -99,8 +99,8 @@ class Bells:
 
 
 class RemoteBells:
-    """The bells of the ranks on other nodes, which the node's relay rings for them, and the bells
-    of the ranks here, as it hears them.
+    """The bells as the node's relay uses them: it rings for the ranks on other nodes, and sleeps on
+    the bells of the ranks here.
     """
 
     def __init__(self, mapped: mmap.mmap) -> None:
@@ -109,7 +109,7 @@ class RemoteBells:
         self._futexes = Futexes(mapped)
 
     def add(self, rank: int) -> None:
-        """Hear every announcement that concerns a rank on another node."""
+        """Make the ranks here ring for each announcement that concerns a rank on another node."""
         self._words[_bell(rank) + 1] = _SEVERAL
 
     def ring(self, rank: int) -> None:
@@ -125,7 +125,7 @@ class RemoteBells:
                 self._futexes.wake(bell)
 
     def heard(self, rank: int) -> int:
-        """Return the value of a bell, which changes with each announcement."""
+        """Return the value of a rank's bell, which changes with each announcement."""
         return self._words[_bell(rank)]
 
     def sleep(self, rank: int, heard: int, timeout_ns: int) -> None:
@@ -143,8 +143,8 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The words of a shared, writable map, which must outlive this, as futexes: the lower half of
-    each word of 8 bytes.
+    """Futexes in a shared, writable map, which must outlive this object. Each is the lower half of
+    a word of 8 bytes.
     """
 
     def __init__(self, mapped: mmap.mmap) -> None:
