@@ -162,6 +162,7 @@ def _absence(
         works_too_long=False,
         blames_waiting=False,
         new_line=False,
+        came=ranks_of(job.stuck),
         doubt=doubt,
     )
     return FoundAbsent(missing, members, doubt, frame=frame)

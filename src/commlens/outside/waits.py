@@ -121,6 +121,7 @@ def _unmet_cause(job: SeenJob, other: RankSample) -> Missing:
         works_too_long=False,
         blames_waiting=False,
         new_line=False,
+        came=ranks_of(job.stuck),
         doubt="undecided",
     )
 
