@@ -46,6 +46,18 @@ dist.recv(ones, 1 - rank, group=(first, second)[rank])
 dist.send(ones, 1 - rank, group=(second, first)[rank])
 """
 
+NO_ANSWER = """
+for step in range(3):
+    if rank == 0:
+        dist.send(ones, 1)
+        dist.recv(ones, 1)
+    else:
+        dist.recv(ones, 0)  # line 9
+        if step < 2:
+            dist.send(ones, 0)
+dist.destroy_process_group()
+"""
+
 WRONG_WAY = """
 away, home = (rank - 1) % size, (rank + 1) % size
 if rank != 2:
@@ -111,6 +123,14 @@ def test_a_cycle_across_groups_names_the_group_of_each_message(
     assert [wait["group"]["name"] for wait in found["cause"]["ring"]] == ["1", "2"]
     for message in ("recv #1 from rank 1 of group 1", "recv #1 from rank 0 of group 2"):
         assert message in found["explanation"]
+
+
+def test_a_rank_that_ends_after_a_receive_and_sends_no_answer(
+    tmp_path: Path, run_commlens: RunCommlens
+) -> None:
+    [found] = findings(tmp_path, run_commlens, NO_ANSWER, 2)
+    assert (found["kind"], found["culprits"], found["source"]) == ("missing", [1], "train.py:9")
+    assert (found["cause"]["blamed_by"], found["confidence"]) == ("midway", "medium")
 
 
 def test_a_rank_that_goes_round_a_ring_the_wrong_way(

@@ -123,9 +123,6 @@ NOT_YET = {
     "unit/commands/test_trace.py": """
         reports/trace_csv reports/trace_events traces/files
     """,
-    "unit/diagnosis/align/test_call_paths.py": """
-        diagnosis/align/routine
-    """,
     "unit/diagnosis/align/test_out_of_step.py": """
         diagnosis/index/column_differences
     """,

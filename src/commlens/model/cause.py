@@ -89,6 +89,7 @@ BlamedBy = Literal[
     "majority",
     "rounds",
     "routine",
+    "midway",
     "other-groups",
     "process",
     "device",
@@ -103,9 +104,10 @@ BlamedBy = Literal[
 
 ``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
 ``rounds``: most ranks came to this line, or round their loop, more or less often.
-``routine``: they left what they did before. ``arguments``: their calls are wrong, whatever the
-others do. ``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is
-not in the records. ``nobody``: no rank is at fault, or known to be.
+``routine``: they left what they did before. ``midway``: they ended inside of what they repeat,
+where the others go on with it. ``arguments``: their calls are wrong, whatever the others do.
+``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is not in the
+records. ``nobody``: no rank is at fault, or known to be.
 """
 
 
@@ -205,6 +207,7 @@ Doubt = Literal[
     "refused-elsewhere",
     "undecided",
     "majority-assumed",
+    "loop-may-end-there",
     "wait-inferred",
     "members-unknown",
     "many-outside",
@@ -216,9 +219,10 @@ Doubt = Literal[
 made progress. ``only-issued``: logs tell what was issued, not what completed.
 ``completion-unknown``: nothing tells whether the others' collective completed.
 ``refused-elsewhere``: strict verification ended their wait first. ``undecided``: nothing chooses
-between the sides. ``majority-assumed``: that most ranks are right. ``wait-inferred``: no thread was
-seen in a wait. ``members-unknown``: stacks do not tell the ranks of the group. ``many-outside``:
-more ranks are outside of collectives than wait, or at several places.
+between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-end-there``: where
+the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks
+do not tell the ranks of the group. ``many-outside``: more ranks are outside of collectives than
+wait, or at several places.
 """
 
 

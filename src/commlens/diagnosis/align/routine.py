@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.model.collective import Collective
@@ -23,6 +23,7 @@ steps show it.
 """
 # times that a rank passed a place, after which a new way from there leaves the routine
 _PASSED_OFTEN = 4
+_LONGEST_LOOP = 32  # ops of a round of a loop that is told as a whole
 _RECENT = 2048  # records of a rank that are its routine where ranks disagree
 _MAY_LEAVE_WITHIN = 16  # records before a disagreement in which a rank may have left its routine
 _LONGEST_VISIT = 64  # ops in a part of the program that is new
@@ -307,6 +308,67 @@ def ever_leaves_routine(view: RankView) -> bool:
     ops = view.history[-_LOOK_BACK:]
     sure_from = next((i for i, op in enumerate(ops) if view.has_routine(op)), len(ops))
     return _departure(ops, _texts(ops)[0], 1, sure_from) is not None
+
+
+class Loop(NamedTuple):
+    """The ops that a rank repeats, up to its last one."""
+
+    round: list[Collective]  # the latest op of each place in it, the first place first
+    rounds: int  # that are whole
+    more: int  # ops of the last round, if it is not whole
+
+    @property
+    def next(self) -> Collective:
+        """The latest op of the place after the last one."""
+        return self.round[self.more]
+
+
+def find_loop(view: RankView) -> Loop | None:
+    """Return the loop that a rank was in at its last op; None if it repeats nothing, or if the
+    place in the loop is uncertain.
+
+    A round comes to each line once: a loop inside of it could end after any number of rounds. It
+    lies in one optimizer step; messages may be repeated without steps, and from different lines.
+    """
+    ops = view.history[-_LOOK_BACK:]
+    if view.wrapped or len(ops) < 2 * _SEEN:
+        return None
+    text = _texts(ops)[1]
+    if len(set(text)) == len(text) and all(op.is_point_to_point for op in ops):
+        text = _as_text([(op.op, op.channel.key, op.peer) for op in ops])
+    period, start = _longest_repetition(text)
+    if period < 2 or len(set(text[start : start + period])) < period:
+        return None
+    rounds, more = divmod(len(text) - start, period)
+    if not _is_within_steps(ops[start:], period):
+        return None
+    latest = ops[len(ops) - period :]
+    return Loop([*latest[period - more :], *latest[: period - more]], rounds, more)
+
+
+def _longest_repetition(text: str) -> tuple[int, int]:
+    """Return the period of the longest stretch of repeated letters that ends with the text, and
+    where it starts; 0, 0 if nothing is repeated.
+    """
+    found, longest = (0, 0), 0
+    for period in range(1, min(len(text) // _SEEN, _LONGEST_LOOP) + 1):
+        start = len(text) - period
+        while start > 0 and text[start - 1] == text[start - 1 + period]:
+            start -= 1
+        run = len(text) - start
+        if run >= _SEEN * period and run > longest:
+            found, longest = (period, start), run
+    return found
+
+
+def _is_within_steps(ops: Sequence[Collective], period: int) -> bool:
+    """Return whether each round of a loop is in a step of its own; of messages, also if there are
+    no steps.
+    """
+    if ops[-1].step == ops[0].step:
+        return all(op.is_point_to_point for op in ops)
+    steps = [{op.step for op in ops[i : i + period]} for i in range(0, len(ops), period)]
+    return all(len(step) == 1 for step in steps) and len(set().union(*steps)) == len(steps)
 
 
 def _departure(ops: Sequence[Collective], text: str, since: int, sure_from: int) -> int | None:

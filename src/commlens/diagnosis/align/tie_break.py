@@ -93,6 +93,22 @@ def by_routine(
     return decision if any(map(been_here, decision.culprits)) else None
 
 
+def by_midway(
+    ended: Ranks, waiting: Ranks, midway: Collection[int], going_on: Collection[int]
+) -> Decision | None:
+    """Blame ranks that ended inside of what they repeat, while the others wait in what they repeat.
+
+    Args:
+        ended: the ranks that ended.
+        waiting: the ranks that wait for them.
+        midway: the ranks whose last op is not the end of a round.
+        going_on: the ranks whose last op continues what they repeat.
+    """
+    if not set(ended) <= set(midway) or not set(waiting) <= set(going_on):
+        return None
+    return _decision(ended, "midway")
+
+
 def by_order(reordered: Collection[int], left: Collection[int]) -> Decision | None:
     """Blame the ranks that leave the order in which most of their peers use their groups.
 

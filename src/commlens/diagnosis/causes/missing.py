@@ -10,8 +10,14 @@ from typing import NamedTuple
 
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.rounds import Rounds, count_rounds
-from commlens.diagnosis.align.routine import ever_leaves_routine
-from commlens.diagnosis.align.tie_break import by_majority, by_rounds, by_routine, first_decision
+from commlens.diagnosis.align.routine import Loop, ever_leaves_routine, find_loop
+from commlens.diagnosis.align.tie_break import (
+    by_majority,
+    by_midway,
+    by_rounds,
+    by_routine,
+    first_decision,
+)
 from commlens.diagnosis.causes.context import (
     TOO_LONG,
     Context,
@@ -28,6 +34,7 @@ from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Working
 from commlens.model.collective import Collective, Frame, State
 
+_LOOPS_MAX = 64  # ranks whose loops are looked at
 _RECENT = 512  # records in which a line is looked for
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
 """Reasons that need no observation over time."""
@@ -82,6 +89,7 @@ class FoundMissing:
     cause: Missing
     absence: Absence
     rounds: Rounds | None
+    loop: Loop | None  # inside of which the first of the culprits ended
     extra: ExtraLine | None
     lock_holders: list[LockHolder]
 
@@ -199,7 +207,13 @@ def _add_missing(context: Context, absence: Absence) -> None:
     sure = absence.doing.observed or absence.doing.why in _SURE
     unseen = _unseen(context, absence, sure=sure)
     confidence, doubt = _confidence(
-        context, absence, blamed, sure=sure, unseen=unseen, refused=refused, extra=extra is not None
+        context,
+        absence,
+        decision,
+        sure=sure,
+        unseen=unseen,
+        refused=refused,
+        extra=extra is not None,
     )
     alone = blamed == absence.waiting
     cause = Missing(
@@ -225,9 +239,10 @@ def _add_missing(context: Context, absence: Absence) -> None:
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
+    loop = find_loop(views[blamed[0]]) if decision.by == "midway" else None
     holders = _lock_holders(context, absence)
     context.add(
-        FoundMissing(cause, absence, rounds, extra, holders),
+        FoundMissing(cause, absence, rounds, loop, extra, holders),
         op if extra is None else extra.op,
         _frame(context, absence, extra, alone=alone),
         blocked=len(absence.blocked),
@@ -284,7 +299,7 @@ _LIMITS_TO_LOW = frozenset({"completion-unknown", "only-issued", "may-be-working
 def _confidence(
     context: Context,
     absence: Absence,
-    blamed: list[int],
+    decision: Decision,
     *,
     sure: bool,
     unseen: Doubt | None,
@@ -292,9 +307,12 @@ def _confidence(
     extra: bool,
 ) -> tuple[Confidence, Doubt | None]:
     """Return how sure it is who is to blame, and what limits that."""
+    blamed, by = list(decision.culprits), decision.by
     alone = blamed == absence.waiting
     if refused or unseen in _LIMITS_TO_LOW:
         return "low", unseen or "refused-elsewhere"
+    if by == "midway":
+        return "medium", unseen or "loop-may-end-there"
     if sure and blamed and (extra or not alone) and not context.assumed(absence.waiting):
         return "high", unseen
     if unseen is not None:
@@ -400,6 +418,7 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
         lambda: _by_majority(context, absence),
         lambda: by_rounds({*sides[0], *sides[1]}, [one.odd for one in rounds]),
         lambda: by_routine(sides, _first_to_leave(context, sides)),
+        lambda: _by_midway(context, absence),
     )
     return decision, rounds[0] if decision.by == "rounds" else None
 
@@ -423,6 +442,16 @@ def _by_majority(context: Context, absence: Absence) -> Decision | None:
     rounds = count_rounds(context.job, op)
     differ = rounds is not None and not rounds.odd.isdisjoint(decision.culprits)
     return decision if members == context.job.size or differ else None
+
+
+def _by_midway(context: Context, absence: Absence) -> Decision | None:
+    if len(absence.ranks) + len(absence.waiting) > _LOOPS_MAX:
+        return None
+    views = context.job.views
+    loops = {rank: find_loop(views[rank]) for rank in (*absence.ranks, *absence.waiting)}
+    midway = [rank for rank, loop in loops.items() if loop is not None and loop.more]
+    going_on = [rank for rank, loop in loops.items() if loop is not None]
+    return by_midway(absence.ranks, absence.waiting, midway, going_on)
 
 
 def _rounds(context: Context, absence: Absence) -> list[Rounds]:

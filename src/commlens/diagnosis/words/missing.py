@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.align.call_paths import parted
+from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.missing import Absence, ExtraLine, FoundMissing
 from commlens.diagnosis.index.activity import longest_gap_ns
@@ -11,15 +12,16 @@ from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.absence import signs, waits
 from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import ended_step, missing_step
+from commlens.diagnosis.words.next_steps import ended_step, midway_step, missing_step
 from commlens.diagnosis.words.phrases import COMPLETION_UNKNOWN, first_line, prose
-from commlens.diagnosis.words.sides import UNDECIDED
+from commlens.diagnosis.words.sides import UNDECIDED, kind_phrase
 from commlens.model.cause import Doubt, Missing
 from commlens.model.collective import State, user_lines
 from commlens.text import (
     count,
     duration,
     frame_phrase,
+    joined,
     key_phrase,
     numbered,
     op_phrase,
@@ -114,6 +116,8 @@ def _next_step(found: FoundMissing) -> str:
         holder, edge = mutual[-1]
         where = frame_phrase(edge.op.source) or "an unknown line"
         return f"release the lock on rank {holder.holder} before {edge.op.op} at {where}"
+    if found.loop is not None:
+        return midway_step(found.loop, cause.culprits)
     culprits = cause.culprits or sorted([*ranks, *waiting])
     return missing_step(absence.doing, culprits, op, ended=cause.over)
 
@@ -131,6 +135,7 @@ def _evidence(context: Context, found: FoundMissing) -> list[str]:
     if cause.why == "finished":
         evidence += _steps_evidence(context, absence)
         evidence += [found.rounds.phrase] if found.rounds is not None else []
+        evidence += [_loop_evidence(cause, found.loop)] if found.loop is not None else []
         evidence += [UNDECIDED] if cause.blamed_by == "undecided" else []
         evidence += _leaving_evidence(cause)
     elif context.job.knows.stacks:
@@ -150,6 +155,18 @@ def _extra_line_evidence(absence: Absence, extra: ExtraLine) -> list[str]:
         f"{extra.op.op} #{extra.op.sequence_number} of {ranks_phrase(absence.waiting)} met the one"
         f" at {frame_phrase(extra.met.source)}; {left}."
     ]
+
+
+def _loop_evidence(cause: Missing, loop: Loop) -> str:
+    """``"Rank 1 repeats recv from rank 0, send to rank 0: 2 times, and then recv from rank 0
+    alone."``.
+    """
+    names = [kind_phrase(op) for op in loop.round]
+    rank = cause.culprits[0]
+    return (
+        f"Rank {rank} repeats {joined(names)}: {count(loop.rounds, 'time')}, and then"
+        f" {joined(names[: loop.more])} alone."
+    )
 
 
 def _lock_evidence(found: FoundMissing) -> list[str]:
@@ -265,6 +282,11 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
         case "majority-assumed":
             return (
                 f"That {ranks_phrase(cause.ranks)} are right is an assumption: most ranks finished."
+            )
+        case "loop-may-end-there":
+            return (
+                f"That {ranks_phrase(cause.ranks)} should have gone on is an assumption: a loop may"
+                " end there on purpose."
             )
         case "wait-inferred":
             return (

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.align.call_paths import Path, branch_in_one_function
+from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.matching.error_claims import worker_end
 from commlens.model.collective import Collective, Frame
-from commlens.text import capital, frame_phrase, joined, key_phrase, ranks_phrase, verb
+from commlens.text import (
+    capital,
+    frame_phrase,
+    joined,
+    key_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    verb,
+)
 
 _HOSTS_MAX = 4
 
@@ -110,6 +119,16 @@ def ended_step(op: Collective, ended: Sequence[int], came: Sequence[int], path: 
         (len(ended) < len(came)) - (len(ended) > len(came)), f"{without}, or {alone}"
     )
     return f"find the branch in which {sides}"
+
+
+def midway_step(loop: Loop, culprits: Sequence[int]) -> str:
+    """Recommend a step for ranks that ended inside of what they repeat."""
+    last, coming = loop.round[loop.more - 1], loop.next
+    after, at = (f" at {frame_phrase(op.source)}" if op.source else "" for op in (last, coming))
+    return (
+        f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{after}, without"
+        f" the {coming.op}{at} that followed before"
+    )
 
 
 def stuck_step(op: Collective, views: Sequence[RankView]) -> str:

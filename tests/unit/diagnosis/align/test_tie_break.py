@@ -9,7 +9,9 @@ from builders import Job, Op, all_reduce, recv, send
 
 from commlens.diagnosis.align.tie_break import (
     UNDECIDED,
+    by_arguments,
     by_majority,
+    by_midway,
     by_order,
     by_other_groups,
     by_own_routine,
@@ -54,6 +56,11 @@ def test_ranks_on_no_side_have_a_vote() -> None:
     assert by_majority([[0, 1, 3], [2]], of=5) == Decision((2,), "majority")
 
 
+def test_arguments_that_are_wrong_in_themselves_are_blamed() -> None:
+    assert by_arguments([1, 0, 2]) == Decision((0, 1, 2), "arguments")
+    assert by_arguments([]) is None
+
+
 def test_the_side_that_does_as_the_other_groups_is_right() -> None:
     sides = [[0, 1], [2, 3]]
     assert by_other_groups(sides, [sides[1]]) == Decision((0, 1), "other-groups")
@@ -94,6 +101,17 @@ def test_several_ranks_in_a_new_place_are_not_blamed(
 def test_one_rank_in_a_new_place_is_blamed() -> None:
     decision = by_routine([[0, 1], [2]], [2], been_here=lambda _: False)
     assert decision == Decision((2,), "routine")
+
+
+@pytest.mark.parametrize(
+    ("midway", "going_on", "blamed"),
+    [([1], [0, 1], True), ([], [0, 1], False), ([1], [1], False), ([0, 1], [0, 1], True)],
+)
+def test_a_rank_that_ended_inside_of_a_loop_is_blamed(
+    midway: list[int], going_on: list[int], blamed: bool
+) -> None:
+    decision = by_midway([1], [0], midway, going_on)
+    assert decision == (Decision((1,), "midway") if blamed else None)
 
 
 def test_an_order_that_differs_from_the_peers_is_blamed() -> None:

@@ -1,0 +1,94 @@
+"""The loop that a rank was in at its last collective or message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from builders import Job, Op, Step, all_reduce, recv, send
+
+from commlens.diagnosis.align.routine import find_loop
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.index.job_index import index_logs
+from commlens.model.verdict import Finding
+
+PING, PONG = ("send", 10), ("recv", 11)
+
+
+def message(job: Job, kind: str, peer: int, line: int) -> Op:
+    return (send if kind == "send" else recv)(job.world, peer, line=line)
+
+
+def pair(mine: Sequence[tuple[str, int]], its: Sequence[tuple[str, int]]) -> Job:
+    """Two ranks that send and receive at these lines."""
+
+    def program(job: Job, rank: int) -> Iterator[Op]:
+        for kind, line in (mine, its)[rank]:
+            yield message(job, kind, 1 - rank, line)
+
+    return Job(2).run(program)
+
+
+def cause_of(job: Job) -> Finding:
+    [finding] = [one for one in diagnose_logs(job.logs()).findings if one.root_cause]
+    return finding
+
+
+def test_a_loop_and_the_place_in_it() -> None:
+    job = pair([PING, PONG] * 2 + [PING], [("recv", 20), ("send", 21)] * 3)
+    indexed = index_logs(job.logs(), 1.0)
+    loops = [find_loop(indexed.views[rank]) for rank in (0, 1)]
+    assert [loop and (loop.rounds, loop.more) for loop in loops] == [(2, 1), (3, 0)]
+    assert loops[0] is not None
+    assert [op.op for op in loops[0].round] == ["send", "recv"]
+    assert loops[0].next.op == "recv"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [PING] * 6,  # no place in it
+        [PING, PONG, PING],  # only once
+        [PING, PING, PONG] * 3,  # a loop inside may end anywhere
+        [PING, PONG, PING, PONG, ("send", 30)],  # after it
+    ],
+)
+def test_no_loop(calls: list[tuple[str, int]]) -> None:
+    job = pair(calls, [("recv" if kind == "send" else "send", 50) for kind, _ in calls])
+    assert find_loop(index_logs(job.logs(), 1.0).views[0]) is None
+
+
+@pytest.mark.parametrize("apart", [0, 10])
+def test_a_rank_that_receives_and_sends_no_answer(apart: int) -> None:
+    """In a loop, and in a program whose lines all differ."""
+
+    def lines(*kinds: str) -> list[tuple[str, int]]:
+        return [(kind, 20 + i % 2 + apart * i) for i, kind in enumerate(kinds)]
+
+    both = lines("send", "recv", "send", "recv", "send", "recv")
+    its = lines("recv", "send", "recv", "send", "recv")
+    finding = cause_of(pair(both, its))
+    assert (finding.kind, finding.culprits, finding.confidence) == ("missing", [1], "medium")
+    assert finding.cause is not None
+    assert finding.cause.blamed_by == "midway"
+
+
+def test_a_round_more_or_less_blames_none() -> None:
+    finding = cause_of(pair([PONG, PING] * 4, [("send", 20), ("recv", 21)] * 3))
+    assert (finding.kind, finding.culprits) == ("missing", [])
+
+
+@pytest.mark.parametrize(("steps", "culprits"), [(True, [1]), (False, [])])
+def test_a_step_that_is_broken_off(steps: bool, culprits: list[int]) -> None:
+    """Without optimizer steps, two lines may take turns from round to round."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(3):
+            yield all_reduce(job.world, line=20)
+            if (rank, i) == (1, 2):
+                return
+            yield all_reduce(job.world, 4, line=21)
+            if steps:
+                yield Step()
+
+    assert cause_of(Job(2).run(program)).culprits == culprits
