@@ -1,4 +1,4 @@
-"""Make a finding of a cause and its words."""
+"""Build a finding from a cause and its words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Words(NamedTuple):
 
 
 def finding_of(cause: AnyCause, words: Words) -> Finding:
-    """Return the finding of a cause, still without its group, collective and source line."""
+    """Return the finding of a cause. :func:`locate` adds its group, collective and source line."""
     said = words._asdict()
     del said["waits"]
     return Finding(

@@ -1,4 +1,4 @@
-"""Words about ranks that wait, and nothing shows for which ranks."""
+"""Words about ranks that wait, where no record shows for which ranks."""
 
 from __future__ import annotations
 
