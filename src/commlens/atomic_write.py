@@ -10,13 +10,9 @@ from pathlib import Path
 from commlens.errors import OutputError
 
 
-def write_whole(
-    path: Path, content: bytes, *, overwrite: bool = True, hint: str = "without --force"
-) -> None:
+def write_whole(path: Path, content: bytes, *, overwrite: bool = True) -> None:
     """Write a temporary file beside the target and rename it. The target's folder is created if
     missing.
-
-    ``hint`` ends the error message "will not overwrite <hint>".
 
     Raises:
         OutputError: the file could not be written.
@@ -24,7 +20,7 @@ def write_whole(
     if path.is_dir():
         raise OutputError(f"{path} is a folder. Name a file in it.")
     if not overwrite and (path.exists() or path.is_symlink()):
-        raise OutputError(f"File already exists, will not overwrite {hint}: {path}")
+        raise OutputError(f"File already exists, will not overwrite without --force: {path}")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

@@ -41,16 +41,14 @@ def reduce_code(word: int, index: int) -> int:
 
 
 class BoxTail:
-    """The new records of a box, from index ``first`` on, each returned once. The owner of the box
-    closes it.
-    """
+    """The records of a box, each returned once. The owner of the box closes it."""
 
-    def __init__(self, box: OpenBox, first: int = 1) -> None:
+    def __init__(self, box: OpenBox) -> None:
         identity = box.identity
         self._box = box
         self.capacity = identity.capacity
         self._side_at, self._side_size = identity.side_at, identity.side_size
-        self.next = first  # index of the first record to read at the next poll
+        self.next = 1  # index of the first record to read at the next poll
         # records that were overwritten before they were read, skipped, or torn for good
         self.missed = 0
         self.heartbeat = 0  # of the rank's watchdog thread, CLOCK_MONOTONIC ns, as of the last poll

@@ -66,7 +66,7 @@ def _text_only(value: Any) -> Any:
     return value
 
 
-def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
+def write_trace(data: TraceData, path: Path) -> None:
     """Save a trace atomically, compressed if the name ends with ``.gz``. The folder is created if
     missing.
 
@@ -76,7 +76,7 @@ def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
     content = encode(data)
     if path.name.endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)
-    write_whole(path, content, overwrite=overwrite)
+    write_whole(path, content)
 
 
 def read_trace(path: Path) -> TraceData:

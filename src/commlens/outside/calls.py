@@ -68,6 +68,7 @@ _MESSAGES: Final[dict[str, str]] = {
     "irecv": "recv",
     "recv_object_list": "recv",
 }
+_FRAMES_MAX: Final = 200
 _SETUP: Final = SETUP_FUNCTIONS | {"destroy_process_group"}
 _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
@@ -275,12 +276,10 @@ def fingerprint(frames: Sequence[SeenFrame]) -> int:
     )
 
 
-def read_frames(
-    frames: Sequence[Mapping[str, Any]], classify: Any, most: int = 200
-) -> list[SeenFrame]:
+def read_frames(frames: Sequence[Mapping[str, Any]], classify: Any) -> list[SeenFrame]:
     """Convert the frames of a thread in py-spy's JSON."""
     found: list[SeenFrame] = []
-    for frame in frames[:most]:
+    for frame in frames[:_FRAMES_MAX]:
         file = frame.get("filename") or "?"
         variables = frame.get("locals") or []
         found.append(

@@ -46,16 +46,13 @@ class Look(NamedTuple):
     note: str | None
 
 
-def look_at(
-    job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, values: bool = True
-) -> HostSamples:
+def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) -> HostSamples:
     """Look at all ranks of a job on this machine, several times within a window.
 
     Args:
         job: the ranks.
         window_s: seconds between the first and the last look.
         native: also read C++ frames, once; py-spy then pauses each process for some milliseconds.
-        values: read local variables: they show the group, the peer and whether a loop moves.
 
     Raises:
         MissingDependency: py-spy is not installed.
@@ -72,7 +69,8 @@ def look_at(
     began = time.monotonic()
     with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
         for number in range(_LOOKS):
-            looks.append(list(pool.map(lambda one: look(one.pid, values=values), job.ranks)))
+            # Local variables show the group, the peer and whether a loop moves.
+            looks.append(list(pool.map(lambda one: look(one.pid, values=True), job.ranks)))
             if number + 1 < _LOOKS:
                 _observe(job.ranks, observer, began + window_s * (number + 1) / (_LOOKS - 1))
         if native:

@@ -51,14 +51,8 @@ def print_summary(
     print_parts(_summary(summary), file, width, colour)
 
 
-def print_comparison(
-    comparison: Comparison,
-    file: IO[str] | None = None,
-    *,
-    width: int | None = None,
-    colour: bool | None = None,
-) -> None:
-    """Print the changes between two traces. The arguments are those of :func:`print_summary`."""
+def print_comparison(comparison: Comparison) -> None:
+    """Print the changes between two traces."""
     parts: list[RenderableType] = [
         Text(comparison.answer, style="bold yellow" if comparison else "bold green")
     ]
@@ -78,16 +72,14 @@ def print_comparison(
         parts += ["", Text(comparison.time, style="yellow" if comparison.times else "dim")]
     if comparison.notes:
         parts += ["", *(Text(note, style="dim") for note in comparison.notes)]
-    print_parts(parts, file, width, colour)
+    print_parts(parts)
 
 
-def print_differences(
-    sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None
-) -> None:
+def print_differences(sentences: Sequence[str], answer: str) -> None:
     """Print how ranks differ: the answer, then one line per difference."""
     parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
     parts += [bullet(_sentence(text)) for text in sentences]
-    print_parts(parts, file, width, None)
+    print_parts(parts)
 
 
 def print_events(
@@ -132,14 +124,10 @@ def print_events(
     print_parts([table if rows else Text("No collectives.")], file, width, None)
 
 
-def print_ops(
-    ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None
-) -> None:
+def print_ops(ops: Sequence[TracedOp]) -> None:
     """Print tensor ops in order, with input shapes and, for DTensor ops, placements."""
     if not ops:
-        print_parts(
-            [Text("No tensor ops: only a trace with depth ops has them.")], file, width, None
-        )
+        print_parts([Text("No tensor ops: only a trace with depth ops has them.")])
         return
     table = data_table()
     table.add_column("op", no_wrap=True, overflow="ellipsis")
@@ -156,7 +144,7 @@ def print_ops(
             Text(f"{phase} of {op.site}" if op.site else phase),
             Text(", ".join(inputs)),
         )
-    print_parts([table], file, width, None)
+    print_parts([table])
 
 
 def _op_of(row: Mapping[str, Any]) -> str:

@@ -57,14 +57,9 @@ class Line(NamedTuple):
 
 
 class Slowness:
-    """The pace of the job's ranks on this node.
+    """The pace of the job's ranks on this node."""
 
-    Args:
-        interval_s: between two samples, at least.
-    """
-
-    def __init__(self, *, interval_s: float | None = None) -> None:
-        self._interval_s = INTERVAL_S if interval_s is None else interval_s
+    def __init__(self) -> None:
         self._due = 0.0
         self._failed = False
         self._paces: list[Pace] = []
@@ -115,7 +110,7 @@ class Slowness:
         """Do some work, and return for how many seconds to rest, so that it costs little."""
         began = time.thread_time()
         work()
-        return max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
+        return max(INTERVAL_S, (time.thread_time() - began) / CPU_SHARE)
 
     def _meet(self, nodes: Nodes) -> None:
         """Publish the newest samples, and judge all nodes' ranks if this node reports; otherwise
