@@ -16,7 +16,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast durations coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast goldens durations coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world 
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(WORKERS) $(ARGS)
+
+# The tests that hold words in golden files.
+GOLDEN_TESTS = $(shell grep -rlw 'import hold' tests/unit)
+goldens: $(VENV)/.ready ## Write the golden files of the verdicts' words anew, in tests/unit/diagnosis/golden: read the difference in review
+	rm -rf tests/unit/diagnosis/golden
+	COMMLENS_TEST_WRITE_GOLDENS=1 $(VENV)/bin/python -m pytest -q $(GOLDEN_TESTS)
 
 durations: $(VENV)/.ready ## Write tests/durations.md from the last "make test"
 	@$(VENV)/bin/python tests/durations.py $(VENV)/tests.xml

@@ -7,13 +7,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from builders import MS
-from hypothesis import given
-from hypothesis import strategies as st
 from paced_jobs import job
 
 from commlens.model.collective import LearnedHow
 from commlens.model.ranklog import RankLog
-from commlens.model.spans import common, length, union
 from commlens.reports.step_table import step_table
 from commlens.speed.step_times import StepTimes, step_times
 
@@ -156,16 +153,3 @@ def test_a_large_job_is_sampled():
 def test_it_can_be_written_as_json():
     times = step_times(job(2, 10, compute))
     assert msgspec.json.decode(msgspec.json.encode(times), type=StepTimes) == times
-
-
-@given(
-    *[st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])))]
-    * 2
-)
-def test_common_spans(first, second):
-    one, other = union(first), union(second)
-    moments = {m for b, e in first for m in range(b, e)} & {
-        m for b, e in second for m in range(b, e)
-    }
-    assert {m for b, e in common(one, other) for m in range(b, e)} == moments
-    assert length(common(one, other)) == len(moments)

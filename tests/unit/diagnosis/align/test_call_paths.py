@@ -10,7 +10,6 @@ import pytest
 from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
 from commlens.diagnosis.align.call_paths import branch_in_one_function, parted
-from commlens.diagnosis.align.routine import follows_history
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import ThreadStack
@@ -278,17 +277,6 @@ def test_what_the_main_program_does_after_its_loop_is_no_departure(
             yield Step()
 
     assert diagnose_logs(Job(2).run(program).logs()).culprits == culprits
-
-
-def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -> None:
-    """Every second step evaluates (e), and every third one saves (s): the fifth is the first after
-    another that does neither.
-    """
-    step = "aaabbcbcc"
-    history = "".join(["s" * (i % 3 == 2) + "eee" * (i % 2) + step for i in range(4)])
-    assert follows_history(history + step, len(history), sure=True) is not False
-    assert follows_history(history + "b", len(history), sure=True) is not True
-    assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv, send
+from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
@@ -47,10 +48,9 @@ def test_both_tags_are_named(
 
     verdict = judge(3, program)
     assert (verdict.kind, verdict.culprits) == ("mismatch/p2p", culprits)
-    assert (
-        verdict.summary
-        == f"rank 0 sent to rank 1 with tag {left[0]}, but rank 1 receives with tag {left[1]}"
-    )
+    assert all(f"with tag {tag}" in verdict.summary for tag in left)
+    if left == (7, 9):
+        hold(f"mismatch/p2p-tags-{'of-nobody' if not culprits else 'differ'}", verdict)
 
 
 def test_a_tag_that_may_still_come_is_no_mismatch() -> None:
@@ -90,11 +90,8 @@ def test_a_ring_with_a_wrong_offset(size: int, wrong: str, first: int, sync: boo
         [2],
         f"train.py:{30 if wrong == 'send' else 31}",
     )
-    assert (
-        verdict.next_step
-        == f"correct the {'destination' if wrong == 'send' else 'source rank'} at {verdict.source}"
-        " step on rank 2"
-    )
+    if (size, first, sync) == (4, 4, False):
+        hold(f"mismatch/p2p-wrong-{wrong}", verdict)
 
 
 def test_a_lost_send_in_a_ring_is_no_wrong_offset() -> None:
@@ -105,7 +102,9 @@ def test_a_lost_send_in_a_ring_is_no_wrong_offset() -> None:
             yield recv(job.world, (rank - 1) % 4, line=31)
             yield all_reduce(job.world, line=50)
 
-    assert "rank 2 did not send to rank 3 this time" in judge(4, program).summary
+    verdict = judge(4, program)
+    [left] = verdict.cause.left_order
+    assert (left.rank, left.instead_of.op, left.instead_of.peer) == (2, "send", 3)
 
 
 def test_one_wrong_line_is_one_fault() -> None:
@@ -118,7 +117,7 @@ def test_one_wrong_line_is_one_fault() -> None:
 
     verdict = judge(4, program)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/p2p", [], [0, 1, 2, 3])
-    assert sum(text.startswith("The same: ") for text in verdict.findings[0].evidence) == 3
+    hold("mismatch/p2p-one-wrong-line", verdict)
 
 
 @pytest.mark.parametrize("dies", [True, False])

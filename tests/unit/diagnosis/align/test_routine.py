@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from builders import Job, Op, Step, all_reduce, recv, send
+from builders import (
+    Job,
+    Op,
+    Step,
+    all_reduce,
+    collective,
+    recv,
+    send,
+)
+from judging import judge
 
-from commlens.diagnosis.align.routine import find_loop
+from commlens.diagnosis.align.routine import find_loop, follows_history
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.index.job_index import index_logs
 from commlens.model.verdict import Finding
@@ -92,3 +101,47 @@ def test_a_step_that_is_broken_off(steps: bool, culprits: list[int]) -> None:
                 yield Step()
 
     assert cause_of(Job(2).run(program)).culprits == culprits
+
+
+def test_what_a_rank_did_in_several_steps_is_routine_also_right_after_the_setup() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield collective("broadcast", job.world, 4, line=10, root=0)
+        for number in range(5):
+            yield all_reduce(
+                job.world, line=40, dtype="float64" if number == 4 and rank == 0 else "float32"
+            )
+            yield all_reduce(job.world, line=50)
+            yield Step()
+
+    verdict = judge(Job(2).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/dtype", [0])
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_halves_of_which_one_finished_the_one_that_left_its_routine_is_named(
+    odd: int,
+) -> None:
+    """Broadcasts hold nobody up, so the ranks part at the collective that one skips, and the others
+    hang at the end.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(8):
+            yield collective("broadcast", job.world, 1, line=19, root=0)
+            if (rank, i) != (odd, 4):
+                yield all_reduce(job.group("tp", [0, 1]), line=20)
+            yield Step()
+
+    verdict = judge(Job(2).run(program).logs())
+    assert verdict.culprits == [odd]
+
+
+def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -> None:
+    """Every second step evaluates (e), and every third one saves (s): the fifth is the first after
+    another that does neither.
+    """
+    step = "aaabbcbcc"
+    history = "".join(["s" * (i % 3 == 2) + "eee" * (i % 2) + step for i in range(4)])
+    assert follows_history(history + step, len(history), sure=True) is not False
+    assert follows_history(history + "b", len(history), sure=True) is not True
+    assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False

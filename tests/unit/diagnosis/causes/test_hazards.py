@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from builders import Job, Stay, all_reduce
+from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.hazard import Hazard
-from commlens.reports.terminal import render
 
 C10D = Frame("/site/torch/distributed/distributed_c10d.py", 3000, "all_reduce", FrameKind.LIBRARY)
 USER = Frame("/home/me/train.py", 12, "step", FrameKind.USER)
@@ -27,8 +27,7 @@ def test_they_are_findings_that_change_no_verdict() -> None:
     assert [(each.kind, each.culprits, each.root_cause) for each in verdict.findings] == [
         ("hazard", [0, 1], False)
     ]
-    assert "Latent faults" in render(verdict)
-    assert "all_reduce at train.py:12 step" in verdict.findings[0].summary
+    hold("healthy/with-a-latent-fault", verdict)
 
 
 def test_a_stuck_job_keeps_its_verdict() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
+from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
@@ -58,11 +59,9 @@ def test_a_mismatch() -> None:
 
     verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
-    assert "held up" not in verdict.explanation, "they raised, too"
-    assert refused(verdict) == [
-        "Strict verification refused all_reduce #4 before it was issued: ranks 0-3 raised"
-        " DistributedOperationException."
-    ]
+    assert verdict.cause.held_up == [], "they raised, too"
+    assert verdict.cause.refused and len(refused(verdict)) == 1
+    hold("mismatch/shape-refused", verdict)
 
 
 def test_one_that_would_have_hung_nobody() -> None:
@@ -167,7 +166,7 @@ def test_a_refusal_that_no_record_explains_is_the_verdict(
     if not culprits:
         assert refusal.reason in verdict.summary
         assert "`train.gather`" in verdict.findings[0].explanation
-    assert "peer ended" not in verdict.summary
+    hold(f"{kind}/told-by-a-refusal", verdict)
 
 
 def test_a_refused_cycle_that_the_records_do_not_show_is_the_verdict() -> None:
@@ -189,7 +188,7 @@ def test_a_refused_cycle_that_the_records_do_not_show_is_the_verdict() -> None:
         log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("cycle", [], [0, 1, 2])
-    assert "rank 1 waits in all_reduce #9 of group b (train.py:8 in main)" in verdict.explanation
+    hold("cycle/told-by-a-refusal", verdict)
 
 
 def test_a_rank_that_raised_a_refusal_is_never_the_cause_of_it() -> None:
@@ -209,25 +208,6 @@ def test_a_rank_that_raised_a_refusal_is_never_the_cause_of_it() -> None:
         logs[rank].refusal = Refusal("dead", absent=(1,), ranks=(0, 1, 2))
     verdict = diagnose_logs(logs)
     assert verdict.culprits == [1], verdict.summary
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_message_of_a_rank_that_does_not_exist(refused: bool) -> None:
-    """It is the argument of rank 0, not a node whose dump is missing."""
-
-    def program(job: Job, rank: int) -> Iterator[object]:
-        yield all_reduce(job.world, 8, line=10)
-        yield recv(job.world, 2 if rank == 0 else 0, line=11 + rank)
-
-    logs = Job(2).run(program).logs()
-    if refused:
-        for log in refuse(logs):
-            log.refusal = Refusal("mismatch/p2p", "peer", ranks=(0, 1), culprits=(0,))
-    verdict = diagnose_logs(logs)
-    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/p2p", [0], "high")
-    assert "rank 0 receives from rank 2" in verdict.summary
-    assert "dump the node" not in verdict.next_step
-    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1
 
 
 def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None:
@@ -259,7 +239,8 @@ def test_a_rank_that_never_came() -> None:
 
     verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
-    assert "before it was issued: ranks 0-1,3 raised" in refused(verdict)[0]
+    assert len(refused(verdict)) == 1
+    hold("missing/refused", verdict)
 
 
 def test_a_rank_that_works_has_come_too_late_all_the_same() -> None:
@@ -319,10 +300,8 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert refused(verdict)
 
 
-@pytest.mark.parametrize(
-    ("op", "advice"), [("send", "receive before it sends"), ("recv", "send before it receives")]
-)
-def test_the_advice_for_ranks_that_all_begin_alike(op: str, advice: str) -> None:
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_the_advice_for_ranks_that_all_begin_alike(op: str) -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield recv(job.world, 1 - rank, line=20)
 
@@ -332,7 +311,7 @@ def test_the_advice_for_ranks_that_all_begin_alike(op: str, advice: str) -> None
         last.args = msgspec.structs.replace(last.args, op=op)
     verdict = diagnose_logs(logs)
     assert verdict.kind == "cycle"
-    assert advice in verdict.next_step
+    hold(f"cycle/all-begin-with-{op}", verdict)
 
 
 def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:

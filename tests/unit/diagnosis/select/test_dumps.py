@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 from flight_recorder_dumps import dump, entry
+from goldens import hold
 
 from commlens import diagnose
 
@@ -26,7 +27,8 @@ def test_a_rank_without_a_dump_is_the_suspect_not_the_rank_that_still_waits(tmp_
         )
     verdict = diagnose([tmp_path])
     assert (verdict.culprits, verdict.victims, verdict.collective.sequence_number) == ([1], [3], 7)
-    assert verdict.summary.startswith("rank 1 left no record; rank 3 waits")
+    if group[1] == "dp":
+        hold("dead/left-no-record-of-a-group", verdict)
 
 
 def test_the_rings_of_two_backends_are_one_rank(tmp_path):

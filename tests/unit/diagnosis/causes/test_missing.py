@@ -1,0 +1,474 @@
+"""Ranks that do not arrive where others wait, and those that work and may yet arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from builders import Die, Job, Stay, Step, all_reduce, at, collective, recv, training
+from goldens import hold
+from judging import blame, judge
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.ranklog import End, Observation
+
+SLEEP = Stay(57, "load_batch")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_asleep_in_the_data_loader(size: int) -> None:
+    verdict = judge(Job(size).run(training(at(1, 5, SLEEP))).logs())
+    assert blame(verdict) == ("missing", "data-loading", [1], "train.py:57")
+    assert verdict.victims == [r for r in range(size) if r != 1]
+    assert verdict.confidence == "high"
+    assert verdict.collective is not None
+    assert (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 11)
+    if size == 4:
+        hold("missing/asleep-in-the-data-loader", verdict)
+
+
+def test_a_reduce_op_that_is_not_read_yet_is_no_difference() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=20)
+        if rank == 1:
+            yield SLEEP
+        yield all_reduce(job.world, 8, line=20, reduce_op=None if rank == 0 else "SUM")
+
+    hold("missing/reduce-op-not-read-yet", judge(Job(4).run(program).logs()))
+
+
+def test_waits_in_cpp_have_no_record_but_a_stack() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            if (rank, i) == (2, 3):
+                yield SLEEP
+            yield all_reduce(job.world, 100, line=20, cpp=True)
+            yield Step()
+
+    assert blame(judge(Job(4).run(program).logs())) == (
+        "missing",
+        "data-loading",
+        [2],
+        "train.py:57",
+    )
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        (Observation(End.RUNNING, window_s=5, proc_state="T", stopped_fraction=1.0), "stopped"),
+        (
+            Observation(End.RUNNING, window_s=5, proc_state="R", holds_gil=True, cpu_s=5.0),
+            "holding-gil",
+        ),
+        (
+            Observation(
+                End.RUNNING, window_s=5, proc_state="S", throttled_fraction=0.98, cpu_s=0.05
+            ),
+            "throttled",
+        ),
+        (
+            Observation(
+                End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=0, stack_moved=False
+            ),
+            "uninterruptible-io",
+        ),
+        (
+            Observation(
+                End.RUNNING,
+                window_s=5,
+                proc_state="S",
+                memory_pressure=60.0,
+                cpu_s=0.0,
+                stack_moved=False,
+            ),
+            "memory-pressure",
+        ),
+        (
+            Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=False),
+            "user-code",
+        ),
+    ],
+)
+def test_why_from_the_process(observation: Observation, why: str) -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, Stay(61, "tune", observation)))).logs())
+    assert blame(verdict) == ("missing", why, [2], "train.py:61")
+    hold(f"missing/{why}", verdict)
+
+
+def test_finished_early() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4 if rank == 2 else 6):
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [2])
+    hold("missing/finished-early", verdict)
+
+
+def test_one_rank_alone_has_one_more_batch() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(6 if rank == 2 else 5):
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert blame(verdict) == ("missing", "finished", [2], "train.py:20")
+    hold("missing/one-more-batch", verdict)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_each_rank_waits_in_its_own_collective(dies: bool) -> None:
+    fault = Die(Observation(End.KILLED, signal="SIGKILL")) if dies else SLEEP
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        row = job.group(f"row{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
+        column = job.group(f"col{rank % 2}", range(rank % 2, 8, 2), "dp")
+        for i in range(6):
+            if (rank, i) == (2, 4):
+                yield fault
+            both = [all_reduce(row, 4, line=50), collective("all_gather", column, 8, line=60)]
+            yield from both if rank == 3 else reversed(both)
+            yield Step()
+
+    verdict = judge(Job(8).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("dead" if dies else "missing", [2])
+    assert [wait.ranks for wait in verdict.cause.waits] == [[0, 4, 6], [3]]
+    hold(f"{verdict.kind}/awaited-in-two-groups", verdict)
+
+
+def test_a_mesh_cascade_has_one_root() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        row = job.group(f"row{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
+        column = job.group(f"col{rank % 2}", [rank % 2, rank % 2 + 2], "dp")
+        for i in range(6):
+            if (rank, i) == (2, 4):
+                yield Stay(44, "record_metrics")
+            yield all_reduce(row, 4, line=50)
+            yield all_reduce(column, 40, line=51)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert blame(verdict) == ("missing", "user-code", [2], "train.py:44")
+    assert verdict.victims == [0, 1, 3]
+    assert verdict.group is not None
+    assert verdict.group.ranks == [2, 3]
+    assert [f.root_cause for f in verdict.findings] == [True]
+
+
+def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        small, large = job.group("a", [0, 1]), job.group("b", [2, 3, 4, 5])
+        for i in range(6):
+            if i == 4 and rank == 1:
+                yield Stay(44, "load_batch")
+            if i == 4 and rank == 3:
+                yield Stay(45, "evaluate")
+            yield all_reduce(small if rank < 2 else large, 4, line=50)
+            yield Step()
+
+    verdict = judge(Job(6).run(program).logs())
+    assert [(f.culprits, f.root_cause) for f in verdict.findings] == [([3], True), ([1], True)]
+    hold("missing/two-independent-faults", verdict)
+
+
+@pytest.mark.parametrize(
+    ("stay", "why"),
+    [
+        (
+            Stay(
+                70,
+                "train",
+                Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                70,
+                "load_batch",
+                Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True),
+            ),
+            "data-loading",
+        ),
+        (
+            Stay(
+                73,
+                "send_results",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                74,
+                "pack",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                74,
+                "pack",
+                Observation(
+                    End.RUNNING,
+                    window_s=5,
+                    stack_moved=False,
+                    children_cpu_s=0.1,
+                    children_running_fraction=1,
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                75,
+                "train",
+                Observation(
+                    End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9
+                ),
+            ),
+            "user-code",
+        ),
+        (
+            Stay(
+                71,
+                "save_checkpoint",
+                Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=9_000_000),
+            ),
+            "checkpoint-io",
+        ),
+        (
+            Stay(
+                72,
+                "step",
+                Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False),
+                (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),),
+            ),
+            "compilation",
+        ),
+    ],
+)
+def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, stay))).logs())
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == (
+        "waiting",
+        why,
+        [],
+        False,
+    )
+    assert verdict.victims == [0, 1, 3]
+    limited = verdict.cause.patience_s is not None
+    assert limited or why in ("compilation", "checkpoint-io"), "these may take any time"
+    hold(f"waiting/{stay.function.replace('_', '-')}-{stay.line}", verdict)
+
+
+@pytest.mark.parametrize(
+    "stay",
+    [
+        Stay(71, "save_checkpoint"),
+        Stay(
+            73,
+            "report",
+            Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000),
+        ),
+    ],
+)
+def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay) -> None:
+    """Nothing shows that a rank that sleeps while it saves is wrong: it may wait for a disk or a
+    server.
+    """
+    job = Job(4).run(training(at(0, 5, stay)))
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
+    assert verdict.cause.activity.unclear
+    hold(f"waiting/unknown-reason-{stay.function.replace('_', '-')}", verdict)
+    assert judge(job.logs(after_s=900)).kind == "waiting"
+    assert blame(judge(job.logs(after_s=1000)))[::2] == ("missing", [0])
+
+
+TIMED_OUT = (
+    "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
+)
+
+
+ENDLESS = Stay(
+    70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False)
+)
+
+
+def test_a_rank_that_works_for_too_long_may_be_in_an_endless_loop() -> None:
+    logs = Job(4).run(training(at(2, 5, ENDLESS))).logs(after_s=500)
+    verdict = judge(logs)
+    assert (*blame(verdict), verdict.confidence) == (
+        "missing",
+        "user-code",
+        [2],
+        "train.py:70",
+        "low",
+    )
+    assert verdict.cause.works_too_long and verdict.cause.doubt == "may-be-working"
+    hold("missing/works-too-long", verdict)
+    logs[0].stall_timeout_s = 90.0
+    assert judge(logs).kind == "waiting"
+    logs[0].stall_timeout_s = 0.0
+    logs[2].expecting = "a long search"
+    assert judge(logs).kind == "waiting"
+
+
+def test_a_rank_that_others_awaited_until_the_timeout_is_named_although_it_works() -> None:
+    logs = Job(4).run(training(at(2, 5, ENDLESS))).logs(after_s=60)
+    assert judge(logs).kind == "waiting"
+    for log in logs:
+        if log.rank != 2:
+            op = log.collectives[-1]
+            op.state, op.error, op.done_ns = (
+                State.FAILED,
+                TIMED_OUT,
+                op.announced_ns + 60_000_000_000,
+            )
+            log.exception, log.observation = TIMED_OUT, Observation(End.FAILED, exit_code=1)
+    verdict = judge(logs)
+    assert (*blame(verdict), verdict.confidence) == (
+        "missing",
+        "user-code",
+        [2],
+        "train.py:70",
+        "low",
+    )
+    assert verdict.cause.timed_out and verdict.cause.doubt == "may-be-working"
+    hold("missing/works-until-the-timeout", verdict)
+
+
+def test_a_rank_that_was_as_slow_before_is_not_in_an_endless_loop() -> None:
+    job = Job(4)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if i == 3:
+                job.now += 200_000_000_000
+            if (rank, i) == (2, 5):
+                yield ENDLESS
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    assert judge(job.run(program).logs(after_s=500)).kind == "waiting"
+
+
+def test_a_compilation_may_take_any_time() -> None:
+    compiling = Stay(
+        72,
+        "step",
+        ENDLESS.observation,
+        (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),),
+    )
+    assert judge(Job(4).run(training(at(2, 5, compiling))).logs(after_s=5000)).kind == "waiting"
+
+
+def test_expect_slow_is_no_fault() -> None:
+    logs = Job(4).run(training(at(2, 5, Stay(70, "build")))).logs()
+    logs[2].expecting = "building the index"
+    verdict = judge(logs)
+    assert verdict.kind == "waiting" and verdict.cause.expected
+    hold("waiting/expected", verdict)
+
+
+def test_a_thread_that_waits_does_not_excuse_the_main_one() -> None:
+    """Rank 1's side thread waits for rank 0, rank 0 waits for rank 1's main thread: no cycle, rank
+    1 sleeps.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        side = job.group("side", [0, 1])
+        for i in range(5):
+            if (rank, i) == (1, 4):
+                yield all_reduce(side, 4, line=70, is_async=True, handle="x", thread=7777)
+                yield Stay(57, "load_batch")
+            yield all_reduce(job.world, 4, line=20)
+            yield Step()
+
+    job = Job(2).run(program)
+    waiting = job.ranks[1].log.collectives[-1]
+    waiting.wait_began_ns, waiting.wait_thread = waiting.announced_ns, 7777
+    assert blame(judge(job.logs())) == ("missing", "data-loading", [1], "train.py:57")
+
+
+@pytest.mark.parametrize(("size", "savers"), [(2, [0]), (3, [0]), (4, [0]), (4, [0, 1, 3])])
+def test_a_barrier_in_a_branch_meets_that_of_another_line(size: int, savers: list[int]) -> None:
+    """Only the lines show it: the barrier that is left over is at a line that all ranks reach."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4):
+            yield all_reduce(job.world, 4, line=14)
+        if rank in savers:
+            caller = (Frame("/home/me/train.py", 27, "main"),)
+            yield collective(
+                "barrier", job.world, line=19, function="save_checkpoint", callers=caller
+            )
+        yield collective("barrier", job.world, line=28, function="main")
+
+    verdict = judge(Job(size).run(program).logs())
+    others = sorted(set(range(size)) - set(savers))
+    assert verdict.culprits == (
+        [] if size == 2 else savers if len(savers) < len(others) else others
+    )
+    assert (verdict.source, verdict.collective.sequence_number) == ("train.py:19", 5)
+    assert verdict.confidence == ("medium" if size == 2 else "high")
+    assert "train.py:28" not in verdict.next_step
+    if size < 4:
+        hold(f"missing/barrier-in-a-branch-of-1-of-{size}", verdict)
+
+
+def test_a_dump_without_observations_is_of_medium_confidence() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    for log in logs:
+        log.observation = Observation()
+    verdict = judge(logs)
+    assert blame(verdict) == ("missing", "data-loading", [2], "train.py:57")
+    assert verdict.confidence == "medium"
+    hold("missing/not-observed", verdict)
+
+
+@pytest.mark.parametrize("holder", [3, None])
+def test_a_lock_that_a_waiting_rank_holds(holder: int | None) -> None:
+    """A rank waits for a file's lock, and the rank that holds it is already in the collective, or
+    the holder is no rank.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 2:
+            yield Stay(40, "prepare")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    seen = logs[2].observation
+    seen.waits_for, seen.waits_for_pid = (
+        "it waits for the lock of /data/x.lock",
+        (logs[holder].pid if holder is not None else 99_999),
+    )
+    seen.stack_moved, seen.cpu_s, seen.window_s = False, 0.0, 3.0
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+    hold(f"missing/lock-of-{'another-process' if holder is None else 'a-waiting-rank'}", verdict)
+
+
+def test_messages_of_one_number_to_several_ranks_name_all_of_these() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank < 2:
+            yield recv(job.world, rank + 2, line=30)
+            return
+        if rank < 4:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.group("last", range(2, 6)), line=20)
+
+    verdict = judge(Job(6).run(program).logs())
+    assert verdict.culprits == [2, 3]
+    hold("missing/messages-of-several-ranks", verdict)

@@ -1,0 +1,53 @@
+"""A message of a rank that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from builders import Job, S, all_reduce, recv
+from goldens import hold
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import State
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.refusal import Refusal
+
+TEXT = (
+    "DistributedOperationException: Cannot apply desired operation due to shape"
+    " mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
+)
+
+
+def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[RankLog]:
+    """What is in flight was refused, and the ranks ended by that."""
+    for log in logs:
+        for op in log.collectives:
+            if op.in_flight:
+                op.state, op.error, op.done_ns = (
+                    State.FAILED,
+                    TEXT,
+                    at_ns or op.announced_ns + S // 10,
+                )
+                if raises:
+                    log.exception = f"commlens.errors.{TEXT.splitlines()[0]}"
+                    log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
+    return logs
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_message_of_a_rank_that_does_not_exist(refused: bool) -> None:
+    """It is the argument of rank 0, not a node whose dump is missing."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        yield recv(job.world, 2 if rank == 0 else 0, line=11 + rank)
+
+    logs = Job(2).run(program).logs()
+    if refused:
+        for log in refuse(logs):
+            log.refusal = Refusal("mismatch/p2p", "peer", ranks=(0, 1), culprits=(0,))
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/p2p", [0], "high")
+    hold(f"mismatch/p2p-of-no-such-rank{'-refused' if refused else ''}", verdict)
+    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1

@@ -1,0 +1,111 @@
+"""Ranks that wait for a key of the job's store."""
+
+from __future__ import annotations
+
+from builders import MS, START, S
+from goldens import hold
+from starting_ranks import WORLD, in_store, init, key, rank, verdict, wrote
+
+from commlens.model.collective import (
+    State,
+)
+from commlens.model.ranklog import End, Observation
+
+
+def test_the_rank_that_wrote_such_keys_before_is_missing() -> None:
+    found = verdict(
+        in_store(0, "rate-7"),
+        wrote(rank(1, init(), inside=False), "rate-0"),
+        rank(2, init(), inside=False),
+        in_store(3, "rate-7"),
+    )
+    assert (found.kind, found.culprits, found.victims, found.source) == (
+        "missing",
+        [1],
+        [0, 3],
+        "train.py:57",
+    )
+    hold("missing/key-not-written", found)
+
+
+def test_the_only_rank_that_does_not_wait_for_a_key_is_the_one_that_should_write_it() -> None:
+    found = verdict(rank(0, init(), inside=False), *(in_store(n, "config") for n in (1, 2, 3)))
+    assert (found.kind, found.culprits) == ("missing", [0])
+
+
+def test_a_write_that_was_skipped_is_told_if_most_ranks_wait_for_it() -> None:
+    writer = wrote(rank(2, init(), inside=False, issued="all_reduce"), "rate-0")
+    found = verdict(in_store(0, "rate-7"), in_store(1, "rate-7"), writer, in_store(3, "rate-7"))
+    assert (found.kind, found.why, found.culprits, found.victims) == (
+        "missing",
+        "skipped",
+        [2],
+        [0, 1, 3],
+    )
+    assert (found.source, found.cause.written_before) == ("train.py:20", True)
+    assert sum(each.root_cause for each in found.findings) == 1
+    hold("missing/key-skipped", found)
+
+
+def test_nobody_is_blamed_if_most_ranks_are_with_the_one_that_writes() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 1, 2)]
+    found = verdict(wrote(reducing[0], "rate-0"), *reducing[1:], in_store(3, "rate-7"))
+    assert (found.kind, found.culprits) == ("cycle", [])
+    hold("cycle/key-and-collective", found)
+
+
+def test_nobody_is_blamed_for_a_key_of_an_unknown_writer() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce", at=40) for n in (0, 1, 3)]
+    found = verdict(*reducing[:2], in_store(2, "config", op="store.wait"), reducing[2])
+    assert (found.kind, found.culprits, found.victims, found.confidence) == (
+        "missing",
+        [],
+        [0, 1, 2, 3],
+        "low",
+    )
+    hold("missing/key-of-an-unknown-writer", found)
+
+
+def test_ranks_that_all_wait_for_a_key_may_wait_for_another_program() -> None:
+    logs = [in_store(n, "request-1") for n in range(WORLD)]
+    for log in logs:
+        log.stall_timeout_s = 30.0
+    assert verdict(*logs).kind == "healthy"
+    for log in logs:
+        log.stall_timeout_s = 10.0
+    assert (verdict(*logs).kind, verdict(*logs).confidence, verdict(*logs).culprits) == (
+        "missing",
+        "low",
+        [],
+    )
+
+
+def test_a_rank_that_ends_without_writing_a_key() -> None:
+    ended = wrote(rank(1), "rate-0")
+    ended.closed, ended.observation = True, Observation(End.CLEAN, 0, ended_ns=START + 2 * S)
+    found = verdict(in_store(0, "rate-7"), ended, in_store(2, "rate-7"), in_store(3, "rate-7"))
+    assert (found.kind, found.why, found.culprits) == ("missing", "finished", [1])
+    hold("missing/finished-without-writing-a-key", found)
+
+
+def test_a_writer_that_has_waited_for_less_than_the_others_is_in_the_cycle() -> None:
+    writer = wrote(rank(2, init(), inside=False, issued="all_reduce"), "rate-0")
+    op = writer.collectives[0]
+    op.announced_ns = op.entered_ns = op.returned_ns = op.wait_began_ns = writer.captured_ns - MS
+    found = verdict(in_store(0, "rate-7"), in_store(1, "rate-7"), writer, in_store(3, "rate-7"))
+    assert (found.why, found.culprits, found.source) == ("skipped", [2], "train.py:20")
+
+
+def test_a_rank_whose_other_threads_go_on_is_not_stuck_in_the_store() -> None:
+    logs = [rank(n, init(), inside=False, issued="all_reduce") for n in range(WORLD)]
+    for log in logs:
+        log.stall_timeout_s = 10.0
+        log.store_wait = key("store.get", "shutdown", 30, State.ISSUED)
+        log.store_wait.issue_thread = log.pid
+        op = log.collectives[0]
+        op.state, op.issue_thread, op.announced_ns = (
+            State.COMPLETED,
+            log.pid + 1,
+            log.captured_ns - MS,
+        )
+    assert verdict(*logs).kind == "healthy"

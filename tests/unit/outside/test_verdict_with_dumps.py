@@ -1,0 +1,42 @@
+"""Torch's own dumps beside the stacks."""
+
+from __future__ import annotations
+
+import pickle
+
+from flight_recorder_dumps import dump, entry
+from goldens import hold
+from seen_ranks import call, sample
+
+from commlens.outside.sample import HostSamples
+from commlens.outside.verdict import judge
+from commlens.outside.verdict_with_dumps import judge_with_dumps
+
+
+def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
+    """All ranks wait at one line; rank 2's dump shows that it has not issued the last collective."""
+
+    def rank_dump(last: int) -> bytes:
+        waits = {"state": "scheduled", "time_discovered_completed_ns": None, "retired": False}
+        return pickle.dumps(
+            dump([entry(number, **(waits if number == 5 else {})) for number in range(last + 1)]),
+            protocol=2,
+        )
+
+    samples = [sample(rank, call("all_reduce", 81)) for rank in range(4)]
+    files = {f"torch_dump_rank_{rank}": rank_dump(4 if rank == 2 else 5) for rank in range(4)}
+    host = HostSamples(
+        "n1",
+        samples,
+        4,
+        [0, 1, 2, 3],
+        dumps=files,
+        log_lines=["rank 0's log: NCCL WARN"],
+        window_s=2.5,
+    )
+    found = judge_with_dumps([host])
+    assert (found.kind, found.culprits) == ("missing", [2])
+    hold("outside/with-dumps-of-torch", found)
+    assert judge([host]).culprits == []
+    broken = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps={"torch_dump_rank_0": b"nothing"})
+    assert "could not be read" in " ".join(judge_with_dumps([broken]).missing_evidence)
