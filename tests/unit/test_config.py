@@ -22,7 +22,7 @@ from commlens.config import (
     variable_of,
 )
 from commlens.errors import ConfigError
-from conftest import SOURCE, RunCommlens
+from conftest import SOURCE
 
 
 def load(environ: dict[str, str] | None = None, **kwargs: Any) -> Resolved:
@@ -396,33 +396,3 @@ def test_without_a_file_only_the_standard_library_is_imported():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.launches
-def test_config_show(run_commlens: RunCommlens, tmp_path):
-    path = yaml_file(tmp_path, "on_stall: abort\n")
-    done = run_commlens(
-        "config",
-        "show",
-        "--config-file",
-        str(path),
-        environ={"COMMLENS_STALL_TIMEOUT": "5", "TORCH_FR_BUFFER_SIZE": "0"},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert tuple(rows) == NAMES
-    assert rows["on_stall"] == ["abort", str(path)]
-    assert rows["stall_timeout"] == ["5", "COMMLENS_STALL_TIMEOUT"]
-    assert rows["keep_dumps"] == ["10", "default"]
-    assert "TORCH_FR_BUFFER_SIZE=0" in done.stderr
-
-
-@pytest.mark.launches
-def test_config_show_refuses_in_one_line(run_commlens: RunCommlens):
-    done = run_commlens("config", "show", environ={"COMMLENS_ON_STALL": "explode"})
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == "commlens: COMMLENS_ON_STALL is 'explode', which is not accepted: it takes warn or"
-        " abort.\n"
-    )

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from commlens import text
 from commlens.model.collective import ProcessGroup
-from commlens.verification.channels import group_label
-from commlens.verification.messages import group_name
 
 
 @pytest.mark.parametrize(
@@ -84,17 +82,6 @@ def test_groups_go_by_their_mesh_dimension_or_description():
     assert text.group_phrase(ProcessGroup("0", (0, 1), "default_pg")) == "the default group [0-1]"
     assert text.group_label(ProcessGroup("0", (0, 1), "default_pg")) == "default group"
     assert text.group_label(ProcessGroup("0", (0, 1)), "default") == "default"
-
-
-@pytest.mark.parametrize(
-    ("name", "description", "mesh_dim"),
-    [("0", "default_pg", None), ("3", "", None), ("4", "dp", None), ("5", "mesh_tp", "tp")],
-)
-def test_a_group_has_one_name_in_refusals_and_in_verdicts(
-    name: str, description: str, mesh_dim: str | None
-) -> None:
-    group = ProcessGroup(name, (0, 1), description, "gloo", mesh_dim)
-    assert text.group_phrase(group) == f"{group_name(group_label(group))} [0-1]"
 
 
 def test_the_end_of_a_process():

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import stat
 from importlib import resources
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 from traces import one_event, training
 
 import commlens
-from commlens.atomic_write import write_whole
 from commlens.formats.trace_json import encode, read_trace, write_trace
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
 from commlens.model.trace import (
@@ -37,7 +34,6 @@ from commlens.model.trace import (
 )
 from commlens.model.trace_changes import Change, Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
-from commlens.reports.trace_terminal import render
 from commlens.text import clean
 
 names = st.text(max_size=12).map(clean)  # as every reader returns them
@@ -182,54 +178,6 @@ def test_size_is_linear_in_events():
     assert ten < 10 * one
 
 
-def test_save_replaces_whole_files_only(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "x.json"
-    commlens.Trace(training()).save(path)
-    commlens.Trace(training(steps=1)).save(str(path))
-    assert commlens.Trace.load(path).data.steps == 1
-    assert [file.name for file in path.parent.iterdir()] == ["x.json"]
-
-    def full(self: Path, content: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(
-        commlens.OutputError, match=r"x.json could not be written: No space left on device"
-    ):
-        commlens.Trace(training()).save(path)
-    monkeypatch.undo()
-    assert commlens.Trace.load(path).data.steps == 1
-    assert [file.name for file in path.parent.iterdir()] == ["x.json"]
-
-
-def test_what_cannot_be_written_is_said(tmp_path):
-    with pytest.raises(commlens.OutputError, match="is a folder"):
-        commlens.Trace(training()).save(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(commlens.OutputError, match="could not be written"):
-        commlens.Trace(training()).save(tmp_path / "file" / "x.json")
-    with pytest.raises(commlens.OutputError, match="will not overwrite without --force"):
-        write_whole(tmp_path / "file", b"", overwrite=False)
-    write_whole(Path("/dev/null"), b"text")
-    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
-
-
-def test_a_symbolic_link_stays_one(tmp_path):
-    (tmp_path / "real.json").write_text("")
-    (tmp_path / "link.json").symlink_to("real.json")
-    commlens.Trace(training()).save(tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink() and commlens.Trace.load(
-        tmp_path / "real.json"
-    ).calls == 32
-
-
-def test_a_file_name_that_is_not_text(tmp_path):
-    odd = os.fsdecode(b"/home/\xff/train.py")
-    path = tmp_path / "x.json"
-    commlens.Trace(one_event(source=Frame(odd, 3, "f"))).save(path)
-    assert commlens.Trace.load(path).events[0].source == Frame("/home/?/train.py", 3, "f")
-
-
 GOOD = encode(training())
 BAD = {
     "empty": (b"", "is not a trace: it is empty"),
@@ -317,64 +265,3 @@ def test_damage_is_a_sentence_or_harmless(tmp_path: Path, data: st.DataObject):
 
 
 # --- CommDebugMode's own JSON
-
-
-def module(
-    fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()
-) -> dict[str, object]:
-    return {
-        "fqn": fqn,
-        "module_type": "class 'torch.nn.modules.linear.Linear'",
-        "parameters": [["weight", "(Shard(dim=0),)"]],
-        "children": list(children),
-        "collectives_forward": list(forward),
-        "collectives_backward": list(backward),
-        "operations_forward": list(ops),
-        "operations_backward": [],
-        "operations_checkpointing": [],
-    }
-
-
-AR, AG = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor"
-
-
-def test_comm_debug_modes_json_is_read(tmp_path):
-    op = {
-        "name": "aten.addmm.default",
-        "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
-        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"],
-        "device_mesh": "DeviceMesh((4,))",
-        "is_bw": False,
-    }
-    leaf = module("MLP.net2", forward=[[AR, 2]], ops=[op])
-    tree = module("MLP", module("MLP.net1"), leaf, leaf, forward=[[AR, 3]], backward=[[AG, 1]])
-    root = module("Global", tree, forward=[[AR, 3], ["c10d.allreduce_", 4]], backward=[[AG, 1]])
-    path = tmp_path / "comm_mode_log.json"
-    path.write_text(json.dumps(root, indent=4))
-    trace = commlens.Trace.load(path)
-    assert trace.counts(by=("op", "phase", "module")) == {
-        ("all_reduce", None, None): 4,
-        ("all_reduce", "forward", "MLP"): 1,
-        ("all_gather", "backward", "MLP"): 1,
-        ("all_reduce", "forward", "MLP.net2"): 2,
-    }
-    assert {row.path for row in trace.data.modules} == {"MLP", "MLP.net1", "MLP.net2"}
-    assert trace.data.ops[0].input_shapes == ((16,), (8, 10)) and trace.data.depth is Depth.OPS
-    assert (
-        trace.coverage.dispatched == trace.coverage.recorded == 8
-        and trace.coverage.unclassified == 4
-    )
-    assert "bytes, groups, order, times" in trace.coverage.blind[0]
-    out = trace.to_summary()
-    assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
-    assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode's JSON has no self-check."
-    assert "bytes" not in render(out).split("This trace is from CommDebugMode's JSON")[0]
-
-
-def test_a_damaged_one_gets_a_sentence(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text('{"fqn": "Global", "children": [{"fqn": 7}]}')
-    with pytest.raises(
-        commlens.FormatError, match="looks like CommDebugMode's JSON but is damaged"
-    ):
-        commlens.Trace.load(path)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from builders import spec
+from builders import asked, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commlens.matching.answer import Agree, Disagree, Severity, Unknown
 from commlens.matching.collectives import compare_coalesced, compare_collectives
-from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import WIRE_OPS
-
-
-def asked(
-    op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object
-) -> CollectiveArgs:
-    return CollectiveArgs(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
-
 
 A = asked("all_reduce", spec((4, 5)), reduce_op="SUM")
 
@@ -166,59 +158,6 @@ def test_a_tie_has_no_minority() -> None:
     assert answer.minority == ()
 
 
-def exchange(
-    rows: list[list[int]], wrong: tuple[int, int] | None = None
-) -> dict[int, CollectiveArgs]:
-    """Return an all_to_all in which rank i sends ``rows[i][j]`` rows of 3 elements to rank j."""
-    ranks = range(len(rows))
-    result = {}
-    for rank in ranks:
-        into = [rows[other][rank] + (1 if wrong == (other, rank) else 0) for other in ranks]
-        result[rank] = asked(
-            "all_to_all",
-            spec((sum(rows[rank]), 3)),
-            outputs=(spec((sum(into), 3)),),
-            input_splits=tuple(rows[rank]),
-            output_splits=tuple(into),
-        )
-    return result
-
-
-def test_splits_are_compared_pair_by_pair() -> None:
-    rows = [[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1], [2, 0, 2, 0]]
-    assert compare_collectives(exchange(rows), range(4)) == Agree()
-    answer = compare_collectives(exchange(rows, (1, 3)), range(4))
-    assert isinstance(answer, Disagree)
-    assert answer.aspect == "splits"
-    assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
-
-
-@pytest.mark.parametrize(
-    ("refused", "culprits"), [((0, 1, 2), None), ((1,), (1,)), ((0, 1), (0, 1))]
-)
-@pytest.mark.parametrize("wrong", [(3, 3, 3), (6,), (1, 2)], ids=str)
-def test_splits_that_the_backend_refuses_are_no_disagreement_unless_a_peer_has_sent(
-    refused: tuple[int, ...], culprits: tuple[int, ...] | None, wrong: tuple[int, ...]
-) -> None:
-    def args(rank: int) -> CollectiveArgs:
-        spec = (TensorSpec((6,), "float32", "cpu"),)
-        splits = wrong if rank in refused else (2, 2, 2)
-        return CollectiveArgs(
-            "all_to_all", "alltoall_base_", spec, spec, input_splits=splits, output_splits=(2, 2, 2)
-        )
-
-    answer = compare_collectives({rank: args(rank) for rank in range(3)}, (0, 1, 2))
-    assert (answer.minority if isinstance(answer, Disagree) else None) == culprits
-
-
-def test_empty_splits_are_even() -> None:
-    one = asked("all_to_all", spec((8, 3)), outputs=(spec((8, 3)),))
-    assert odd_one(one, one) == Agree()
-    answer = odd_one(one, asked("all_to_all", spec((4, 3)), outputs=(spec((4, 3)),)))
-    assert isinstance(answer, Disagree)
-    assert answer.minority == (2,)
-
-
 def test_coalesced_members_agree_one_by_one() -> None:
     b = asked("all_reduce", spec(7), reduce_op="SUM")
     assert compare_coalesced({0: [A, b], 1: [A, b], 2: [A, b]}) == Agree()
@@ -242,16 +181,6 @@ def test_coalesced_tensors_in_another_order_are_suspicious() -> None:
     assert not isinstance(compare_collectives({0: in_order, 1: flat}), Disagree), (
         "the same elements, flat"
     )
-
-
-def test_a_send_must_match_its_receive() -> None:
-    send, recv = asked("send", spec(4)), asked("recv", outputs=(spec(4),))
-    assert compare_pair(0, send, 1, recv) == Agree()
-    assert isinstance(compare_pair(0, asked("send"), 1, recv), Unknown)
-    for other in (spec(5), spec(4, "int64")):
-        answer = compare_pair(0, send, 1, asked("recv", outputs=(other,)))
-        assert isinstance(answer, Disagree)
-        assert answer.aspect == "p2p"
 
 
 tensors = st.builds(
@@ -289,35 +218,6 @@ def test_equal_arguments_agree_unless_their_own_splits_conflict(
 ) -> None:
     answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
     assert not isinstance(answer, Disagree) or answer.aspect == "splits"
-
-
-def all_to_all(sent: int, expected: int, name: str = "all_to_all") -> CollectiveArgs:
-    return CollectiveArgs("all_to_all", name, (spec((sent,)),), (spec((expected,)),))
-
-
-def test_without_splits_the_totals_of_an_all_to_all_must_be_equal() -> None:
-    odd = {0: all_to_all(12, 11), 1: all_to_all(12, 14), 2: all_to_all(12, 12)}
-    answer = compare_collectives(odd, range(3), splits_known=False)
-    assert isinstance(answer, Disagree)
-    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (
-        "splits",
-        Severity.ILLEGAL,
-        (),
-        True,
-    )
-    assert [party.phrase for party in answer.parties] == [
-        "together, they send 36 elements and expect 37"
-    ]
-    assert answer.detail == "rank 0 sends 12 and expects 11; rank 1 sends 12 and expects 14"
-    fit = {0: all_to_all(12, 11), 1: all_to_all(12, 13)}
-    for by_rank, size in (
-        (fit, 2),
-        (odd, 4),
-        ({rank: all_to_all(12, 11 + rank % 2, "ALLTOALL") for rank in range(3)}, 3),
-    ):
-        assert compare_collectives(by_rank, range(size), splits_known=False) == Unknown(
-            ("splits",)
-        ), "no splits, or not all that was sent"
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])

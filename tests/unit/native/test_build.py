@@ -4,7 +4,6 @@ taken for what it is not.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,10 +14,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from native_builds import put
+
 from commlens.blackbox import layout as L
 from commlens.errors import NativeEngineError
 from commlens.native import build, cache
-from conftest import RunCommlens
 
 pytestmark = pytest.mark.launches
 
@@ -28,23 +28,6 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cache, "_loaded", None)
     monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(tmp_path))
     return tmp_path
-
-
-def put(folder: Path, content: bytes = b"no library", **about: object) -> Path:
-    """A build that claims to be for this process."""
-    wanted = cache.identity()
-    place = folder / cache.folder_of(wanted) / "a-compiler"
-    place.mkdir(parents=True)
-    (place / "commlens_native-1.so").write_bytes(content)
-    described = {
-        "for": wanted,
-        "library": "commlens_native-1.so",
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "built": "now",
-        **about,
-    }
-    (place / "build.json").write_text(json.dumps(described))
-    return place
 
 
 def test_nothing_is_loaded_where_nothing_was_built(nothing_loaded: Path):
@@ -178,77 +161,6 @@ def test_the_cache_is_where_it_was_put():
     assert cache.cache_directory({}).parts[-3:] == (".cache", "commlens", "native")
 
 
-def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
-    done = run_commlens(
-        "build-native",
-        environ={"PATH": str(tmp_path), "CXX": "", "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith("commlens: Building the native engine needs a C++ compiler")
-        and done.stderr.count("\n") == 1
-    )
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_compiler_that_is_not_there_is_named(run_commlens: RunCommlens):
-    done = run_commlens("build-native", environ={"CXX": "no-such-compiler"})
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == "commlens: CXX names the compiler 'no-such-compiler', which is not a command here.\n"
-    )
-
-
-def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_path: Path):
-    compiler = tmp_path / "bad++"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo bad++ 1.0; exit 0; }\necho "x.cpp:1: error: it'
-        ' is broken" >&2\nexit 1\n'
-    )
-    compiler.chmod(0o755)
-    done = run_commlens(
-        "build-native",
-        environ={"CXX": str(compiler), "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
-    )
-    if "headers" in done.stderr:
-        pytest.skip("there are no headers to compile with")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "x.cpp:1: error: it is broken" in done.stderr
-    assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [".lock"]
-
-
-@pytest.mark.parametrize("how", ["command", "installation"])
-def test_a_relative_folder_is_the_callers(
-    how: str, run_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The compiler runs in another folder."""
-    compiler = tmp_path / "cannot-link"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo it 1.0; exit 0; }\necho "ld: cannot open output'
-        ' file $3: is it there?\ncollect2: error: ld returned 1 exit status" >&2\nexit 1\n'
-    )
-    compiler.chmod(0o755)
-    if how == "command":
-        said = run_commlens("build-native", "-o", "cache", environ={"CXX": str(compiler)}).stderr
-    else:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("CXX", str(compiler))
-        with pytest.raises(NativeEngineError) as error:
-            build.build_into(Path("cache"))
-        said = str(error.value)
-    if "headers" in said:
-        pytest.skip("there are no headers to compile with")
-    assert f"(exit status 1): ld: cannot open output file {tmp_path}/cache/" in said
-
-
-def test_a_cache_that_cannot_be_written_is_named(run_commlens: RunCommlens, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    done = run_commlens("build-native", "-o", str(tmp_path / "file"), environ={"CXX": "/bin/echo"})
-    assert done.returncode == 2
-    assert f"cannot be saved in {tmp_path / 'file'}" in done.stderr
-
-
 def test_the_layout_in_cpp_is_the_layouts(native_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "_loaded", None)
     monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(native_cache))
@@ -257,59 +169,3 @@ def test_the_layout_in_cpp_is_the_layouts(native_cache: Path, monkeypatch: pytes
     assert len(compiled) > 30
     for name, value in compiled.items():
         assert value == getattr(L, name), name
-
-
-def test_what_was_built_is_not_built_again(native_cache: Path, run_commlens: RunCommlens):
-    done = run_commlens("build-native", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
-    assert done.returncode == 0, done.stderr
-    assert "exists already, built on" in done.stdout
-
-
-def test_doctor_says_which_engine_and_why(native_cache: Path, run_commlens: RunCommlens):
-    without = run_commlens("doctor")
-    assert without.returncode == 0, without.stderr
-    assert "\nengine           python, because the native engine was not built" in without.stdout
-    built = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
-    assert (
-        "\nengine           native, because it was built for this torch and Python" in built.stdout
-    )
-    chosen = run_commlens(
-        "doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache), "COMMLENS_ENGINE": "python"}
-    )
-    assert (
-        "\nengine           python, because the setting engine is python (COMMLENS_ENGINE)"
-        in chosen.stdout
-    )
-
-
-def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Path):
-    (tmp_path / "damaged").mkdir()
-    put(tmp_path / "damaged", sha256="0" * 64)
-    done = run_commlens(
-        "doctor",
-        environ={
-            "COMMLENS_NATIVE_DIR": str(tmp_path / "damaged"),
-            "COMMLENS_BOX_DIR": str(tmp_path / "nowhere"),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "COMMLENS_STALL_TIMEOUT": "soon",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    problems = done.stdout.split("What would not work here:")[1]
-    for words in (
-        "checksum differs",
-        "no folder in memory has room",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
-        "COMMLENS_STALL_TIMEOUT is 'soon'",
-    ):
-        assert words in problems, words
-    assert os.pathsep not in done.stderr
-
-
-def test_doctor_says_how_torchs_recorder_is_read(run_commlens: RunCommlens):
-    said = run_commlens("doctor").stdout
-    [line] = [line for line in said.splitlines() if line.startswith("recorder ")]
-    assert "by default" in line and "; read through _dump_" in line
-    off = run_commlens("doctor", environ={"TORCH_FR_BUFFER_SIZE": "0"}).stdout
-    assert "\nrecorder         torch's own: off by TORCH_FR_BUFFER_SIZE" in off
-    assert "nothing tells which are complete" in off.split("What would not work here:")[1]

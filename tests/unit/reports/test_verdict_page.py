@@ -4,51 +4,19 @@ whatever it is made of.
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
+from builders import Die, Job, Stay, Step, all_reduce, recv, send
 from flight_recorder_dumps import dump, entry
+from verdict_pages import classes, edges, page_of, stays
 
 from commlens.diagnosis.api import examine_paths
-from commlens.diagnosis.examine import examine_logs
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import End, Observation
 from commlens.reports.verdict_page import verdict_page
-from commlens.reports.verdict_page.data import SourceLines, VerdictPage
-from commlens.reports.verdict_page.source_lines import source_lines
-
-
-def page_of(logs: list[RankLog]) -> VerdictPage:
-    page = verdict_page(examine_logs(logs))
-    assert msgspec.json.decode(msgspec.json.encode(page), type=VerdictPage) == page
-    return page
-
-
-def classes(page: VerdictPage) -> list[tuple[str, str, str]]:
-    return [(one.role, one.ranks, one.doing) for one in page.classes]
-
-
-def edges(page: VerdictPage) -> set[tuple[str, str, str]]:
-    """Who waits for whom in what; what is no rank by its title."""
-
-    def name(index: int) -> str:
-        node = page.graph.nodes[index]
-        return page.classes[node.cls].ranks if node.cls >= 0 else node.title
-
-    return {(name(edge.source), name(edge.target), edge.label) for edge in page.graph.edges}
-
-
-def stays(job: Job, rank: int) -> Iterator[object]:
-    for step in range(6):
-        if (rank, step) == (2, 3):
-            yield Stay(57, "load_batch")
-        yield all_reduce(job.world, line=20)
-        yield Step()
 
 
 def test_a_rank_that_does_not_come() -> None:
@@ -97,57 +65,6 @@ def test_who_disagrees_is_marked_and_waited_for() -> None:
     assert row.note == "shape differs"
 
 
-def test_a_cycle_has_an_edge_each_way() -> None:
-    def program(job: Job, rank: int) -> Iterator[object]:
-        one, two = job.group("1", range(4), "gradients"), job.group("2", range(4), "statistics")
-        for step in range(5):
-            order = [(two, 24), (one, 19)] if (rank, step) == (2, 3) else [(one, 19), (two, 24)]
-            for group, line in order:
-                yield all_reduce(group, line=line)
-            yield Step()
-
-    page = page_of(Job(4).run(program).logs())
-    assert edges(page) == {
-        ("2", "0-1,3", "all_reduce #4 of statistics"),
-        ("0-1,3", "2", "all_reduce #4 of gradients"),
-    }
-    assert {table.name for table in page.tables} == {
-        "statistics [0-3]",
-        "gradients [0-3]",
-        "In the order of issue",
-    }
-    # Who does not come because it waits elsewhere for the one that left its routine is not marked
-    # as the odd one.
-    statistics = next(table for table in page.tables if table.name.startswith("statistics"))
-    assert [cell.differs for cell in statistics.rows[-1].cells] == [False, False]
-
-
-def test_an_arrow_is_not_left_out_for_a_path_that_only_other_ranks_of_the_class_take() -> None:
-    """Of two ranks that wait at one line, one waits for the culprit itself, and the other behind a
-    third.
-    """
-
-    def program(job: Job, rank: int) -> Iterator[object]:
-        first, side = rank - rank % 2, rank % 2
-        row, column = (
-            job.group(f"1{first}", (first, first + 1), "row"),
-            job.group(f"2{side}", (side, side + 2), "column"),
-        )
-        for step in range(4):
-            if (rank, step) == (2, 3):
-                yield Stay(57, "load_batch")
-            yield all_reduce(column, line=10)
-            yield all_reduce(row, line=20)
-            yield Step()
-
-    page = page_of(Job(4).run(program).logs())
-    by_ends = {(source, target): label for source, target, label in edges(page)}
-    assert set(by_ends) == {("0", "2"), ("1,3", "0"), ("1,3", "2")}
-    assert by_ends["1,3", "0"].startswith("Rank 1: all_reduce") and by_ends["1,3", "2"].startswith(
-        "Rank 3: all_reduce"
-    )
-
-
 def test_messages_have_the_order_of_issue() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for step in range(4):
@@ -177,17 +94,6 @@ def test_the_dead_and_those_who_left_nothing() -> None:
     page = page_of(logs[:3])
     assert 3 in page.ranks.rank
     assert any(one.ranks == "3" and "record" in one.doing for one in page.classes)
-
-
-def test_records_without_times_have_tables_but_no_timeline() -> None:
-    logs = Job(4).run(stays).logs()
-    for log in logs:
-        for op in log.collectives:
-            op.announced_ns = op.entered_ns = op.returned_ns = op.done_ns = op.wait_ended_ns = 0
-            op.wait_began_ns = MS if op.wait_began_ns else 0
-    page = page_of(logs)
-    assert page.timeline.lanes == [] and page.timeline.notes
-    assert page.tables
 
 
 @pytest.mark.parametrize("ranks", [512, 4096])
@@ -231,51 +137,3 @@ def test_a_flight_recorders_dump_shows_where_a_collective_completed_and_no_time_
 def test_nothing_to_show() -> None:
     page = page_of([])
     assert (page.classes, page.graph.nodes, page.tables, page.timeline.lanes) == ([], [], [], [])
-
-
-class TestSourceLines:
-    def script(
-        self,
-        folder: Path,
-        text: str = "import time\n\n\ndef load():\n\ttime.sleep(9)  # </script>\n",
-    ) -> Path:
-        (folder / "train.py").write_text(text)
-        return folder / "train.py"
-
-    def test_the_lines_around_the_culprits(self, tmp_path: Path) -> None:
-        file = self.script(
-            tmp_path,
-            "".join(f"line {i}\n" for i in range(1, 60)) + "def load():\n" + "x = 1\n" * 20,
-        )
-        found = source_lines(f"{file}:62", "load", time.time_ns())
-        assert found == SourceLines(58, 62, ["line 58", "line 59", "def load():", *["x = 1"] * 6])
-
-    def test_bounded(self, tmp_path: Path) -> None:
-        file = self.script(tmp_path, "def load():\n\t</script>" + "x" * 10_000 + "\n")
-        found = source_lines(f"{file}:2", "load", 0)
-        assert found is not None and found.lines[0] == "def load():"
-        assert found.lines[1].startswith("    </script>xx") and len(found.lines[1]) < 200
-
-    def test_no_file_that_is_not_the_one_that_ran(self, tmp_path: Path) -> None:
-        file = self.script(tmp_path)
-        now = time.time_ns()
-        assert source_lines(f"{file}:5", "load", now) is not None
-        assert source_lines(f"{file}:5", "load", now - 3_600_000_000_000) is None, "changed since"
-        assert source_lines(f"{file}:5", "save", now) is None, "has no such function"
-        assert source_lines(f"{file}:50", "load", now) is None, "is shorter"
-        assert source_lines("train.py:5", "load", now) is None, "a folder that is not known"
-        (tmp_path / "secret.txt").write_text("def load(): 1\n")
-        assert source_lines(f"{tmp_path / 'secret.txt'}:1", "load", now) is None
-        os.mkfifo(tmp_path / "pipe.py")
-        assert source_lines(f"{tmp_path / 'pipe.py'}:1", "load", now) is None
-        assert source_lines("", "", now) is None
-
-
-def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> (
-    None
-):
-    def program(job: Job, rank: int) -> Iterator[object]:
-        yield Stay(20, "load") if rank else all_reduce(job.world, line=10)
-
-    begin, end = page_of(Job(2).run(program).logs()).timeline.window  # type: ignore[arg-type]
-    assert end - begin >= 300, "microseconds"

@@ -100,6 +100,13 @@ def spec(shape: int | tuple[int, ...], dtype: str = "float32", **more: object) -
     return TensorSpec(shape if isinstance(shape, tuple) else (shape,), dtype, **more)  # type: ignore[arg-type]
 
 
+def asked(
+    op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object
+) -> CollectiveArgs:
+    """Return the arguments of a collective."""
+    return CollectiveArgs(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
+
+
 def collective(
     op: str,
     group: ProcessGroup,

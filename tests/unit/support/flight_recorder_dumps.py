@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from commlens.diagnosis.index.columns import RankOps, SharedIds, reduce_all
@@ -60,3 +61,16 @@ def operation(rows: RankColumns, row: int) -> Collective:
     """One operation of a rank, as diagnosis sees it."""
     (dump,) = reduce_all([rows])
     return RankOps(dump, dump.channels, SharedIds()).op(row)
+
+
+def as_json(value: Any) -> bytes:
+    """As torch writes it: sorted, no frames, 0 for None, status as text."""
+    changed = json.loads(json.dumps(value))
+    changed["pg_status"] = {
+        key: {name: str(last) for name, last in one.items()}
+        for key, one in changed["pg_status"].items()
+    }
+    for one in changed["entries"]:
+        del one["frames"]
+        one["time_discovered_started_ns"] = one["time_discovered_started_ns"] or 0
+    return json.dumps(changed, sort_keys=True, separators=(",", ":")).encode()

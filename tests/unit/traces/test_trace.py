@@ -10,13 +10,11 @@ from traces import Recorder, one_event, training
 
 import commlens
 from commlens.model.collective import ProcessGroup
-from commlens.model.trace import Cause, Coverage, Owner, Phase, TraceData
+from commlens.model.trace import Cause, Owner, Phase, TraceData
 from commlens.model.wire_bytes import wire_bytes
 from commlens.reports.trace_terminal import print_events, render
 from commlens.testing import assert_collectives
 from commlens.traces import wording
-from commlens.traces.fields import FIELDS
-from commlens.traces.rows import COLUMNS
 
 SUMMARY = """\
 32 collectives, 340 kB on the wire, over 2 optimizer steps (16 collectives and
@@ -87,17 +85,6 @@ def test_filters(wanted, number):
     assert trace().filter(**wanted).calls == number
 
 
-def test_every_field_filters_by_what_it_counts():
-    for name in FIELDS:
-        counts = trace().counts(by=name)
-        assert sum(counts.values()) == 32
-        if name == "cause":
-            continue  # counted in words
-        for value, number in counts.items():
-            found = trace().filter(**{name: value}).calls
-            assert found == number or (name == "module" and found >= number)
-
-
 @pytest.mark.parametrize(
     ("wanted", "hint"),
     [
@@ -142,21 +129,6 @@ def test_a_part_says_what_it_is_part_of():
     assert part.coverage.blind == ["Filtered by mesh_dim=tp: 6 of 14 collectives."]
     assert part.to_summary().answer == "6 of 32 collectives, 36.0 kB on the wire, rank 0 of 8."
     assert trace().coverage.blind == []
-
-
-def test_rows_are_flat_and_alike():
-    rows = trace().to_rows()
-    assert {tuple(row) for row in rows} == {COLUMNS}
-    assert all(
-        value is None or isinstance(value, (str, int, bool))
-        for row in rows
-        for value in row.values()
-    )
-    assert (
-        rows[1]["cause_before"] == "(Partial(sum),)"
-        and rows[1]["source"] == "/home/me/train.py:14"
-        and rows[1]["group_ranks"] == "0-3"
-    )
 
 
 def test_data_may_be_made_anew_each_time_it_is_asked_for():
@@ -205,46 +177,6 @@ def test_every_width_and_no_colour(width):
     coloured = io.StringIO()
     trace().summary(coloured, width=width, colour=True)
     assert "\x1b[" in coloured.getvalue()
-
-
-def test_totals_of_the_summary_add_up():
-    summary = trace().to_summary()
-    for rows in (summary.by_mesh_dim, summary.by_phase, summary.by_op):
-        assert sum(row.calls for row in rows) == summary.calls
-        assert sum(row.wire_bytes for row in rows) == summary.wire_bytes
-    inside = sum(row.own_calls for row in summary.by_module)
-    assert inside == summary.calls - trace().filter(module=None).calls
-    assert summary.by_module[0].calls == inside
-    assert sum(why.calls for why in summary.why) == summary.calls
-
-
-def test_what_is_missing_or_unclassified_is_said():
-    rec = Recorder()
-    rec.issue("all_reduce", "tp", None, None, 64, 12)
-    rec.issue("broadcast", "dp", Phase.FORWARD, None, 64, 13)
-    data = rec.finish()
-    summary = commlens.Trace(data).to_summary()
-    assert (
-        summary.coverage
-        == "All 2 dispatched collectives are recorded; 2 unclassified: all_reduce at train.py:12"
-        " (1) and broadcast at train.py:13 (1)."
-    )
-    assert not summary.complete
-    data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])
-    text = render(commlens.Trace(data).to_summary())
-    assert (
-        "2 of 5 dispatched collectives are recorded" in text
-        and "Symmetric memory is not seen." in text
-    )
-
-
-def test_an_empty_trace():
-    empty = commlens.Trace(TraceData(rank=1, world_size=2))
-    assert (
-        render(empty.to_summary())
-        == "No collectives, rank 1 of 2.\n\nNo collective was dispatched, so none is missing.\n"
-    )
-    assert empty.to_rows() == [] and empty.counts() == {}
 
 
 def test_ddp_buckets_and_point_to_point():
@@ -333,30 +265,3 @@ def test_owner_elsewhere_is_named():
 )
 def test_folding(paths, folded):
     assert wording.fold(paths) == folded
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("(Shard(dim=0),)", "Shard(0)"),
-        ("(Shard(dim=0), Replicate())", "(Shard(0), Replicate())"),
-        ("(Partial(sum),)", "Partial(sum)"),
-    ],
-)
-def test_placements(text, shown):
-    assert wording.placements(text) == shown
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (999_500, "1.0 MB"),
-        (16_777_216, "16.8 MB"),
-    ],
-)
-def test_sizes(amount, text):
-    assert wording.size(amount) == text

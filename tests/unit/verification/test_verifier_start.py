@@ -23,10 +23,8 @@ from commlens.boards.board import Board
 from commlens.boards.mirror import Mirror
 from commlens.boards.refusal_log import DRAFTS, RefusalLog
 from commlens.model.refusal import Refusal
-from commlens.verification import link
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.sampling import EVERY, Sampler
 from commlens.verification.verifier import Verifier
 
 
@@ -111,58 +109,3 @@ def test_a_refusal_that_concerns_other_nodes_waits_for_the_relays_word(tmp_path:
     pending.channel.members = (0, 1)  # a group within the node
     with pytest.raises(Exception, match="by rank 1 here"):
         refusals.post(pending, Refusal("mismatch/op"), "by rank 1 here", about=(8, 1))
-
-
-def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
-    args: Any = object()
-    other: Any = object()
-
-    def checked(sampler: Sampler, args: Any, stack: int, numbers: range) -> list[int]:
-        tokens: list[Any] = [
-            SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0)
-            for number in numbers
-        ]
-        return [token.number for token in tokens if not sampler.skips(token)]
-
-    sampler = Sampler()
-    assert checked(sampler, args, 5, range(1, 50)) == [1, EVERY, 2 * EVERY, 3 * EVERY]
-    assert checked(sampler, args, 5, range(50, 60)) == []
-    assert checked(sampler, args, 6, range(60, 63)) == [60]
-    assert checked(sampler, other, 6, range(63, 66)) == [63, 64]
-
-
-@pytest.mark.parametrize(
-    ("host", "begins"),
-    [
-        ("127.0.0.1", "127.0.0.1"),
-        ("localhost", ("127.", "::1")),
-        ("", ""),
-        ("no-such-host.invalid", ""),
-    ],
-)
-def test_the_address_on_the_way_to_the_store(host: str, begins: Any) -> None:
-    assert link._local_address(host).startswith(begins)
-
-
-@pytest.mark.parametrize(
-    ("published", "store_host", "hosts"),
-    [
-        ("10.0.0.1", "10.0.0.1", ["10.0.0.1"]),
-        ("10.0.0.1", "master", ["10.0.0.1", "master"]),
-        # Debian's name for the machine itself, or a master pod whose MASTER_ADDR is localhost
-        ("127.0.1.1", "master", ["master"]),
-        ("127.0.0.1", "127.0.0.1", ["127.0.0.1"]),
-        ("10.0.0.1", "", ["10.0.0.1"]),
-    ],
-)
-def test_where_the_hub_is_tried(published: str, store_host: str, hosts: list[str]) -> None:
-    assert link._reachable(published, store_host) == hosts
-
-
-def test_the_host_of_the_store_below_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert link._store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
-    assert link._store_host(dist.HashStore()) == "elsewhere"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flight_recorder_dumps import dump, entry, operation
+from flight_recorder_dumps import as_json, dump, entry, operation
 
 from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
-from commlens.errors import FormatError
-from commlens.formats.flight_recorder.names import read_name
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.reader import (
     read_flight_recorder_json,
@@ -243,79 +240,6 @@ def test_coalesced_collectives_are_one_with_the_state_of_the_entry_that_closes_t
     assert len(reduced.args[int(reduced.args_index[1])].inputs) == (len(members) or 1)
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_any_protocol_that_python_saves_again(protocol):
-    value = dump([entry(number) for number in range(1200)])
-    data = pickle.dumps(value, protocol)
-    assert read_pickle(data).value == value
-    rows = read_flight_recorder_pickle(data, "rank_3")
-    assert len(rows) == 1200 and len(rows.stacks) == 1
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_what_would_import_or_call_is_refused(protocol):
-    with pytest.raises(
-        FormatError,
-        match=(
-            r"rank_3 .* asks to import or call something \(the pickle instruction (STACK_)?GLOBAL\)"
-        ),
-    ):
-        columns_from_table(dump([entry(0, state=OrderedDict(a=1))]), protocol)
-
-
-def test_a_cut_file_gives_what_came_before_the_cut():
-    data = pickle.dumps(dump([entry(number) for number in range(50)]), 2)
-    lengths = set()
-    for end in range(len(data) // 8, len(data), 61):
-        try:
-            rows = read_flight_recorder_pickle(data[:end], "rank_3")
-        except FormatError:
-            continue
-        assert "cut off" in rows.problems[0]
-        assert rows.record_id.tolist() == list(range(len(rows)))
-        lengths.add(len(rows))
-    assert {0, 10, 20, 30, 40} & lengths and len(lengths) > 40
-
-
-def as_json(value: Any) -> bytes:
-    """As torch writes it: sorted, no frames, 0 for None, status as text."""
-    changed = json.loads(json.dumps(value))
-    changed["pg_status"] = {
-        key: {name: str(last) for name, last in one.items()}
-        for key, one in changed["pg_status"].items()
-    }
-    for one in changed["entries"]:
-        del one["frames"]
-        one["time_discovered_started_ns"] = one["time_discovered_started_ns"] or 0
-    return json.dumps(changed, sort_keys=True, separators=(",", ":")).encode()
-
-
-def test_json_says_the_same_but_for_the_stacks():
-    value = dump(
-        [
-            entry(0),
-            entry(1, "nccl:recv 1<-0"),
-            entry(2, state="started", retired=False, time_discovered_completed_ns=None),
-        ]
-    )
-    pickled, text = (
-        columns_from_table(value),
-        read_flight_recorder_json(as_json(value), "rank_3.json"),
-    )
-    for name in pickled.__slots__:
-        if name in ("source", "stack", "stacks"):
-            continue
-        left, right = getattr(pickled, name), getattr(text, name)
-        assert (left.tolist() == right.tolist()) if hasattr(left, "tolist") else left == right, name
-    assert text.stack.tolist() == [-1, -1, -1]
-
-
-def test_json_that_is_cut_gives_the_entries_before_the_cut():
-    data = as_json(dump([entry(number) for number in range(20)]))
-    rows = read_flight_recorder_json(data[: len(data) // 2], "rank_3.json")
-    assert 5 < len(rows) < 15 and "cut off" in rows.problems[0] and len(rows.problems) == 1
-
-
 def test_native_gloo_knows_only_what_it_let_go_of():
     entries = [
         entry(0, "gloo:all_reduce", state="scheduled", time_discovered_completed_ns=None),
@@ -376,25 +300,6 @@ def test_old_and_future_versions_are_read():
         and rows.channels[0].group.backend == "newlib"
         and rows.channels[0].device == ""
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nccl:all_reduce", ("all_reduce", "nccl", "cuda")),
-        ("nccl2:all_to_all_single", ("all_to_all", "nccl", "cuda")),
-        ("nccl-lazy:all_gather_single", ("all_gather", "nccl", "cuda")),
-        ("nccl:ALLGATHER_coalesced", ("coalesced", "nccl", "cuda")),
-        ("nccl:all_gather_into_tensor_coalesced", ("all_gather", "nccl", "cuda")),
-        ("nccl:all_reduce_barrier", ("barrier", "nccl", "cuda")),
-        ("gloo:recv 3<-?", ("recv", "gloo", "cpu")),
-        ("xccl:send 3->11", ("send", "xccl", "xpu")),
-        ("all_reduce", ("all_reduce", "", "")),
-    ],
-)
-def test_names(name, expected):
-    found = read_name(name)
-    assert (found.op, found.backend, found.device) == expected
 
 
 def test_an_entry_that_is_none_is_left_out_and_counted():

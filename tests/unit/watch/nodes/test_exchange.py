@@ -20,7 +20,7 @@ from commlens.blackbox import layout
 from commlens.watch.nodes import ask as other_nodes
 from commlens.watch.nodes import exchange as nodes
 from commlens.watch.nodes import known_nodes, meeting_places
-from commlens.watch.nodes.beat import Beat, key
+from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
@@ -138,27 +138,6 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(
     ask.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
-
-
-def test_a_slow_store_makes_no_node_read_all_values() -> None:
-    node = Nodes("host50", lambda: None)
-    node.update(slot=50, ranks=[50])
-    first, *others = (
-        Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40)
-    )
-    client: Any = SimpleNamespace(existing=list)
-
-    def read(values: Sequence[Beat], age_s: float) -> list[str]:
-        node._contact = time.monotonic() - age_s
-        node._known.note(values, node._contact)
-        return sorted(node._to_read(client, 100))
-
-    first_and_next = [key("node", slot) for slot in (0, 1)]
-    assert read([first, *others], 60) == first_and_next, "the store took a minute"
-    assert read([msgspec.structs.replace(each, count=1) for each in others], 30) == [
-        key("node", slot) for slot in range(9)
-    ]
-    assert len(read([], 0)) == 99, "all that might report have been silent for half a minute"
 
 
 def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:

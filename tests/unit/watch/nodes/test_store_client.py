@@ -7,11 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
-from commlens.watch.nodes.folder_client import FolderClient
 from commlens.watch.nodes.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
@@ -34,25 +32,6 @@ def client(store) -> Iterator[StoreClient]:
     client = StoreClient("127.0.0.1", store.port)
     yield client
     client.close()
-
-
-def test_a_folder_offers_the_same_calls(tmp_path: Path):
-    one, other = (FolderClient(tmp_path / "shared") for _ in range(2))
-    one.set("commlens/2/a", b"\0one\xff")
-    one.set("commlens/2/a", b"two")
-    assert other.existing(["commlens/2/never", "commlens/2/a"]) == ["commlens/2/a"]
-    assert other.get(["commlens/2/a"]) == [b"two"]
-    counts = [
-        one.add("commlens/2/n", 0),
-        one.add("commlens/2/n", 1),
-        other.add("commlens/2/n", 1),
-        one.add("commlens/2/n", 0),
-    ]
-    assert counts == [0, 1, 2, 2]
-    (tmp_path / "shared" / "mine").touch()
-    with pytest.raises(OSError, match="not empty"):
-        other.remove()
-    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["mine"]
 
 
 def test_values_pass_between_torch_and_the_client(store, client: StoreClient):

@@ -1,0 +1,80 @@
+"""Ranks that exist twice."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from commlens.blackbox import job_dirs
+from commlens.blackbox import layout as L
+from commlens.blackbox.writer import BoxWriter
+from commlens.capture import job_box
+from commlens.capture.rank_environment import Place
+from commlens.dumps.folder import discard
+
+
+def box(folder: Path, *, silent_s: float, setup: int = 0, ended: bool = True) -> Path:
+    """Write a box whose process gave its last sign of life so long ago."""
+    folder.mkdir()
+    path = folder / job_dirs.box_name(0, os.getpid())
+    # no process has this pid and this start
+    start = 1 if ended else job_dirs.start_ticks(os.getpid())
+    writer = BoxWriter(
+        path,
+        capacity=4,
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        start_ticks=start,
+        about=job_dirs.this_machine()._asdict(),
+    )
+    writer.word(L.HEARTBEAT_UNIX, time.time_ns() - int(silent_s * 1e9))
+    writer.word(L.SETUP, setup)
+    return path
+
+
+def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's ranks 0 and 1 spawn ranks 0 and 1 each."""
+    machine, here = job_dirs.this_machine()._asdict(), os.getpid()
+    launched = []
+    for rank, pid in enumerate((here, os.getppid())):
+        path = tmp_path / job_dirs.box_name(rank, pid)
+        BoxWriter(
+            path,
+            capacity=4,
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            start_ticks=job_dirs.start_ticks(pid),
+            about=machine,
+        )
+        launched.append(path)
+    place = Place(1, 2, "file:///tmp/meeting")
+    monkeypatch.setattr(job_box, "_box_of_ancestor", lambda _: launched[0])
+    monkeypatch.setattr("sys.argv", ["/home/me/train.py"])
+    assert job_box.twin_of(None, place) == "", "alone"  # type: ignore[arg-type]
+    (claim,) = [path for path in tmp_path.iterdir() if path.name.startswith(".claim")]
+    prefix = "-".join(claim.name.split("-")[:3])
+    parent = next(job_dirs.owner(box).pid for box in launched[:1])  # type: ignore[union-attr]
+    for other, started_by, found in (
+        (1, parent, False),
+        (os.getppid(), 7, False),
+        (os.getppid(), os.getppid(), True),
+    ):
+        note = tmp_path / f"{prefix}-{other}-{job_dirs.start_ticks(other)}-{started_by}"
+        note.touch()
+        said = job_box.twin_of(None, place)  # type: ignore[arg-type]
+        assert said.startswith("rank 1 exists twice: ") is found, said
+        note.unlink()
+    assert (
+        f"and process {other}, which rank 1 (pid {other}) started" in said
+        and "start train.py without the launcher" in said
+    )
+    assert job_box.twin_of(None, Place(0, 2, "file:///tmp/meeting")) == "", "another rank"  # type: ignore[arg-type]
+    discard(tmp_path)
+    assert not list(tmp_path.glob(".claim*"))

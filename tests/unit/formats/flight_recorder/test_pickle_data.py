@@ -1,0 +1,54 @@
+"""Pickles are read without running what is in them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from flight_recorder_dumps import dump, entry
+
+from commlens.errors import FormatError
+from commlens.formats.flight_recorder.pickle_data import read_pickle
+from commlens.formats.flight_recorder.reader import (
+    read_flight_recorder_pickle,
+)
+
+
+def columns_from_table(value: Any, protocol: int = 2):
+    return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_any_protocol_that_python_saves_again(protocol):
+    value = dump([entry(number) for number in range(1200)])
+    data = pickle.dumps(value, protocol)
+    assert read_pickle(data).value == value
+    rows = read_flight_recorder_pickle(data, "rank_3")
+    assert len(rows) == 1200 and len(rows.stacks) == 1
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_would_import_or_call_is_refused(protocol):
+    with pytest.raises(
+        FormatError,
+        match=(
+            r"rank_3 .* asks to import or call something \(the pickle instruction (STACK_)?GLOBAL\)"
+        ),
+    ):
+        columns_from_table(dump([entry(0, state=OrderedDict(a=1))]), protocol)
+
+
+def test_a_cut_file_gives_what_came_before_the_cut():
+    data = pickle.dumps(dump([entry(number) for number in range(50)]), 2)
+    lengths = set()
+    for end in range(len(data) // 8, len(data), 61):
+        try:
+            rows = read_flight_recorder_pickle(data[:end], "rank_3")
+        except FormatError:
+            continue
+        assert "cut off" in rows.problems[0]
+        assert rows.record_id.tolist() == list(range(len(rows)))
+        lengths.add(len(rows))
+    assert {0, 10, 20, 30, 40} & lengths and len(lengths) > 40

@@ -1,0 +1,85 @@
+"""Job folders with boxes of processes that run, and the rights on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from boxes import UNIX, busy_box
+
+from commlens.dumps.read import Evidence
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import End, Observation, ThreadStack
+
+
+def live_job(folder: Path, ranks: int = 4, *, job: str = "job-1", **options: object) -> Path:
+    job_dir = folder / "commlens-0" / job
+    for rank in range(ranks):
+        busy_box(rank, ranks, job=job, pid=100 + rank, **options).write(job_dir)  # type: ignore[arg-type]
+    (job_dir / ".lock").touch()
+    return job_dir
+
+
+def ranks_of(evidence: Evidence) -> list[int]:
+    return [log.rank for log in evidence.logs]
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Without root's right to open everything, where the tests run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def let_everybody_in(folder: Path) -> None:
+    """Open a test's folder and the ones around it that pytest made, which are its user's alone."""
+    for path in (folder, *folder.parents):
+        if path == Path(tempfile.gettempdir()) or path.stat().st_mode & 0o055 == 0o055:
+            return
+        path.chmod(path.stat().st_mode | 0o755)
+
+
+SEEN = Observation(
+    end=End.KILLED,
+    signal="SIGKILL",
+    seen_ns=UNIX + 9,
+    window_s=1.0,
+    cpu_s=0.5,
+    proc_state="S",
+    stacks=[
+        ThreadStack(
+            4121,
+            "MainThread",
+            (
+                Frame("/me/a.py", 57, "load", FrameKind.USER),
+                Frame("x.so", 0, "g", FrameKind.NATIVE),
+            ),
+            UNIX,
+            True,
+        )
+    ],
+)
+
+
+def run_code(code: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,26 @@
+"""Which collectives are verified of those that are sampled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from commlens.verification.sampling import EVERY, Sampler
+
+
+def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
+    args: Any = object()
+    other: Any = object()
+
+    def checked(sampler: Sampler, args: Any, stack: int, numbers: range) -> list[int]:
+        tokens: list[Any] = [
+            SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0)
+            for number in numbers
+        ]
+        return [token.number for token in tokens if not sampler.skips(token)]
+
+    sampler = Sampler()
+    assert checked(sampler, args, 5, range(1, 50)) == [1, EVERY, 2 * EVERY, 3 * EVERY]
+    assert checked(sampler, args, 5, range(50, 60)) == []
+    assert checked(sampler, args, 6, range(60, 63)) == [60]
+    assert checked(sampler, other, 6, range(63, 66)) == [63, 64]
