@@ -1,0 +1,57 @@
+"""What errors of torch and its backends are about, by their texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens.matching.error_texts import (
+    is_closed_connection,
+    is_mismatch_error,
+    is_peer_error,
+    is_refusal,
+    is_timeout,
+    may_be_peer_error,
+)
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42"
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation"
+REFUSED = "commlens.errors.DistributedOperationException: Cannot apply desired operation"
+
+
+@pytest.mark.parametrize(
+    ("text", "peer", "closed", "timeout"),
+    [
+        (CLOSED, True, True, False),
+        (TIMED_OUT, True, False, True),
+        ("KeyboardInterrupt:", True, False, False),
+        ("ncclRemoteError: A call failed possibly due to a network error", True, False, False),
+        ("ValueError: loss is not finite", False, False, False),
+        ("", False, False, False),
+        (None, False, False, False),
+    ],
+)
+def test_errors_because_of_another_rank(
+    text: str | None, peer: bool, closed: bool, timeout: bool
+) -> None:
+    assert (is_peer_error(text), is_closed_connection(text), is_timeout(text)) == (
+        peer,
+        closed,
+        timeout,
+    )
+    assert may_be_peer_error(text or "") is peer
+
+
+def test_what_may_be_about_a_peer_is_wider() -> None:
+    assert may_be_peer_error("the remote end was reset") and not is_peer_error("the remote end")
+
+
+def test_a_mismatch_that_a_backend_noticed() -> None:
+    assert is_mismatch_error(
+        "[enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
+    )
+    assert not is_mismatch_error(TIMED_OUT) and not is_mismatch_error(None)
+
+
+def test_only_the_type_of_an_exception_makes_it_a_refusal() -> None:
+    assert is_refusal(REFUSED)
+    assert not is_refusal("ValueError: saw DistributedOperationException") and not is_refusal(None)

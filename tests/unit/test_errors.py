@@ -1,0 +1,16 @@
+"""Errors of commlens."""
+
+from __future__ import annotations
+
+from commlens.errors import MissingDependency, did_you_mean
+
+
+def test_similar_words_are_suggested() -> None:
+    assert did_you_mean("abrt", ["warn", "abort"]) == " Did you mean abort?"
+    assert did_you_mean("xyz", ["warn", "abort"]) == ""
+
+
+def test_torch_that_is_not_there_and_torch_that_is_broken() -> None:
+    assert "is not installed: pip install torch" in str(MissingDependency.torch("Tracing"))
+    broken = MissingDependency.torch("Tracing", ImportError("libcudart.so.12"))
+    assert "cannot be imported (libcudart.so.12)" in str(broken)

@@ -1,0 +1,49 @@
+"""The value of a node in the store."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from commlens.watch.nodes.beat import Beat, Request, decoded, key
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ({}, {}, True),
+        ({"world_size": 4}, {"world_size": 0}, True),
+        ({"world_size": 4}, {"world_size": 8}, False),
+        ({"ranks": [1]}, {"ranks": [1]}, False),
+        ({"ranks": [-1]}, {"ranks": [-1]}, True),
+        ({"ended_at": 2}, {"slot": 2}, False),
+        ({"ended_at": 2}, {"slot": 1}, True),
+    ],
+    ids=["others", "size unknown", "other size", "rank twice", "no ranks yet", "later", "same"],
+)
+def test_whether_two_nodes_are_of_one_incarnation(
+    one: dict[str, object], other: dict[str, object], meet: bool
+) -> None:
+    first = msgspec.structs.replace(Beat(0, "n0", [0]), **one)
+    second = msgspec.structs.replace(Beat(1, "n1", [1]), **other)
+    assert first.meets(second) is second.meets(first) is meet
+
+
+def test_requests_go_to_all_nodes_or_to_those_that_are_named() -> None:
+    assert Beat(3, "n3", [6]).request_to(1) is None
+    assert Beat(3, "n3", [6], asks=2, asked_records=9).request_to(1) == Request(3, 2, 9)
+    named = Beat(3, "n3", [6], asks=2, asked_nodes=[1])
+    assert named.request_to(1) == Request(3, 2) and named.request_to(2) is None
+
+
+def test_the_node_with_the_lowest_rank_reports() -> None:
+    beats = [Beat(0, "n0", []), Beat(1, "n1", [4, 5]), Beat(2, "n2", [2, 3])]
+    assert [beat.slot for beat in sorted(beats, key=lambda beat: beat.order)] == [2, 1, 0]
+
+
+def test_what_cannot_be_read_is_no_value() -> None:
+    beat = Beat(1, "n1", [4, 5], wait_s=3.5)
+    written = msgspec.msgpack.encode(beat)
+    assert decoded(written) == beat
+    assert decoded(written[:-3]) is None and decoded(b"") is None
+    assert key("node", 3) == "commlens/4/node/3"
