@@ -99,11 +99,11 @@ def _unmet(job: SeenJob) -> Found | None:
             continue
         other = by_rank.get(one.call.peer)
         if other is not None and other.call is not None and other.call.kind != "message":
-            return FoundUnmet(_unmet_cause(job, other), one, other, frame=one.line)
+            return FoundUnmet(_unmet_cause(job, one, other), one, other, frame=one.line)
     return None
 
 
-def _unmet_cause(job: SeenJob, other: RankSample) -> Missing:
+def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
     return Missing(
         kind="missing",
         why="skipped",
@@ -114,6 +114,7 @@ def _unmet_cause(job: SeenJob, other: RankSample) -> Missing:
         ranks=[other.rank],
         processes=["alive"],
         outcome="message-missing",
+        came=[one.rank],
         activity=Doing("in-collective", False, True, False, source_of(other)),
         waits=job.waits(),
         timed_out=False,
@@ -121,7 +122,6 @@ def _unmet_cause(job: SeenJob, other: RankSample) -> Missing:
         works_too_long=False,
         blames_waiting=False,
         new_line=False,
-        came=ranks_of(job.stuck),
         doubt="undecided",
     )
 

@@ -33,6 +33,7 @@ def test_a_rank_in_no_call_is_missing_where_the_others_wait() -> None:
     (cause,) = causes(WAITS, WAITS, stay("load_batch", 57), WAITS)
     assert isinstance(cause, Missing)
     assert (cause.culprits, cause.blamed_by, cause.confidence) == ([2], "absence", "high")
+    assert cause.came == [0, 1, 3]
     assert (cause.activity.why, cause.activity.source) == ("data-loading", "train.py:57")
     (wait,) = cause.waits
     assert (wait.ranks, wait.collective.op, wait.source) == ([0, 1, 3], "all_reduce", "train.py:81")
@@ -84,7 +85,7 @@ def test_ranks_whose_messages_wait_for_each_other_are_a_ring() -> None:
 def test_a_message_whose_other_rank_is_in_a_collective_decides_nothing() -> None:
     (cause,) = causes(WAITS, WAITS, WAITS, call("recv", 85, src=0))
     assert isinstance(cause, Missing)
-    assert (cause.ranks, cause.outcome) == ([0], "message-missing")
+    assert (cause.ranks, cause.came, cause.outcome) == ([0], [3], "message-missing")
     assert (cause.culprits, cause.blamed_by) == ([], "undecided")
 
 
