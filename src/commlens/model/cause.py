@@ -477,6 +477,44 @@ class Slow(Cause, tag="slow", kw_only=True):
     span_s: float  # of this time
 
 
+class HotLine(msgspec.Struct, frozen=True):
+    """A line in which a slow rank spends more time than another one."""
+
+    source: str  # file name and line number
+    share: float  # of the slow rank's time
+    other: Rank | None  # None: no other was sampled
+    share_other: float
+
+
+Phase = Literal["before-the-backward", "backward", "backward-or-before", "optimizer"]
+"""The part of a training step: data loading and the forward pass, the backward pass, either, or the
+optimizer step.
+"""
+
+
+class SlowStretch(msgspec.Struct, frozen=True):
+    """The time between two collectives, for which slow ranks take longer than the others."""
+
+    after: str  # op
+    after_source: str | None  # file name and line number
+    before: str  # op
+    before_source: str | None
+    phase: Phase | None
+    extra_s: float  # per step
+
+
+class Straggler(Cause, tag="straggler", kw_only=True):
+    """Ranks that make the others wait in each step of a running job."""
+
+    cost: float  # share of the time for which all others wait
+    step_s: float
+    steps: int  # that were seen
+    # share of the time for which what ``why`` tells holds them back; none: nothing is known to
+    held_back: float | None = None
+    hot_line: HotLine | None = None
+    stretch: SlowStretch | None = None
+
+
 class Fewer(Cause, tag="fewer", kw_only=True):
     """Ranks that issued fewer collectives than the others, in a job that ended well."""
 
@@ -708,6 +746,7 @@ AnyCause = (
     | Mismatch
     | StartedTwice
     | Slow
+    | Straggler
     | Fewer
     | GroupsDiffer
     | Motionless

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from builders import SCRIPT
 from goldens import hold
 from paced_jobs import job
 from paced_samples import found, late, samples
 
-from commlens.diagnosis.straggler import find_stretch, straggler_verdict
+from commlens.diagnosis.straggler import straggler_verdict
 from commlens.model.collective import (
     Frame,
     FrameKind,
@@ -18,18 +17,6 @@ from commlens.model.collective import (
 from commlens.speed.pace import (
     find_slow_ranks,
 )
-
-
-@pytest.mark.parametrize("how", ["wait", "cpp"])
-def test_the_stretch_is_found(how: str) -> None:
-    stretch = find_stretch(job(4, 50, late, how=how), [2])
-    assert stretch is not None
-    assert (
-        stretch.words
-        == "between all_reduce in train.py:20 train and all_reduce in train.py:10 train"
-    )
-    assert stretch.phase == "after an optimizer step: in data loading or the forward pass"
-    assert stretch.extra_s == pytest.approx(0.050, abs=0.002)
 
 
 def test_a_slow_rank_that_is_alone_on_its_node() -> None:
