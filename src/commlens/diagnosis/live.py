@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
-from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import find_mismatches
+from commlens.diagnosis.causes.swapped import find_swapped
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
+from commlens.diagnosis.words import swapped
 from commlens.diagnosis.words.describe import describe
-from commlens.diagnosis.words.finding import locate
-from commlens.model.collective import ChannelKey, State
+from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.model.collective import State
 from commlens.model.ops import REDUCING
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
-from commlens.text import capital, frame_phrase, group_phrase, ranks_phrase
 
 _NOTHING_STALLS_S = 1e6
 
@@ -79,42 +79,10 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
         and mismatch.shift.matches >= at_least
     ]
     return shifts or [
-        _swapped(job, key, swap)
+        locate(finding_of(found.cause, swapped.words(found)), found.op, found.op.source)
         for key in sorted(job.users)
-        for swap in find_swapped_orders(job, key)
+        for found in find_swapped(job, key)
     ]
-
-
-def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Finding:
-    """Make a finding of a swapped order."""
-    first, theirs = swap.own[0], swap.others[0]
-    last = swap.number + len(swap.own) - 1
-    others = [rank for rank in sorted(job.users[key]) if rank != swap.rank]
-    where = f"{first.op} #{swap.number} to #{last} of {group_phrase(first.channel.group)}"
-    finding = Finding(
-        kind="mismatch/op",
-        why="in-collective",
-        root_cause=True,
-        culprits=[swap.rank],
-        victims=others,
-        confidence="medium",
-        summary=(
-            f"rank {swap.rank} issued {where} in another order than the others: its collective at"
-            f" {frame_phrase(first.source)} met the others' collective at"
-            f" {frame_phrase(theirs.source)}"
-        ),
-        explanation=(
-            f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}."
-            f" {capital(ranks_phrase(others))}:"
-            f" {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. Ops and shapes are"
-            " the same, so nothing hangs: the results are mixed up."
-        ),
-        next_step=f"find out why rank {swap.rank} reaches {frame_phrase(first.source)} first here",
-        would_raise_confidence=(
-            "Only the source lines show it: the program may issue them in either order on purpose."
-        ),
-    )
-    return locate(finding, first, first.source)
 
 
 def _index(logs: Sequence[RankLog]) -> JobIndex | None:

@@ -400,6 +400,21 @@ class Issued(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str | None = None  # file name and line number
 
 
+class Swapped(Cause, tag="swapped", kw_only=True):
+    """A rank that issued collectives of one shape in another order than the others: their results
+    are mixed up, and nothing hangs.
+    """
+
+    group: GroupRef | None
+    first: int  # number of the first of these collectives
+    last: int
+    own: list[str | None]  # lines of the rank, by number
+    others: list[str | None]  # lines of the others
+
+    def __post_init__(self) -> None:
+        """Unlike a mismatch, it may be on purpose: only the lines show it."""
+
+
 class ThreadRace(msgspec.Struct, frozen=True):
     """Two threads of each rank whose collectives come in any order."""
 
@@ -744,6 +759,7 @@ AnyCause = (
     | Unwritten
     | Cycle
     | Mismatch
+    | Swapped
     | StartedTwice
     | Slow
     | Straggler
