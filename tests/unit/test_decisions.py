@@ -14,6 +14,7 @@ DIAGNOSIS = SOURCE / "commlens" / "diagnosis"
 OUTSIDE = SOURCE / "commlens" / "outside"
 DECIDING = [
     *sorted((DIAGNOSIS / "causes").glob("*.py")),
+    DIAGNOSIS / "align" / "rounds.py",
     DIAGNOSIS / "align" / "tie_break.py",
     *(OUTSIDE / f"{name}.py" for name in ("causes", "seen", "waits")),
 ]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from commlens.diagnosis.align.tie_break import is_majority
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.collective import Collective
-from commlens.text import frame_phrase, ranks_phrase
 
 
 class Rounds(NamedTuple):
@@ -19,20 +18,6 @@ class Rounds(NamedTuple):
     op: Collective
     last: dict[int, int]  # rank: sequence number
     odd: frozenset[int]
-
-    @property
-    def phrase(self) -> str:
-        """``"At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."``"""
-        by_number: dict[int, list[int]] = {}
-        for rank, number in sorted(
-            self.last.items(), key=lambda item: (item[0] not in self.odd, item[0])
-        ):
-            by_number.setdefault(number, []).append(rank)
-        told = ", of ".join(
-            f"{ranks_phrase(ranks)}{' is' * (i == 0)} #{number}"
-            for i, (number, ranks) in enumerate(by_number.items())
-        )
-        return f"At {frame_phrase(self.op.source)}, the last {self.op.op} of {told}."
 
 
 def count_rounds(job: JobIndex, op: Collective) -> Rounds | None:

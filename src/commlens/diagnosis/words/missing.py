@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.align.call_paths import parted
+from commlens.diagnosis.align.rounds import Rounds
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.missing import Absence, ExtraLine, FoundMissing
@@ -134,7 +135,7 @@ def _evidence(context: Context, found: FoundMissing) -> list[str]:
         )
     if cause.why == "finished":
         evidence += _steps_evidence(context, absence)
-        evidence += [found.rounds.phrase] if found.rounds is not None else []
+        evidence += [_rounds_evidence(found.rounds)] if found.rounds is not None else []
         evidence += [_loop_evidence(cause, found.loop)] if found.loop is not None else []
         evidence += [UNDECIDED] if cause.blamed_by == "undecided" else []
         evidence += _leaving_evidence(cause)
@@ -155,6 +156,20 @@ def _extra_line_evidence(absence: Absence, extra: ExtraLine) -> list[str]:
         f"{extra.op.op} #{extra.op.sequence_number} of {ranks_phrase(absence.waiting)} met the one"
         f" at {frame_phrase(extra.met.source)}; {left}."
     ]
+
+
+def _rounds_evidence(rounds: Rounds) -> str:
+    """``"At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."``"""
+    by_number: dict[int, list[int]] = {}
+    for rank, number in sorted(
+        rounds.last.items(), key=lambda item: (item[0] not in rounds.odd, item[0])
+    ):
+        by_number.setdefault(number, []).append(rank)
+    told = ", of ".join(
+        f"{ranks_phrase(ranks)}{' is' * (i == 0)} #{number}"
+        for i, (number, ranks) in enumerate(by_number.items())
+    )
+    return f"At {frame_phrase(rounds.op.source)}, the last {rounds.op.op} of {told}."
 
 
 def _loop_evidence(cause: Missing, loop: Loop) -> str:
