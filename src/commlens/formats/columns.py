@@ -34,9 +34,10 @@ out.
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
-REMARKS: Final = ("broadcast-wait", "ras-behind")
+REMARKS: Final = ("broadcast-wait", "ras-behind", "lagging")
 """vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a
-communicator launched fewer operations than others, the last up to this one.
+communicator launched fewer operations than others, the last up to this one; torch's desync report
+names this rank as lagging.
 """
 
 Status = tuple[int, int, int]

@@ -688,10 +688,13 @@ class LatentFault(Cause, tag="latent-fault", kw_only=True):
     source: str | None  # file name and line number
 
 
-LogReport = Literal["behind", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"]
+LogReport = Literal[
+    "behind", "desync", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"
+]
 """What text logs tell of a job as a whole.
 
-``behind``: a rank timed out in an earlier collective than the others. ``timed-out``: in an unknown
+``behind``: a rank timed out in an earlier collective than the others. ``desync``: torch's report
+names the ranks that did not join it. ``timed-out``: in an unknown
 group. ``launcher-ended``: by a signal. ``raised``: an unknown rank. ``ras-behind``: NCCL's RAS
 reports ranks that are apart. ``engine-waits``: vLLM's engine waits for a worker.
 """

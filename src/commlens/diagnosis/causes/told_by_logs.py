@@ -47,6 +47,10 @@ def find_told(
         timeouts: those of :func:`unplaced_timeouts`.
     """
     ranks = sorted({dump.rank for dump in chosen})
+    if lagging := sorted(
+        {number for dump in dumps for kind, number in dump.remarks if kind == "lagging"}
+    ):
+        return _lagging(lagging, timeouts, ranks)
     if timeouts:
         return _behind(dumps, timeouts) or _timed_out(dumps, timeouts)
     if raised := [dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception]:
@@ -67,6 +71,24 @@ def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
         for text, of in ranks.items()
     ]
     return sorted(known, key=lambda one: (-len(one.ranks), one.ranks, one.text))
+
+
+def _lagging(
+    lagging: list[int], timeouts: Sequence[UnplacedTimeout], ranks: list[int]
+) -> FoundInLogs:
+    """Return the ranks that torch's desync report names: they did not join what others wait in."""
+    cause = ToldByLogs(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=lagging,
+        blamed_by="absence",
+        victims=sorted({*ranks} - {*lagging}),
+        confidence="medium",
+        report="desync",
+        ranks=ranks,
+    )
+    return FoundInLogs(cause, timeouts)
 
 
 def _behind(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> FoundInLogs | None:

@@ -22,6 +22,8 @@ def words(found: FoundInLogs) -> Words:
     match found.cause.report:
         case "behind":
             return _behind(found)
+        case "desync":
+            return _lagging(found)
         case "timed-out":
             return _timed_out(found)
         case "launcher-ended":
@@ -37,6 +39,25 @@ def words(found: FoundInLogs) -> Words:
 def timeout_phrase(timeout: UnplacedTimeout) -> str:
     """``"rank 2: it timed out in ..."``; without a rank if none is known."""
     return f"{ranks_phrase(timeout.ranks)}: {timeout.text}" if timeout.ranks else timeout.text
+
+
+def _lagging(found: FoundInLogs) -> Words:
+    ranks = ranks_phrase(found.cause.culprits)
+    return Words(
+        summary=(
+            f"{ranks} did not join the collective in which the others timed out, as torch's desync"
+            " report tells"
+        ),
+        next_step=(
+            f"look at the output of {ranks} before the timeout; in the next run, take a stack"
+            " (py-spy dump)"
+        ),
+        evidence=[f"{timeout_phrase(timeout)}." for timeout in found.timeouts],
+        would_raise_confidence=(
+            "The report numbers the ranks as their group does: in the default group, as the job"
+            " does."
+        ),
+    )
 
 
 def _behind(found: FoundInLogs) -> Words:

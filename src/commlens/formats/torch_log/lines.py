@@ -20,7 +20,7 @@ INTERESTING: Final = re.compile(
     rb" (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|terminate called|enforce fail|shared memory broadcast block found|launched up to operation"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the"
-    rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)"
+    rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)|but didn't join collective|the lagging ranks"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -73,6 +73,12 @@ _BROADCAST_WAIT: Final = re.compile(
     r"No available shared memory broadcast block found in (\d{1,7}) second"
 )
 _RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
+# torch's TraceUtils.h, with TORCH_NCCL_DESYNC_DEBUG=1 (before torch 2.2: NCCL_DESYNC_DEBUG): ranks,
+# as numbered in the group
+_LAGGING: Final = re.compile(
+    r"\[(?P<behind>\d{1,7}(?:, \d{1,7})*)\] finished collective #\d{1,18}, but didn't join"
+    r" collective #|ranks \[(?P<never>\d{1,7}(?:, \d{1,7})*)\] are the lagging ranks"
+)
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(
     r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
@@ -274,14 +280,17 @@ def parse_launcher_signal(text: str) -> str:
     return signal_name(int(name)) if name.isdecimal() else name
 
 
-def parse_remark(text: str) -> tuple[str, int] | None:
-    """Return what a line of vLLM's broadcast queue (0.6 to 0.11) or of NCCL's RAS report (2.24 to
-    2.28) shows: a kind of REMARKS.
+def parse_remarks(text: str) -> list[tuple[str, int]]:
+    """Return what a line of vLLM's broadcast queue (0.6 to 0.11), of NCCL's RAS report (2.24 to
+    2.28) or of torch's desync report shows, each with a kind of REMARKS.
     """
     for kind, pattern in (("broadcast-wait", _BROADCAST_WAIT), ("ras-behind", _RAS)):
         if found := pattern.search(text):
-            return kind, int(found[1])
-    return None
+            return [(kind, int(found[1]))]
+    if found := _LAGGING.search(text):
+        ranks = (found["behind"] or found["never"]).split(", ")
+        return [("lagging", int(rank)) for rank in ranks]
+    return []
 
 
 def parse_stuck_watchdog(text: str) -> int:

@@ -164,8 +164,7 @@ class LogParser:
         group = L.parse_group(origin.text)
         rank = self._rank_of(origin, group)
         self._nccl.add(origin.text)
-        if (remark := L.parse_remark(origin.text)) is not None and len(self._remarks) < _NOTES_MAX:
-            self._remarks.append(remark)
+        self._remarks += L.parse_remarks(origin.text)[: _NOTES_MAX - len(self._remarks)]
         self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))

@@ -631,3 +631,37 @@ def test_a_rank_is_not_missing_whose_line_cannot_be_read(tmp_path: Path) -> None
     verdict = commlens.diagnose(tmp_path)
     assert verdict.culprits == []
     hold("missing/told-by-logs-line-unreadable", verdict)
+
+
+def desync(rank: int, *lines: str) -> str:
+    """Torch 1.13, which names no group, with NCCL_DESYNC_DEBUG=1."""
+    report = "".join(f"\t{line}\n" for line in lines)
+    return (
+        f"[E ProcessGroupNCCL.cpp:821] [Rank {rank}] {TIMEOUT} ran for 600029 milliseconds before"
+        f" timing out.\n\t - [{rank}] Timeout at collective: ALLREDUCE, #41\n{report}"
+    )
+
+
+BEHIND = (
+    " - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:",
+    "   - [3] joined but didn't finish collective #40 (count from 1)",
+    "     [2, 4] finished collective #40, but didn't join collective #41 (count from 1)",
+    " - Snapshot of ranks' latest states:",
+    "   #40 finished ranks:",
+    "     [2, 4] finished ALLREDUCE",
+    "   #41 started ranks:",
+    "     [0, 1] started ALLREDUCE",
+)
+NEVER = (
+    " - To our best knowledge, ranks [2, 4] are the lagging ranks that caused this timeout. They"
+    " never joined any collectives",
+)
+
+
+@pytest.mark.parametrize("lines", [BEHIND, NEVER])
+def test_the_ranks_that_torchs_desync_report_names(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    (tmp_path / "job.log").write_text(desync(0, *lines) + desync(1, *lines))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2, 4])
+    assert verdict.summary.startswith("ranks 2,4 did not join the collective")
+    assert "all_reduce #41" in " ".join(verdict.findings[0].evidence)
