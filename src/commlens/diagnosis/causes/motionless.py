@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from commlens.diagnosis.causes.context import MOTIONLESS, Context
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.standstill import is_at_rest
 from commlens.model.cause import Motionless
 from commlens.model.collective import Frame, FrameKind
 
@@ -62,17 +63,7 @@ def _is_motionless(view: RankView, limit_ns: int) -> bool:
     the limit. An idle server is none.
     """
     log, stack = view.log, view.log.main_stack
-    _, works, watched = activity.movement(
-        log.observation, device_is_busy=activity.device_is_busy(log)
-    )
-    if (
-        view.exit.ended
-        or view.blocks
-        or works
-        or not watched
-        or log.expecting is not None
-        or log.observation.proc_state in ("T", "t")
-    ):
+    if view.exit.ended or view.blocks or not is_at_rest(log):
         return False
     for frame in stack.frames if stack is not None else ():
         if frame.function in _IDLE or "/asyncio/" in frame.file:

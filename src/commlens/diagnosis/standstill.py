@@ -1,0 +1,111 @@
+"""Decide whether a whole job stands still, from several looks at all of its ranks.
+
+One look shows that nothing moves now. Only several looks show that every thread stays where it is,
+which tells a job that cannot go on from one that pauses between two steps of its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from commlens.diagnosis.index import activity
+from commlens.model.cause import Mismatch
+from commlens.model.collective import LearnedHow, Stack
+from commlens.model.ranklog import End, RankLog
+from commlens.model.verdict import Verdict
+
+LOOKS: Final = 3
+STILL_S: Final = 2.0
+STILL_ON_DEVICE_S: Final = 5.0
+"""While collectives are in flight on a device: it tells late that it has completed one."""
+_PRESSURE: Final = 20.0  # percent of the time in which the rank's cgroup waited for memory
+
+
+class Pose(NamedTuple):
+    """Where a rank stands; the same in two looks if nothing of it moved."""
+
+    ended: bool
+    issued: int = 0
+    in_flight: tuple[tuple[int, LearnedHow], ...] = ()
+    threads: tuple[tuple[int, Stack], ...] = ()  # by thread
+    on_device: bool = False  # a collective is in flight there
+
+
+def is_at_rest(log: RankLog) -> bool:
+    """Return whether a rank was watched, and neither works nor is kept from working.
+
+    A rank that is stopped, in a block marked as slow, or without CPU, memory or disk may go on at
+    any moment.
+    """
+    seen = log.observation
+    _, works, watched = activity.movement(seen, device_is_busy=activity.device_is_busy(log))
+    return watched and not works and log.expecting is None and seen.proc_state not in ("T", "t")
+
+
+def pose_of(log: RankLog) -> Pose | None:
+    """Return where a rank stands; None if it moves, may go on by itself, or was not seen well
+    enough.
+    """
+    seen = log.observation
+    if seen.end not in (End.RUNNING, End.UNKNOWN):
+        return Pose(ended=True)
+    if (
+        not is_at_rest(log)
+        or seen.stack_moved is not False
+        or seen.is_stopped
+        or seen.holds_gil
+        or seen.proc_state == "D"
+        or (seen.memory_pressure or 0.0) >= _PRESSURE
+        or not log.stacks
+        or log.lost_newest
+    ):
+        return None
+    return Pose(
+        ended=False,
+        issued=log.issued,
+        in_flight=tuple((op.index, op.learned_how) for op in log.collectives if op.in_flight),
+        threads=tuple(sorted((stack.thread, stack.frames) for stack in log.stacks)),
+        on_device=activity.device_is_busy(log),
+    )
+
+
+class Standstill:
+    """Several looks at a job that may stand still. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._poses: dict[int, Pose] = {}
+        self._since_s = 0.0
+        self._until_s = 0.0
+        self._looks = 0
+
+    def look(self, logs: Sequence[RankLog], now_s: float) -> None:
+        """Add a look at all ranks."""
+        size = max((log.world_size for log in logs), default=0)
+        found = {log.rank: pose_of(log) for log in logs}
+        poses = {rank: pose for rank, pose in found.items() if pose is not None}
+        if poses.keys() != set(range(size)):
+            poses = {}
+        if not poses or poses != self._poses:
+            self._poses, self._since_s, self._looks = poses, now_s, 0
+        self._until_s = now_s
+        self._looks += 1
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no thread of any rank has moved in several looks, for long enough."""
+        on_device = any(pose.on_device for pose in self._poses.values())
+        still_s = STILL_ON_DEVICE_S if on_device else STILL_S
+        return (
+            bool(self._poses) and self._looks >= LOOKS and self._until_s - self._since_s >= still_s
+        )
+
+
+def cannot_go_on(verdict: Verdict) -> bool:
+    """Return whether what blocks the ranks is certain, whoever is to blame. A mismatch that blocks
+    no rank is no reason to wait.
+    """
+    cause = verdict.cause
+    if isinstance(cause, Mismatch) and (cause.silent or not cause.held_up):
+        return False
+    return verdict.is_fault and verdict.certain

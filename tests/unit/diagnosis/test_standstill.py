@@ -1,0 +1,152 @@
+"""When a whole job stands still, and when that is certain to last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from builders import SCRIPT, Job, Stay, all_reduce, at, collective, training
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.standstill import Standstill, cannot_go_on, pose_of
+from commlens.model.collective import Channel, Frame
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
+
+
+def deadlock() -> list[RankLog]:
+    """Ranks 0 and 1 use two groups in opposite orders, and wait for each other."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        first, second = job.group("1", [0, 1], "first"), job.group("2", [0, 1], "second")
+        for step in range(6):
+            groups = (second, first) if (step, rank) == (5, 1) else (first, second)
+            for group in groups:
+                yield all_reduce(group, line=20 + int(group.name))
+
+    return Job(2).run(program).logs()  # type: ignore[arg-type]
+
+
+def look(standstill: Standstill, *at_s: float, logs: list[RankLog] | None = None) -> bool:
+    for each in at_s:
+        standstill.look(deadlock() if logs is None else logs, each)
+    return standstill.is_proven
+
+
+def test_three_looks_at_a_job_that_does_not_move_prove_it() -> None:
+    assert not look(Standstill(), 100.0)
+    assert not look(Standstill(), 100.0, 102.5), "two looks"
+    assert not look(Standstill(), 100.0, 100.5, 101.0), "not for long enough"
+    assert look(Standstill(), 100.0, 101.0, 102.0)
+
+
+def test_one_move_begins_anew() -> None:
+    standstill = Standstill()
+    assert look(standstill, 100.0, 101.0, 102.0)
+    moved = deadlock()
+    moved[1].issued += 1
+    assert not look(standstill, 103.0, logs=moved)
+    assert not look(standstill, 104.0, 105.0), "it counts from here"
+    assert look(standstill, 106.0)
+
+
+def moving_thread(log: RankLog) -> None:
+    """Beside the main thread another one is in other lines at each look."""
+    global _line
+    _line += 1
+    frames = (Frame(SCRIPT, _line, "write"),)
+    log.stacks = [*log.stacks, ThreadStack(7, "writer", frames, log.stacks[0].taken_ns)]
+
+
+_line = 0
+
+
+def seen(**fields: Any) -> Any:
+    def change(log: RankLog) -> None:
+        log.observation = msgspec.structs.replace(log.observation, **fields)
+
+    return change
+
+
+def set_field(name: str, value: object) -> Any:
+    return lambda log: setattr(log, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(seen(cpu_s=5.0), id="computes"),
+        pytest.param(seen(children_cpu_s=5.0), id="child-compiles"),
+        pytest.param(seen(running_fraction=0.6), id="waits-for-a-core"),
+        pytest.param(seen(io_bytes=1 << 20), id="reads"),
+        pytest.param(seen(net_bytes=1 << 20), id="downloads"),
+        pytest.param(seen(proc_state="T"), id="stopped"),
+        pytest.param(seen(stopped_fraction=0.9), id="was-stopped"),
+        pytest.param(seen(proc_state="D"), id="waits-for-a-disk"),
+        pytest.param(seen(memory_pressure=50.0), id="waits-for-memory"),
+        pytest.param(seen(holds_gil=True), id="holds-the-gil"),
+        pytest.param(seen(stack_moved=True), id="main-thread-moves"),
+        pytest.param(seen(stack_moved=None), id="stack-unknown"),
+        pytest.param(seen(window_s=0.1), id="not-watched"),
+        pytest.param(set_field("observation", Observation()), id="not-observed"),
+        pytest.param(set_field("expecting", "export"), id="expect-slow"),
+        pytest.param(set_field("stacks", []), id="no-stacks"),
+        pytest.param(set_field("issued", 99), id="newest-records-unreadable"),
+        pytest.param(moving_thread, id="another-thread-moves"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_moves_or_was_not_seen_well_is_no_standstill(change: Any, rank: int) -> None:
+    standstill = Standstill()
+    for second in range(8):
+        logs = deadlock()
+        change(logs[rank])
+        standstill.look(logs, 100.0 + second)
+    assert not standstill.is_proven
+
+
+def test_the_evidence_of_every_rank_is_needed() -> None:
+    assert not look(Standstill(), 100.0, 101.0, 102.0, 103.0, logs=deadlock()[:1])
+    assert not look(Standstill(), 100.0, 101.0, 102.0, 103.0, logs=[])
+
+
+def test_a_rank_that_has_ended_does_not_move() -> None:
+    log = deadlock()[0]
+    log.observation = Observation(End.CLEAN)
+    assert pose_of(log) is not None
+
+
+def test_a_device_is_given_more_time() -> None:
+    logs = deadlock()
+    for log in logs:
+        op = log.collectives[-1]
+        op.channel = Channel(op.channel.group, "cuda", runs_ahead=True)
+    assert not look(Standstill(), 100.0, 101.0, 102.0, 103.0, logs=logs)
+    assert look(Standstill(), 100.0, 102.0, 105.5, logs=logs)
+
+
+def test_only_what_blocks_the_ranks_for_good_is_certain() -> None:
+    assert cannot_go_on(diagnose_logs(deadlock()))
+    asleep = Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs()  # type: ignore[arg-type]
+    verdict = diagnose_logs(asleep)
+    assert verdict.kind == "missing" and not cannot_go_on(verdict)
+    other = at(2, 5, lambda job: collective("all_gather", job.world, 1, line=21))
+    assert cannot_go_on(diagnose_logs(Job(4).run(training(other)).logs()))  # type: ignore[arg-type]
+    assert not cannot_go_on(diagnose_logs([]))
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_mismatch_that_blocks_no_rank_is_no_reason(sleeps: bool) -> None:
+    """The results are wrong from step 3 on; at step 5 a rank may sleep."""
+
+    def fault(job: Job, rank: int, step: int) -> Iterator[object] | None:
+        if (rank, step) == (1, 3):
+            return iter([all_reduce(job.world, 100, line=20, reduce_op="MAX")])
+        stays = sleeps and (rank, step) == (2, 5)
+        return iter([Stay(57, "load_batch")]) if stays else None
+
+    verdict = diagnose_logs(Job(4).run(training(fault)).logs())  # type: ignore[arg-type]
+    assert any(finding.kind == "mismatch/reduce-op" for finding in verdict.findings)
+    assert sleeps or verdict.certain
+    assert not cannot_go_on(verdict)
