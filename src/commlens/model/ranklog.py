@@ -37,6 +37,17 @@ class ThreadStack(msgspec.Struct, frozen=True):
         return user_frame(self.frames)
 
 
+class UsualWait(msgspec.Struct, frozen=True):
+    """How long the ranks of a node were in the collectives of one place: the same group, op and
+    call path.
+    """
+
+    times: int  # collectives that have completed
+    median_s: float
+    longest_s: float  # of the last hour
+    limit_s: float  # a longer wait is looked at
+
+
 class Observation(msgspec.Struct):
     """Outside observations of a rank's process. Every field may be missing (None or 0), which means
     unknown.
@@ -66,6 +77,8 @@ class Observation(msgspec.Struct):
     waits_for: str = ""
     waits_for_pid: int = 0  # the process that holds the lock that it waited for, if it is known
     stack_moved: bool | None = None  # the main thread's stack changed within the window
+    # of the collective that it waits in; None: the watcher has not learned it
+    usual_wait: UsualWait | None = None
     holds_gil: bool | None = None  # alive, but its watchdog thread could not run
     throttled_fraction: float | None = None  # of the window, by the cgroup's CPU limit
     # of the observations in the window that found it in state T
