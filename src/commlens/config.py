@@ -71,6 +71,9 @@ NOT_SETTINGS: Final = frozenset(
 """``COMMLENS_*`` variables that are not settings."""
 
 DEFAULT: Final = "default"
+AUTO: Final = "auto"
+STALL_CEILING_S: Final = 60.0
+"""The longest stall timeout that is learned from a job."""
 COMMAND_LINE: Final = "command line"
 
 
@@ -87,8 +90,9 @@ class Settings:
     keep_dumps: int = 10  # number of job folders to keep; commlens deletes its older ones
     dump_mode: str = "0600"  # permissions of a dump's files, in octal digits
     dump_on_timeout: bool = True  # dump just before a process group times out
-    # seconds that a rank may wait for a collective before the watcher reports a stall
-    stall_timeout: float = 60.0
+    # seconds that a rank may wait for a collective before the watcher reports a stall; "auto": the
+    # watcher learns them from the job, and 60 are the most
+    stall_timeout: float | str = AUTO
     on_stall: str = "warn"  # "warn" or "abort"
     # compare every collective with the peers' before it is issued; "sample": a part of them
     debug: bool | str = False
@@ -112,6 +116,13 @@ class Settings:
     trace_dir: str = "commlens-trace"  # folder of the ranks' traces
     job: str | None = None  # job id; set by the launcher
     watched: bool = False  # the launcher already watches the job
+
+    @property
+    def stall_ceiling_s(self) -> float:
+        """The seconds after which any stall is reported: the stall timeout, unless it is learned
+        from the job.
+        """
+        return STALL_CEILING_S if self.stall_timeout == AUTO else float(self.stall_timeout)
 
 
 @dataclass(frozen=True)
@@ -261,6 +272,12 @@ def _seconds(value: Any) -> float:
     return number
 
 
+def _seconds_or_auto(value: Any) -> float | str:
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        return AUTO
+    return _seconds(value)
+
+
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -344,7 +361,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
         _mode, "the permissions of a file as octal digits, 0600 or more, such as 0640"
     ),
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
-    "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
+    "stall_timeout": Accepts(_seconds_or_auto, "auto, or a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "debug": Accepts(_debug, "1 or 0 (true, false, yes, no, on, off), or sample"),
     "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),

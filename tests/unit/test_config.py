@@ -143,8 +143,8 @@ def test_a_bad_variable_is_named():
     with pytest.raises(
         ConfigError,
         match=(
-            "COMMLENS_STALL_TIMEOUT is 'soon', which is not accepted: it takes a number of seconds"
-            " above 0"
+            "COMMLENS_STALL_TIMEOUT is 'soon', which is not accepted: it takes auto, or a number of"
+            " seconds above 0"
         ),
     ):
         load({"COMMLENS_STALL_TIMEOUT": "soon"})
@@ -379,7 +379,18 @@ def test_what_is_handed_on_wins_over_a_workers_own_file_and_torchs_variables(tmp
         "COMMLENS_CONFIG_FILE": str(path),
     }
     received = load(environ).settings
-    assert (received.stall_timeout, received.box_entries) == (60.0, 2000)
+    assert (received.stall_timeout, received.box_entries) == ("auto", 2000)
+
+
+def test_a_stall_timeout_is_learned_unless_it_is_a_number(tmp_path):
+    assert load({}).settings.stall_timeout == "auto"
+    assert load({}).settings.stall_ceiling_s == 60.0
+    path = yaml_file(tmp_path, "stall_timeout: 120\n")
+    numbers = load({}, config_file=path), load({"COMMLENS_STALL_TIMEOUT": "9"})
+    assert [each.settings.stall_timeout for each in numbers] == [120.0, 9.0]
+    assert [each.settings.stall_ceiling_s for each in numbers] == [120.0, 9.0]
+    again = load({"COMMLENS_STALL_TIMEOUT": " Auto "}, config_file=path)
+    assert again.settings.stall_timeout == "auto"
 
 
 @pytest.mark.launches

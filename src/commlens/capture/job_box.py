@@ -127,7 +127,7 @@ def make_box(
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout},
+                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_ceiling_s},
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")

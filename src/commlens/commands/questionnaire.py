@@ -34,8 +34,8 @@ QUESTIONS: Final = (
     Question(
         "stall_timeout",
         "After how many seconds is an unfinished collective a stall?",
-        "The verdict is then printed: the rank, the collective and the line. Choose more than your"
-        " slowest healthy step takes.",
+        "The verdict is then printed: the rank, the collective and the line. `auto`: after 60, and"
+        " sooner if the fault is certain.",
     ),
     Question(
         "on_stall",

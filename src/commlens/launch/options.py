@@ -18,7 +18,8 @@ from commlens.verification.sampling import EVERY
 OPTIONS: Final = {
     "stall_timeout": (
         "SECONDS",
-        "print the verdict after a rank has waited this long in a collective (default 60)",
+        "print the verdict after a rank has waited this long in a collective (default auto: 60, or"
+        " less if the fault is certain)",
     ),
     "on_stall": (
         "{warn,abort}",

@@ -17,7 +17,7 @@ from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
 from commlens.model.cause import LostNode
-from commlens.model.ranklog import Observation, RankLog
+from commlens.model.ranklog import Observation, RankLog, UsualWait
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
@@ -99,6 +99,8 @@ class Evidence:
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
+        # returns how long waits usually are where the rank with this pid waits
+        self.usual: Callable[[int], UsualWait | None] = lambda _: None
         # the last evidence of other nodes, by host
         self.remote: dict[str, remote_evidence.NodeEvidence] = {}
         self.lost: list[Lost] = []  # nodes that are silent, as of the last diagnosis
@@ -211,7 +213,9 @@ class Evidence:
             and member.ending.signal in self._consequences
         ):
             return frozen
-        return self._observer.observe(member.pid, wait_s=wait_s)
+        seen = self._observer.observe(member.pid, wait_s=wait_s)
+        seen.usual_wait = self.usual(member.pid)
+        return seen
 
 
 def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
@@ -270,7 +274,7 @@ class Reporter:
         self._settings = settings
         self._diagnose = diagnose
         self._host = os.uname().nodename
-        self._stalled_after_s = min(1.0, settings.stall_timeout / 2)
+        self._stalled_after_s = min(1.0, settings.stall_ceiling_s / 2)
         self._alerts = Alerts(settings, self._host, self.say)
         self._to_send: Verdict | None = None
         self.counts: Counter[str] = Counter()  # verdicts printed, by kind

@@ -7,7 +7,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from commlens.config import Settings
+from commlens.config import AUTO, Settings
+from commlens.diagnosis.standstill import Standstill, cannot_go_on
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
@@ -28,6 +29,12 @@ after the last collective, and on a busy machine the watcher itself may get no c
 # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same
 # moment
 CONFIRM_S: Final = 0.25
+NOTICE_S: Final = 12.0
+"""A shorter wait gets no notice: many healthy jobs pause for some seconds."""
+UNKNOWN_S: Final = 10.0
+"""A longer wait is looked at where nothing was learned: in the first step, and in new places."""
+STANDSTILL_EVERY_S: Final = 1.0  # between looks that show whether the job stands still
+_STANDSTILL_LOOKS: Final = 8  # so often; then as often as without a certain cause
 RECHECK_MAX_S: Final = 20.0
 FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
 # the second look and later ones are for devices, about which ranks ask seconds after they have
@@ -40,7 +47,7 @@ TIMEOUT_LEAD_MIN_S: Final = 2.0
 
 
 def patience_s(stall_timeout: float, steps: int) -> float:
-    """Return how long a collective may be in flight.
+    """Return how long a collective may be in flight, whatever the job does.
 
     First steps load, compile and build indices: until the first optimizer step has completed, it is
     three times the stall timeout. A stall timeout below 30 s was chosen on purpose and is never
@@ -49,6 +56,11 @@ def patience_s(stall_timeout: float, steps: int) -> float:
     if steps == 0 and stall_timeout >= LITERAL_BELOW_S:
         return FIRST_STEP_FACTOR * stall_timeout
     return stall_timeout
+
+
+def _begin_s(limit_s: float) -> float:
+    """Return how long a wait lasts before the processes are sampled, given its learned limit."""
+    return max(limit_s / 2, limit_s - WINDOW_S - 2)
 
 
 def timeout_lead_s(timeout_s: float) -> float:
@@ -67,6 +79,7 @@ class Wait(NamedTuple):
     number: int = 0  # of a collective: its index
     timeout_s: float = 0.0  # of its process group; 0: unknown
     expires_ns: int = 0  # when that expires, CLOCK_MONOTONIC; 0: unknown
+    limit_s: float = 0.0  # learned from the job: a longer wait is looked at; 0: unknown
 
 
 def waits(members: Sequence[Member]) -> list[Wait]:
@@ -252,6 +265,17 @@ class Stall:
     next_check: float = 0.0
     interval_s: float = 1.0
     dumps: int = 0
+    early_looks: int = 0  # before the stall timeout
+    is_mentioned: bool = False  # in a notice before the stall timeout
+    standstill: Standstill = field(default_factory=Standstill)
+
+
+class _Limit(NamedTuple):
+    """How long a wait lasts, and after how long it is looked at."""
+
+    waited_s: float
+    limit_s: float
+    is_learned: bool
 
 
 class Check(NamedTuple):
@@ -263,6 +287,10 @@ class Check(NamedTuple):
     # of a process group that is about to time out, so there is no time to confirm; else 0
     timeout_s: float
     rank_finished: bool  # a rank has finished and others still wait: patience would not help
+    # no wait is as long as the stall timeout, but one is longer than its limit: only what is proven
+    # is reported
+    before_timeout: bool = False
+    notice_due: bool = False  # such a wait is unusual, and long enough to be mentioned
 
     @property
     def is_early(self) -> bool:
@@ -297,9 +325,14 @@ class StallDetector:
         known, self._resumed_ns = self._resumed_ns, now_ns
         return now_ns - known > 2e9
 
+    @property
+    def resumed_ns(self) -> int:
+        """When the job last went on after it was paused as a whole, CLOCK_MONOTONIC."""
+        return self._resumed_ns
+
     def pause_s(self, now_ns: int) -> float:
         """Return how long until the next sample of a stall."""
-        long = max(60.0, 3 * self._settings.stall_timeout)
+        long = max(60.0, 3 * self._settings.stall_ceiling_s)
         return (
             SAMPLE_S
             if self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long
@@ -326,14 +359,16 @@ class StallDetector:
         steps = max(
             (member.status.steps for member in members if member.status is not None), default=0
         )
-        patience = patience_s(self._settings.stall_timeout, steps)
+        patience = patience_s(self._settings.stall_ceiling_s, steps)
         oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
+        limits = self._limits(waiting, now_ns, patience, is_first=steps == 0)
         if (
             age < max(patience / 4, patience - WINDOW_S - 2)
             and not timeout_s
             and self._finished_due is None
+            and not any(each.waited_s >= _begin_s(each.limit_s) for each in limits)
         ):
             # else the job was paused meanwhile
             if self.stall is None or self.stall.verdict is None:
@@ -347,12 +382,47 @@ class StallDetector:
             and now >= self._finished_due
             and any(member.alive for member in members)
         )
-        is_due = now >= stall.next_check and (finished or age >= patience - CONFIRM_S - SAMPLE_S)
+        over = [each for each in limits if each.waited_s >= each.limit_s]
+        before_timeout = age < patience - CONFIRM_S - SAMPLE_S
+        is_due = now >= stall.next_check and bool(finished or over or not before_timeout)
         return (
-            Check(now, age, patience, timeout_s, finished and not timeout_s)
+            Check(
+                now,
+                age,
+                patience,
+                timeout_s,
+                finished and not timeout_s,
+                before_timeout and not finished and not timeout_s,
+                any(each.is_learned and each.waited_s >= NOTICE_S for each in over),
+            )
             if timeout_s or is_due
             else None
         )
+
+    def _limits(
+        self, waiting: Sequence[Wait], now_ns: int, patience: float, *, is_first: bool
+    ) -> list[_Limit]:
+        """Return how long waits last and may last before they are looked at, as far as that is
+        sooner than the stall timeout.
+
+        Args:
+            waiting: what the ranks wait in.
+            now_ns: CLOCK_MONOTONIC.
+            patience: the stall timeout, in seconds.
+            is_first: in the first step nothing is learned.
+        """
+        if self._settings.stall_timeout != AUTO:
+            return []
+        found = []
+        for wait in waiting:
+            if wait.kind == "stack":  # it may be no wait
+                continue
+            is_learned = wait.limit_s > 0 and not is_first
+            limit_s = wait.limit_s if is_learned else UNKNOWN_S
+            waited_s = (now_ns - max(wait.since_ns, self._resumed_ns)) / 1e9
+            if limit_s < patience:
+                found.append(_Limit(waited_s, limit_s, is_learned))
+        return found
 
     def _expiring_timeout_s(self, waiting: Sequence[Wait], now_ns: int) -> float:
         """Return a process group's timeout that is about to expire, once for each collective;
@@ -373,6 +443,51 @@ class StallDetector:
                 return wait.timeout_s
         return 0.0
 
+    def add_early(self, check: Check, verdict: Verdict, logs: Sequence[RankLog]) -> bool:
+        """Add what a check before the stall timeout found. Returns whether to report it: what
+        blocks the ranks is certain, the whole job stands still, and it was not reported before.
+
+        Args:
+            check: that was made.
+            verdict: of the check.
+            logs: of all ranks, from which it was made.
+        """
+        stall = self.stall
+        assert stall is not None
+        stall.early_looks += 1
+        stall.standstill.look(logs, check.now)
+        is_certain = cannot_go_on(verdict)
+        if is_certain and stall.standstill.is_proven and _key(verdict) not in stall.reported:
+            self._note_reported(stall, check, verdict)
+            return True
+        rest_s = min(2.0 ** min(stall.early_looks, 8), RECHECK_MAX_S)
+        if is_certain and stall.early_looks <= _STANDSTILL_LOOKS:
+            rest_s = STANDSTILL_EVERY_S
+        elif not check.notice_due:
+            rest_s = min(rest_s, max(STANDSTILL_EVERY_S, NOTICE_S - check.age_s))
+        # the check at the stall timeout comes in time
+        left_s = check.patience_s - CONFIRM_S - SAMPLE_S - check.age_s
+        stall.next_check = check.now + min(rest_s, max(0.0, left_s))
+        return False
+
+    def add_notice(self, check: Check, verdict: Verdict) -> bool:
+        """Return whether to mention a wait that is longer than usual, and not known to be a fault:
+        once for each wait, and for the same ranks only if it is twice as long as before.
+        """
+        stall = self.stall
+        assert stall is not None
+        if (
+            not check.notice_due
+            or stall.is_mentioned
+            or stall.verdict is not None
+            or verdict.kind in (*NOTHING_FOUND, "waiting")
+            or self._is_known_wait(check, verdict)
+        ):
+            return False
+        stall.is_mentioned = True
+        self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
+        return True
+
     def add_verdict(self, check: Check, verdict: Verdict) -> bool:
         """Add what a check found. Returns whether to report it: it is a fault or a long wait, is
         confirmed, and was not reported before.
@@ -388,7 +503,7 @@ class StallDetector:
                 stall.pending = None
             stall.next_check = check.now + stall.interval_s
             stall.interval_s = min(
-                stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_timeout / 2)
+                stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_ceiling_s / 2)
             )
             if check.rank_finished:
                 self._finished_looks += 1
@@ -405,11 +520,14 @@ class StallDetector:
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
-        stall.reported.append(key)
+        self._note_reported(stall, check, verdict)
+        return True
+
+    def _note_reported(self, stall: Stall, check: Check, verdict: Verdict) -> None:
+        stall.reported.append(_key(verdict))
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
         self._finished_due = None
-        return True
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
         """Return whether a notice told of a wait for these ranks, for the same reason, that was at

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from commlens.config import Settings
+from commlens.diagnosis.words.long_wait import long_wait
 from commlens.dumps import save
 from commlens.model.verdict import Verdict
 from commlens.processes import process
@@ -43,6 +44,7 @@ from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
 from commlens.watch.stall import Check, Stall, StallDetector, end_of_wait, waits, waits_recorded
+from commlens.watch.stall_limit import StallLimit
 from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
@@ -95,7 +97,7 @@ class Watcher:
         self._end_job = end_job
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers, early)
-        self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
+        self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_ceiling_s)))
         self._nodes = Nodes(
             os.uname().nodename,
             self._wake,
@@ -113,6 +115,8 @@ class Watcher:
     def _begin_generation(self) -> None:
         self._generation = self._roster.generation
         self._stalls = StallDetector(self.settings)
+        self._limit = StallLimit(self.settings)
+        self.reporter.evidence.usual = self._limit.usual
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(
             DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records
@@ -213,7 +217,7 @@ class Watcher:
             all(member.box is not None for member in self._roster.current())
             and time.monotonic() - self._started > CALM_AFTER_S
         )
-        return min(CALM_POLL_S, max(POLL_S, self.settings.stall_timeout / 12)) if calm else POLL_S
+        return min(CALM_POLL_S, max(POLL_S, self.settings.stall_ceiling_s / 12)) if calm else POLL_S
 
     def _on_signals(self, numbers: bytes) -> None:
         stops = _STOP_NUMBERS.intersection(numbers)
@@ -410,7 +414,8 @@ class Watcher:
     def _look_for_stall(self) -> None:
         now_ns = time.monotonic_ns()
         members = self._roster.current()
-        waiting = waits(members) + self._nodes.waits(now_ns)
+        self._limit.follow(members, now_ns, resumed_ns=self._stalls.resumed_ns)
+        waiting = self._limit.applied(waits(members)) + self._nodes.waits(now_ns)
         before = self._stalls.stall
         ended = self._stalls.take_ended(waiting, now_ns)
         if ended is not None:
@@ -456,7 +461,11 @@ class Watcher:
             return
         if check.timeout_s and not waits_recorded(reporter.logs, check.timeout_s):
             return
-        if self._stalls.add_verdict(check, verdict):
+        if (
+            self._stalls.add_early(check, verdict, reporter.logs)
+            if check.before_timeout
+            else self._stalls.add_verdict(check, verdict)
+        ):
             held = verdict.victims or verdict.culprits
             line = (
                 f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"
@@ -470,13 +479,19 @@ class Watcher:
                 reporter.send_alert()
                 if self.settings.on_stall == "abort":
                     self._abort("on_stall", verdict)
+        elif check.before_timeout and self._stalls.add_notice(check, verdict):
+            reporter.tell(long_wait(verdict, reporter.logs))
         if check.timeout_s:
             reporter.save_dump(
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"
             )
 
     def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
-        for news in self._slowness.poll(members, self._nodes, time.monotonic()):
+        sampled = self._slowness.logs
+        news_of_ranks = self._slowness.poll(members, self._nodes, time.monotonic())
+        if self._slowness.logs is not sampled:
+            self._limit.add_records(self._slowness.logs)
+        for news in news_of_ranks:
             if isinstance(news, Verdict):
                 self.reporter.report_slow(news)
             elif news.of_this_node:

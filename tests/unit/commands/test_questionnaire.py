@@ -101,7 +101,7 @@ def written(home: Path) -> Path:
 def test_answers_are_written_with_their_comments_and_read_back(home: Path):
     status, screen = at_a_terminal(home, "y\nabort\nsoon\n30\n\n/scratch/my dumps\n5\n")
     assert status == 0, screen
-    assert "That is not accepted. Enter a number of seconds above 0." in screen
+    assert "That is not accepted. Enter auto, or a number of seconds above 0." in screen
     for question in QUESTIONS:
         assert question.question in screen and question.explanation in screen
         assert f"# {question.explanation}" in written(home).read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from commlens.config import Settings
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.watch import stall as stall_module
 from commlens.watch.stall import (
     Check,
     StallDetector,
@@ -245,3 +246,112 @@ def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(
     )
     death = Verdict(kind=kind, root_cause=True, culprits=[culprit], findings=[finding])
     assert leaves_standing(death, MISSING) is stands
+
+
+class StillJob:
+    """In place of the looks at a job: it is proven to stand still, or it is not."""
+
+    def __init__(self, *, is_proven: bool) -> None:
+        self.is_proven = is_proven
+
+    def look(self, logs: object, now_s: float) -> None:
+        """Nothing is looked at."""
+
+
+CYCLE = Verdict(kind="cycle", root_cause=True, certain=True, victims=[0, 1])
+
+
+def early(
+    detector: StallDetector,
+    verdict: Verdict,
+    *,
+    until_s: float,
+    limit_s: float = 0.0,
+    steps: int = 1,
+    is_proven: bool = True,
+) -> tuple[list[float], list[float], list[float]]:
+    """Follow a wait that began at 100 s. Returns after how many seconds checks were made, the
+    verdict was reported, and a notice was due.
+    """
+    members = [member(1, since_s=100.0, steps=steps), member(2, steps=steps)]
+    checks, reports, notices = [], [], []
+    for tenth in range(int(until_s * 10)):
+        waiting = [wait._replace(limit_s=limit_s) for wait in waits(members)]
+        check = detector.update(members, waiting, int((100 + tenth / 10) * S))
+        if detector.stall is not None:
+            detector.stall.standstill = StillJob(is_proven=is_proven)  # type: ignore[assignment]
+        if check is None:
+            continue
+        checks.append(tenth / 10)
+        add = detector.add_verdict if not check.before_timeout else None
+        if add(check, verdict) if add else detector.add_early(check, verdict, []):
+            reports.append(tenth / 10)
+        elif check.before_timeout and detector.add_notice(check, verdict):
+            notices.append(tenth / 10)
+    return checks, reports, notices
+
+
+def test_what_is_proven_is_reported_at_the_learned_limit() -> None:
+    checks, reports, notices = early(StallDetector(Settings()), CYCLE, limit_s=6.0, until_s=50)
+    assert checks[0] == reports[0] == 6.0 and len(reports) == 1 and not notices
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_place_that_is_not_known_is_looked_at_after_ten_seconds(steps: int) -> None:
+    _, reports, _ = early(StallDetector(Settings()), CYCLE, steps=steps, until_s=50)
+    assert reports == [stall_module.UNKNOWN_S]
+
+
+def test_in_the_first_step_nothing_is_learned() -> None:
+    _, reports, _ = early(StallDetector(Settings()), CYCLE, limit_s=5.0, steps=0, until_s=50)
+    assert reports == [stall_module.UNKNOWN_S]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "is_proven"),
+    [
+        pytest.param(MISSING, True, id="a rank that may go on"),
+        pytest.param(CYCLE, False, id="a job that moves"),
+    ],
+)
+def test_what_is_not_proven_waits_for_the_stall_timeout(verdict: Verdict, is_proven: bool) -> None:
+    checks, reports, notices = early(
+        StallDetector(Settings()), verdict, limit_s=5.0, until_s=70, is_proven=is_proven
+    )
+    assert len(reports) == 1 and 59.5 < reports[0] < 61
+    assert len(notices) == 1 and 12 <= notices[0] < 14
+    assert sum(13 < at < 59 for at in checks) < 8, "a look costs a whole diagnosis"
+
+
+def test_nothing_is_looked_at_early_if_the_stall_timeout_is_a_number() -> None:
+    checks, _, notices = early(
+        StallDetector(Settings(stall_timeout=60.0)), CYCLE, limit_s=5.0, until_s=70
+    )
+    assert checks[0] > 59 and not notices
+
+
+def test_a_rank_that_works_and_a_place_that_is_not_known_get_no_notice() -> None:
+    group = GroupRef("0", "default_pg", [0, 1])
+    working = Verdict(kind="waiting", victims=[0], group=group)
+    for verdict, limit_s in ((working, 5.0), (Verdict(), 5.0), (MISSING, 0.0)):
+        _, _, notices = early(StallDetector(Settings()), verdict, limit_s=limit_s, until_s=50)
+        assert not notices
+
+
+def test_a_notice_is_not_repeated_for_a_pause_like_the_one_before() -> None:
+    detector = StallDetector(Settings())
+    assert len(early(detector, MISSING, limit_s=5.0, until_s=17)[2]) == 1
+    detector.update([member(1), member(2)], [], 120 * S)
+    assert early(detector, MISSING, limit_s=5.0, until_s=17)[2] == []
+    detector.update([member(1), member(2)], [], 120 * S)
+    assert len(early(detector, MISSING, limit_s=5.0, until_s=40)[2]) == 1, "it is twice as long"
+
+
+def test_a_wait_on_another_node_is_looked_at_after_ten_seconds() -> None:
+    detector = StallDetector(Settings())
+    members = [member(1), member(2)]
+    elsewhere = [stall_module.Wait(100 * S, -1, "collective")]
+    assert detector.update(members, elsewhere, 104 * S) is None and detector.stall is None
+    assert detector.update(members, elsewhere, 106 * S) is None and detector.stall is not None
+    check = detector.update(members, elsewhere, 111 * S)
+    assert check is not None and check.before_timeout and not check.notice_due

@@ -46,7 +46,7 @@ from commlens.diagnosis.words import (
 from commlens.diagnosis.words.finding import Words, finding_of, locate
 from commlens.diagnosis.words.lost_nodes import with_lost_nodes
 from commlens.model.verdict import Finding
-from commlens.text import ranks_phrase
+from commlens.text import capital, duration, ranks_phrase
 
 _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
     FoundCycle: cycle.words,
@@ -78,6 +78,7 @@ def describe_all(context: Context) -> list[Finding]:
     """Return the findings of all cases."""
     findings = [describe(context, case) for case in context.cases]
     _add_refusals(context, findings)
+    _add_usual_wait(context, findings)
     return findings
 
 
@@ -86,6 +87,27 @@ def describe(context: Context, case: Case) -> Finding:
     cause = case.found.cause
     words = with_lost_nodes(cause, _WORDS[type(case.found)](context, case.found))
     return locate(finding_of(cause, words), case.op, case.frame)
+
+
+def _add_usual_wait(context: Context, findings: list[Finding]) -> None:
+    """Add to the first finding how long its ranks usually wait there, if the watcher learned it."""
+    first = next(iter(findings), None)
+    if first is None or first.collective is None:
+        return
+    waits = [
+        usual
+        for rank in first.victims
+        if rank in context.job.views
+        and (usual := context.job.views[rank].log.observation.usual_wait) is not None
+    ]
+    if waits:
+        usual = max(waits, key=lambda each: each.times)
+        first.evidence = [
+            *first.evidence,
+            f"{capital(first.collective.op)} of this line usually completes in"
+            f" {duration(usual.median_s * 1e9)}; the longest of {usual.times} took"
+            f" {duration(usual.longest_s * 1e9)}.",
+        ]
 
 
 def _add_refusals(context: Context, findings: list[Finding]) -> None:

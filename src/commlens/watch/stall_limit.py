@@ -1,0 +1,127 @@
+"""Learns from a job how long its ranks may wait before the watcher looks at the wait.
+
+The ranks do nothing for this. A wait that lasts is seen in the header of the rank's box, which the
+watcher polls anyway; only then is the collective's place read from the records. Shorter waits do
+not change the limit. Records that the watcher reads for other reasons are counted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commlens.config import AUTO, Settings
+from commlens.errors import FormatError
+from commlens.model.ranklog import RankLog, UsualWait
+from commlens.speed.usual import Place, UsualWaits, place_of
+from commlens.watch.roster import Member
+from commlens.watch.stall import Wait
+
+FACTOR: Final = 3.0  # times the longest recent wait
+FLOOR_S: Final = 5.0
+LONG_S: Final = FLOOR_S / FACTOR  # a shorter wait leaves the limit at its floor
+_NEWEST: Final = 300  # records that tell whether a place is known
+_READS_MAX: Final = 2  # boxes that are read at one moment, about 2 ms each
+
+
+class _Waiting(NamedTuple):
+    """A collective that a rank has been in for long."""
+
+    since_ns: int  # CLOCK_MONOTONIC
+    place: Place | None  # None: it could not be read
+
+
+class StallLimit:
+    """The limits of the places where ranks of this node wait now.
+
+    Args:
+        settings: nothing is learned if its stall_timeout is a number.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.learns = settings.stall_timeout == AUTO
+        self._usual = UsualWaits()
+        # by pid and index of the collective
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._now_s = 0.0
+
+    def follow(self, members: Sequence[Member], now_ns: int, *, resumed_ns: int = 0) -> None:
+        """Note which ranks have been waiting for long, and which of these waits are over.
+
+        Args:
+            members: of this node.
+            now_ns: CLOCK_MONOTONIC.
+            resumed_ns: when the job went on after a pause of all ranks, which is no wait.
+        """
+        if not self.learns:
+            return
+        self._now_s = now_ns / 1e9
+        now: dict[tuple[int, int], _Waiting] = {}
+        reads = 0
+        for member in members:
+            status = member.status
+            if status is None or not member.alive or not status.oldest_index:
+                continue
+            key = (member.pid, status.oldest_index)
+            since_ns = max(status.oldest_mono_ns, resumed_ns)
+            if key in self._waiting:
+                now[key] = self._waiting[key]._replace(since_ns=since_ns)
+            elif now_ns - since_ns >= LONG_S * 1e9 and reads < _READS_MAX:
+                reads += 1
+                now[key] = _Waiting(since_ns, self._read_place(member))
+        for key, ended in self._waiting.items():
+            if key not in now and ended.place is not None:
+                self._usual.add(ended.place, (now_ns - ended.since_ns) / 1e9, self._now_s)
+        self._waiting = now
+
+    def add_records(self, logs: Iterable[RankLog]) -> None:
+        """Count the collectives of records that were read for another reason."""
+        if self.learns:
+            for log in logs:
+                self._usual.add_records(log, self._now_s)
+
+    def usual(self, pid: int) -> UsualWait | None:
+        """Return how long waits usually are where a rank waits now; None if that is not known."""
+        return next(
+            (
+                self._usual_at(waiting.place)
+                for (waiting_pid, _), waiting in self._waiting.items()
+                if waiting_pid == pid and waiting.place is not None
+            ),
+            None,
+        )
+
+    def applied(self, waiting: Iterable[Wait]) -> list[Wait]:
+        """Return the waits with their limits, as far as these are known."""
+        return [
+            wait._replace(limit_s=usual.limit_s)
+            if wait.kind == "collective" and (usual := self.usual(wait.pid)) is not None
+            else wait
+            for wait in waiting
+        ]
+
+    def _usual_at(self, place: Place) -> UsualWait | None:
+        durations = self._usual.known(place)
+        if durations is None:
+            return None
+        longest_s = durations.longest_s(self._now_s)
+        return UsualWait(
+            durations.times,
+            round(durations.median_s, 6),
+            round(longest_s, 6),
+            round(max(FLOOR_S, FACTOR * longest_s), 1),
+        )
+
+    def _read_place(self, member: Member) -> Place | None:
+        """Return the place where a rank waits, and count the records before it."""
+        status = member.status
+        if member.box is None or status is None:
+            return None
+        after = max(0, status.issued - status.oldest_index) + 1
+        try:
+            log = member.box.log(newest=min(status.capacity, after + _NEWEST))
+        except FormatError:
+            return None  # the roster reports it
+        self._usual.add_records(log, self._now_s)
+        op = next((op for op in log.collectives if op.index == status.oldest_index), None)
+        return place_of(op) if op is not None else None

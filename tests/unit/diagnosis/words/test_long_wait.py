@@ -1,0 +1,78 @@
+"""The line about a wait that is longer than usual."""
+
+from __future__ import annotations
+
+from builders import MS, Job, S, Stay, all_reduce, at, training
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.words.long_wait import long_wait
+from commlens.model.ranklog import End, Observation, RankLog, UsualWait
+
+ASLEEP = at(2, 6, Stay(57, "load_batch"))
+
+
+def timed(logs: list[RankLog]) -> list[RankLog]:
+    """A collective takes 10 ms, and a rank needs 200 ms between two."""
+    for log in logs:
+        for number, op in enumerate(log.collectives):
+            op.announced_ns = log.captured_ns - 15 * S + number * 210 * MS
+            if op.returned_ns:
+                op.returned_ns = op.done_ns = op.announced_ns + 10 * MS
+                op.wait_ended_ns = op.wait_ended_ns and op.returned_ns
+    return logs
+
+
+def test_a_rank_that_is_late_is_the_suspect() -> None:
+    logs = timed(Job(4).run(training(ASLEEP)).logs())  # type: ignore[arg-type]
+    assert long_wait(diagnose_logs(logs), logs) == (
+        "Rank 2 has been in train.py:57 load_batch for 13 s, usually 200 ms; 3 ranks wait."
+    )
+
+
+def test_a_rank_without_a_history_has_no_usual_time() -> None:
+    stay = training(at(2, 1, Stay(57, "load_batch")))
+    logs = timed(Job(2 + 1).run(stay).logs())  # type: ignore[arg-type]
+    assert long_wait(diagnose_logs(logs), logs) == (
+        "Rank 2 has been in train.py:57 load_batch for 15 s; 2 ranks wait."
+    )
+
+
+def test_a_stopped_rank() -> None:
+    stopped = Observation(End.RUNNING, window_s=5.0, proc_state="T", stopped_fraction=1.0)
+    logs = timed(Job(4).run(training(at(2, 6, Stay(57, "step", stopped)))).logs())  # type: ignore[arg-type]
+    assert long_wait(diagnose_logs(logs), logs) == (
+        "Rank 2 is stopped in train.py:57 step, usually 200 ms; 3 ranks wait."
+    )
+
+
+def test_ranks_inside_of_one_collective_wait_together() -> None:
+    def program(job: Job, rank: int) -> object:
+        for _ in range(4):
+            yield all_reduce(job.world, line=20)
+        yield Stay(21, "end")
+
+    logs = timed(Job(2).run(program).logs())  # type: ignore[arg-type]
+    for log in logs:
+        last = log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns, last.returned_ns = (
+            type(last.state).ISSUED,
+            0,
+            0,
+            0,
+        )
+        last.wait_began_ns, last.wait_thread = last.announced_ns, log.pid
+        log.observation.usual_wait = UsualWait(9, 0.04, 1.2, 5.0)
+    verdict = diagnose_logs(logs)
+    assert verdict.kind == "stuck-inside"
+    assert long_wait(verdict, logs) == (
+        "Ranks 0-1 have been waiting in all_reduce #4 for 14 s, usually 40 ms."
+    )
+
+
+def test_the_verdict_says_what_was_learned() -> None:
+    logs = Job(4).run(training(ASLEEP)).logs()  # type: ignore[arg-type]
+    said = "All_reduce of this line usually completes in 40 ms; the longest of 312 took 1.2 s."
+    assert said not in diagnose_logs(logs).findings[0].evidence
+    logs[0].observation.usual_wait = UsualWait(312, 0.04, 1.2, 5.0)
+    logs[1].observation.usual_wait = UsualWait(9, 0.5, 0.5, 5.0)
+    assert said in diagnose_logs(logs).findings[0].evidence
