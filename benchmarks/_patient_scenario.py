@@ -1,0 +1,13 @@
+"""A scenario whose fault and process group outlast the default stall timeout:
+``_patient_scenario.py NAME``.
+"""
+
+import sys
+from datetime import timedelta
+
+from commlens.scenarios import __main__, lab
+
+lab.STALL_S = 300.0
+lab.GROUP_TIMEOUT = timedelta(minutes=10)
+lab.begin.__defaults__ = (lab.GROUP_TIMEOUT,)
+__main__.main(sys.argv[1:])
