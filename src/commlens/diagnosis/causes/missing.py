@@ -196,7 +196,7 @@ def _add_working(context: Context, absence: Absence, first: Node) -> None:
 
 
 def _add_missing(context: Context, absence: Absence) -> None:
-    views, op = context.job.views, absence.edge.op
+    op = absence.edge.op
     decision, rounds = _decide(context, absence)
     blamed = list(decision.culprits)
     extra = _extra_line(context, absence) if absence.finished else None
@@ -216,6 +216,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         extra=extra is not None,
     )
     alone = blamed == absence.waiting
+    holders = _lock_holders(context, absence)
     cause = Missing(
         kind="missing",
         why=absence.doing.why,
@@ -224,8 +225,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         blamed_by="unknown" if refused else decision.by,
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
-        certain=all(views[rank].exit.kind == "clean" for rank in absence.ranks)
-        and unseen != "completion-unknown",
+        certain=_is_for_good(context, absence, holders) and unseen != "completion-unknown",
         ranks=absence.ranks,
         came=_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
@@ -239,13 +239,22 @@ def _add_missing(context: Context, absence: Absence) -> None:
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
-    loop = find_loop(views[blamed[0]]) if decision.by == "midway" else None
-    holders = _lock_holders(context, absence)
+    loop = find_loop(context.job.views[blamed[0]]) if decision.by == "midway" else None
     context.add(
         FoundMissing(cause, absence, rounds, loop, extra, holders),
         op if extra is None else extra.op,
         _frame(context, absence, extra, alone=alone),
         blocked=len(absence.blocked),
+    )
+
+
+def _is_for_good(context: Context, absence: Absence, holders: Sequence[LockHolder]) -> bool:
+    """Return whether the ranks can never arrive: they have ended, or each waits for a lock that a
+    rank holds which waits for it.
+    """
+    waiting = {one.rank for one in holders if one.edge is not None}
+    return all(
+        context.job.views[rank].exit.kind == "clean" or rank in waiting for rank in absence.ranks
     )
 
 

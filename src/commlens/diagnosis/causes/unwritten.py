@@ -64,6 +64,7 @@ def _skipped_write(
         blamed_by="routine",
         victims=sorted({*ranks, *blocked} - {writer}),
         confidence="medium",
+        certain=True,
         key=op.channel.group.name,
         ranks=sorted({edge.rank for edge in edges}),
         waits=waits_of(context, edges),
