@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from _pausing_job import BURN, KINDS
 from harness import Harness, harness
+from pausing_job import BURN, KINDS, ON_RANK_0
 
 from commlens.config import Settings
 from commlens.model.verdict import Verdict
 from commlens.scenarios import find
 
+PROGRAM = Path(__file__).parents[1] / "tests" / "integration" / "pausing_job.py"
 RANKS = 4
 TIMEOUT_S = 240.0
+PAUSES_S = ((2.0, 40.0), (2.0, 15.0))  # each job pauses twice, for such a time
+NETWORK_DOWN_S = 8.0  # at most
 
 
 def own_network() -> bool:
@@ -41,15 +45,27 @@ def own_network() -> bool:
     return subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode == 0
 
 
+def pauses_of(kind: str, seed: int) -> list[str]:
+    """Return the pauses of a job, as its program takes them."""
+    rng = random.Random(seed)
+    found = []
+    for shortest, longest in PAUSES_S:
+        rank = 0 if kind in ON_RANK_0 else rng.randrange(RANKS)
+        seconds = rng.uniform(shortest, NETWORK_DOWN_S if kind == "network" else longest)
+        found.append(f"{kind}:{rank}:{seconds:.1f}")
+    return found
+
+
 def run(jobs: Harness, kind: str, seed: int, folder: Path, counts: Counter[str]) -> None:
     """Run one job, count what was said of it, and print that."""
+    pauses = pauses_of(kind, seed)
     result = jobs.run_job(
         find("healthy-plain"),
         RANKS,
         folder,
         settings=Settings(),
         timeout_s=TIMEOUT_S,
-        arguments=[str(Path(__file__).parent / "_pausing_job.py"), kind, str(seed)],
+        arguments=[str(PROGRAM), *pauses],
     )
     verdicts = [what for _, what in result.said if isinstance(what, Verdict)]
     faults = [verdict for verdict in verdicts if verdict.is_fault]
@@ -61,10 +77,7 @@ def run(jobs: Harness, kind: str, seed: int, folder: Path, counts: Counter[str])
         not_ended=int(not ended),
         with_notice=int(bool(early)),
     )
-    pauses = [
-        line for text in result.outputs.values() for line in text.splitlines() if "step" in line
-    ]
-    print(f"{kind} seed {seed}, {result.seconds:.0f} s, {'; '.join(pauses)}", flush=True)
+    print(f"seed {seed}, {result.seconds:.0f} s: {' '.join(pauses)}", flush=True)
     for what in [*faults, *result.lines] if faults or early or not ended else []:
         print(f"    {what}", flush=True)
     if not ended:

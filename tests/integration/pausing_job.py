@@ -1,7 +1,6 @@
-"""A healthy job whose ranks pause: ``_pausing_job.py KIND SEED``.
+"""A healthy job in which a rank pauses, again and again: ``pausing_job.py KIND:RANK:SECONDS ...``.
 
-It trains for some steps, pauses, trains on, pauses once more and ends. Every rank draws the same
-pauses from the seed.
+It trains for some steps before each pause and after the last.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import fcntl
 import gc
 import hashlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -25,8 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-STEPS = 40
-PAUSES = {15: (2.0, 40.0), 30: (2.0, 15.0)}  # step: the shortest and the longest pause
+STEPS = 15  # before a pause, and after the last
 BURN = "import time; end = time.time() + {}\nwhile time.time() < end: pass"
 
 
@@ -105,7 +102,6 @@ def _serve(server: socket.socket, seconds: float) -> None:
 
 def network_down(seconds: float) -> None:
     """Lose all packets on the loopback interface, which must be this job's own."""
-    seconds = min(seconds, 8.0)
     subprocess.Popen(["sh", "-c", f"ip link set lo down; sleep {seconds}; ip link set lo up"])
     time.sleep(0.05)
 
@@ -150,6 +146,7 @@ KINDS: dict[str, Callable[[float], None]] = {
     "neighbour": lose_the_cores,
 }
 ON_RANK_0 = ("checkpoint", "evaluation")
+"""Kinds after which all ranks meet in a barrier of their own."""
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -161,28 +158,27 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
     optimizer.step()
 
 
-def main(kind: str, seed: int) -> None:
-    rng = random.Random(seed)
+def main(pauses: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", timeout=timedelta(minutes=20))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        time.sleep(0.03)
-        if step in PAUSES:
-            seconds, chosen = rng.uniform(*PAUSES[step]), rng.randrange(size)
-            if rank == (0 if kind in ON_RANK_0 else chosen):
-                print(f"step {step}: {kind} for {seconds:.1f} s", flush=True)
-                KINDS[kind](seconds)
+    for pause in [*pauses, None]:
+        for _ in range(STEPS):
+            time.sleep(0.03)
+            train_step(model, optimizer, torch.randn(8, 16))
+        if pause is not None:
+            kind, chosen, seconds = pause.split(":")
+            if rank == int(chosen):
+                KINDS[kind](float(seconds))
             if kind in ON_RANK_0:
                 dist.barrier()
-        train_step(model, optimizer, torch.randn(8, 16))
     dist.barrier()
     dist.destroy_process_group()
     print(f"rank {rank} ends", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1:])
