@@ -352,9 +352,21 @@ class StallDetector:
         return stall
 
     def update(
-        self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int
+        self,
+        members: Sequence[Member],
+        waiting: Sequence[Wait],
+        now_ns: int,
+        *,
+        looks_early: bool = True,
     ) -> Check | None:
-        """Start, keep or drop the suspicion of a stall; return the check that is due, if any."""
+        """Start, keep or drop the suspicion of a stall; return the check that is due, if any.
+
+        Args:
+            members: of this node.
+            waiting: what ranks of all nodes wait in.
+            now_ns: CLOCK_MONOTONIC.
+            looks_early: whether a wait may be looked at before the stall timeout.
+        """
         now = now_ns / 1e9
         steps = max(
             (member.status.steps for member in members if member.status is not None), default=0
@@ -363,7 +375,7 @@ class StallDetector:
         oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
-        limits = self._limits(waiting, now_ns, patience, is_first=steps == 0)
+        limits = self._limits(waiting, now_ns, patience, is_first=steps == 0) if looks_early else []
         if (
             age < max(patience / 4, patience - WINDOW_S - 2)
             and not timeout_s

@@ -39,7 +39,7 @@ from commlens.watch.nodes.beat import LAST
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
-from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
+from commlens.watch.reporting import MANY_NODES, Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
@@ -429,7 +429,9 @@ class Watcher:
                 self.reporter.tell(line)
             else:
                 self._stalls.stall = ended
-        check = self._stalls.update(members, waiting, now_ns)
+        # each look asks all nodes for evidence
+        looks_early = len(self._nodes.others) <= MANY_NODES
+        check = self._stalls.update(members, waiting, now_ns, looks_early=looks_early)
         if before is not None and self._stalls.stall is not before:
             self._observer.forget_samples()
         self._look_for_slow_ranks(members)
@@ -479,8 +481,12 @@ class Watcher:
                 reporter.send_alert()
                 if self.settings.on_stall == "abort":
                     self._abort("on_stall", verdict)
-        elif check.before_timeout and self._stalls.add_notice(check, verdict):
-            reporter.tell(long_wait(verdict, reporter.logs))
+        elif (
+            check.before_timeout
+            and (line := long_wait(verdict, reporter.logs))
+            and self._stalls.add_notice(check, verdict)
+        ):
+            reporter.tell(line)
         if check.timeout_s:
             reporter.save_dump(
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"

@@ -330,6 +330,14 @@ def test_nothing_is_looked_at_early_if_the_stall_timeout_is_a_number() -> None:
     assert checks[0] > 59 and not notices
 
 
+def test_nothing_is_looked_at_early_on_very_many_nodes() -> None:
+    detector = StallDetector(Settings())
+    members = [member(1, since_s=100.0), member(2)]
+    for second in range(100, 145):
+        assert detector.update(members, waits(members), second * S, looks_early=False) is None
+    assert detector.stall is None
+
+
 def test_a_rank_that_works_and_a_place_that_is_not_known_get_no_notice() -> None:
     group = GroupRef("0", "default_pg", [0, 1])
     working = Verdict(kind="waiting", victims=[0], group=group)
