@@ -20,11 +20,18 @@ def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
     Args:
         verdict: what a diagnosis found so far.
         logs: from which it was made.
+
+    Returns:
+        The line; empty if the ranks that are waited for came where they are a moment ago, as in a
+            job that is only slow.
     """
     cause, by_rank = verdict.cause, {log.rank: log for log in logs}
     suspects = [rank for rank in verdict.culprits if rank in by_rank]
     if isinstance(cause, Missing) and suspects and not cause.blames_waiting:
         waiting = [by_rank[rank] for rank in verdict.victims if rank in by_rank]
+        waited_s = max((wait.waited_s for wait in cause.waits), default=0.0)
+        if max(quiet_ns(by_rank[rank]) for rank in suspects) / 1e9 < waited_s / 2:
+            return ""
         sentence = _of_suspects(verdict, [by_rank[rank] for rank in suspects], waiting)
     else:
         ranks = sorted({*verdict.culprits, *verdict.victims})

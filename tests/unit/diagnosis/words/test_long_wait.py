@@ -16,6 +16,7 @@ def timed(logs: list[RankLog]) -> list[RankLog]:
     for log in logs:
         for number, op in enumerate(log.collectives):
             op.announced_ns = log.captured_ns - 15 * S + number * 210 * MS
+            op.wait_began_ns = op.wait_began_ns and op.announced_ns
             if op.returned_ns:
                 op.returned_ns = op.done_ns = op.announced_ns + 10 * MS
                 op.wait_ended_ns = op.wait_ended_ns and op.returned_ns
@@ -35,6 +36,15 @@ def test_a_rank_without_a_history_has_no_usual_time() -> None:
     assert long_wait(diagnose_logs(logs), logs) == (
         "Rank 2 has been in train.py:57 load_batch for 15 s; 2 ranks wait."
     )
+
+
+def test_a_rank_that_came_there_a_moment_ago_is_no_suspect() -> None:
+    logs = timed(Job(4).run(training(ASLEEP)).logs())  # type: ignore[arg-type]
+    last = logs[2].collectives[-1]
+    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - S
+    verdict = diagnose_logs(logs)
+    assert verdict.culprits == [2]
+    assert long_wait(verdict, logs) == ""
 
 
 def test_a_stopped_rank() -> None:
