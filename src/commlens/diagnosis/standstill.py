@@ -92,6 +92,11 @@ class Standstill:
         self._looks += 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether nothing moved in the last look, and further ones may prove it."""
+        return bool(self._poses)
+
+    @property
     def is_proven(self) -> bool:
         """Whether no thread of any rank has moved in several looks, for long enough."""
         on_device = any(pose.on_device for pose in self._poses.values())

@@ -33,8 +33,8 @@ NOTICE_S: Final = 12.0
 """A shorter wait gets no notice: many healthy jobs pause for some seconds."""
 UNKNOWN_S: Final = 10.0
 """A longer wait is looked at where nothing was learned: in the first step, and in new places."""
-STANDSTILL_EVERY_S: Final = 1.0  # between looks that show whether the job stands still
-_STANDSTILL_LOOKS: Final = 8  # so often; then as often as without a certain cause
+STANDSTILL_EVERY_S: Final = 1.0  # between looks that may prove that the job stands still
+_CERTAIN_EVERY_S: Final = 4.0  # at most, while it is certain that ranks cannot go on
 RECHECK_MAX_S: Final = 20.0
 FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
 # the second look and later ones are for devices, about which ranks ask seconds after they have
@@ -472,8 +472,9 @@ class StallDetector:
         if is_certain and stall.standstill.is_proven and _key(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
             return True
-        rest_s = min(2.0 ** min(stall.early_looks, 8), RECHECK_MAX_S)
-        if is_certain and stall.early_looks <= _STANDSTILL_LOOKS:
+        longest_s = _CERTAIN_EVERY_S if is_certain else RECHECK_MAX_S
+        rest_s = min(2.0 ** min(stall.early_looks, 8), longest_s)
+        if is_certain and stall.standstill.has_begun:
             rest_s = STANDSTILL_EVERY_S
         elif not check.notice_due:
             rest_s = min(rest_s, max(STANDSTILL_EVERY_S, NOTICE_S - check.age_s))

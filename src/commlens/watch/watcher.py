@@ -483,6 +483,7 @@ class Watcher:
                     self._abort("on_stall", verdict)
         elif (
             check.before_timeout
+            and not self._mismatches.has_reported(verdict)
             and (line := long_wait(verdict, reporter.logs))
             and self._stalls.add_notice(check, verdict)
         ):

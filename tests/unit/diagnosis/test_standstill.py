@@ -47,6 +47,7 @@ def test_one_move_begins_anew() -> None:
     moved = deadlock()
     moved[1].issued += 1
     assert not look(standstill, 103.0, logs=moved)
+    assert not standstill.has_begun, "its newest record cannot be read"
     assert not look(standstill, 104.0, 105.0), "it counts from here"
     assert look(standstill, 106.0)
 
