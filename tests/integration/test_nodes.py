@@ -29,6 +29,7 @@ def step(number):
 
 def main():
     dist.init_process_group("gloo")
+    other = dist.new_group()
     for number in range(40):
         step(number)
         time.sleep(0.1)
@@ -40,6 +41,10 @@ def main():
             os.kill(os.getpid(), signal.SIGKILL)
     if how == "wait":
         time.sleep(3)
+    if how == "cycle":
+        groups = [dist.group.WORLD, other]
+        for group in reversed(groups) if dist.get_rank() == 3 else groups:
+            dist.all_reduce(torch.ones(1), group=group)
     step(40)
     if how == "cable":
         time.sleep(8)
@@ -114,6 +119,18 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
     (dump,) = two[0].folder.glob("dump/*")
     verdict = commlens.diagnose([dump])
     assert (verdict.kind, verdict.culprits, verdict.missing_evidence) == ("missing", [3], [])
+
+
+@pytest.mark.long
+def test_ranks_of_two_nodes_that_wait_for_each_other_are_told_soon(two: list[Node]):
+    start(two, "cycle", COMMLENS_STALL_TIMEOUT="auto", COMMLENS_ON_STALL="abort")
+    began = until(two[0], "training", timeout_s=100)
+    ended = until(two[0], "ending the job, because on_stall", timeout_s=40)
+    assert None not in wait(two, 60), two[0].output
+    assert ended - began < 25, said(two[0])
+    first, second = map(said, two)
+    assert "wait for each other" in first and "wait for each other" in second
+    assert (first.count("VERDICT"), second.count("VERDICT")) == (1, 0)
 
 
 @pytest.mark.long
