@@ -45,19 +45,18 @@ def _of_suspects(verdict: Verdict, suspects: Sequence[RankLog], waiting: Sequenc
     function = finding.function if finding is not None else None
     place = " ".join(filter(None, [verdict.source, function]))
     where = f"in {place}" if place else "outside of collectives"
+    wait = f"{count(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'}"
     if verdict.why == "stopped":
-        said = f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} stopped {where}"
-    else:
-        long_ns = max(quiet_ns(log) for log in suspects)
-        said = f"{ranks_phrase(ranks)} {verb(ranks, 'has', 'have')} been {where}"
-        said += f" for {duration(long_ns)}" if long_ns else ""
+        return f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} stopped {where}; {wait}"
+    long_ns = max(quiet_ns(log) for log in suspects)
+    said = f"{ranks_phrase(ranks)} {verb(ranks, 'has', 'have')} been {where}"
+    said += f" for {duration(long_ns)}" if long_ns else ""
     awaited = next(
         (op for log in waiting if (op := _waited_in(log, verdict.collective)) is not None), None
     )
     gap_s = usual_gap_s(suspects[0], awaited) if awaited is not None else None
     usual = f", usually {duration(gap_s * 1e9)}" if gap_s is not None else ""
-    wait = f"{count(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'}"
-    return f"{said}{usual}; {wait}" if waiting else f"{said}{usual}"
+    return f"{said}{usual}; {wait}"
 
 
 def _of_waiting(collective: CollectiveRef | None, logs: Sequence[RankLog]) -> str:
