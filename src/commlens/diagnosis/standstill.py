@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from commlens.diagnosis.index import activity
-from commlens.model.cause import Mismatch
-from commlens.model.collective import LearnedHow, Stack
+from commlens.model.cause import Mismatch, Missing
+from commlens.model.collective import FrameKind, LearnedHow, Stack
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Verdict
 
@@ -48,7 +48,7 @@ def pose_of(log: RankLog) -> Pose | None:
     enough.
     """
     seen = log.observation
-    if seen.end not in (End.RUNNING, End.UNKNOWN):
+    if _has_ended(log):
         return Pose(ended=True)
     if (
         not is_at_rest(log)
@@ -106,11 +106,49 @@ class Standstill:
         )
 
 
-def cannot_go_on(verdict: Verdict) -> bool:
-    """Return whether what blocks the ranks is certain, whoever is to blame. A mismatch that blocks
-    no rank is no reason to wait.
+def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
+    """Return whether what blocks the ranks is certain, whoever is to blame, and no rank is
+    elsewhere: one that sleeps or waits for something else may go on and end the waits.
+
+    Args:
+        verdict: made of the logs. A mismatch that blocks no rank is no reason to wait, and ranks
+            that are known never to arrive may be anywhere.
+        logs: of all ranks.
     """
     cause = verdict.cause
+    if not verdict.is_fault or not verdict.certain:
+        return False
     if isinstance(cause, Mismatch) and (cause.silent or not cause.held_up):
         return False
-    return verdict.is_fault and verdict.certain
+    anywhere = cause.ranks if isinstance(cause, Missing) else []
+    return all(log.rank in anywhere or _has_ended(log) or _waits_for_ranks(log) for log in logs)
+
+
+def _has_ended(log: RankLog) -> bool:
+    return log.observation.end not in (End.RUNNING, End.UNKNOWN)
+
+
+def _waits_for_ranks(log: RankLog) -> bool:
+    """Return whether a rank's main thread was seen in a wait for others: by a record, in torch's
+    code, or at a line that waits for the device.
+    """
+    main, seen = log.main_stack, log.observation
+    if main is None or not main.frames:
+        return False
+    calls = [*log.collectives, *log.setups, *([log.store_wait] if log.store_wait else [])]
+    for op in calls:
+        is_inside = op.in_flight and (op.waited_for or not op.returned_ns)
+        if is_inside and (op.wait_thread or op.issue_thread or main.thread) == main.thread:
+            return True
+    if seen.waits_for or activity.classify_frames(log, main.frames).why is not None:
+        return False
+    if activity.torch_is_innermost(main.frames):
+        return True
+    innermost = next(
+        (frame for frame in main.frames if frame.kind is not FrameKind.NATIVE), main.frames[0]
+    )
+    return (
+        innermost.kind is FrameKind.USER
+        and activity.device_is_busy(log)
+        and activity.may_wait_for_device(seen)
+    )

@@ -468,7 +468,7 @@ class StallDetector:
         assert stall is not None
         stall.early_looks += 1
         stall.standstill.look(logs, check.now)
-        is_certain = cannot_go_on(verdict)
+        is_certain = cannot_go_on(verdict, logs)
         if is_certain and stall.standstill.is_proven and _key(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
             return True

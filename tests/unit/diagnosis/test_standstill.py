@@ -11,7 +11,7 @@ from builders import SCRIPT, Job, Stay, all_reduce, at, collective, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.standstill import Standstill, cannot_go_on, pose_of
-from commlens.model.collective import Channel, Frame
+from commlens.model.collective import Channel, Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 
 
@@ -127,14 +127,82 @@ def test_a_device_is_given_more_time() -> None:
     assert look(Standstill(), 100.0, 102.0, 105.5, logs=logs)
 
 
+def certain(logs: list[RankLog]) -> bool:
+    return cannot_go_on(diagnose_logs(logs), logs)
+
+
 def test_only_what_blocks_the_ranks_for_good_is_certain() -> None:
-    assert cannot_go_on(diagnose_logs(deadlock()))
+    assert certain(deadlock())
     asleep = Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs()  # type: ignore[arg-type]
-    verdict = diagnose_logs(asleep)
-    assert verdict.kind == "missing" and not cannot_go_on(verdict)
+    assert diagnose_logs(asleep).kind == "missing" and not certain(asleep)
     other = at(2, 5, lambda job: collective("all_gather", job.world, 1, line=21))
-    assert cannot_go_on(diagnose_logs(Job(4).run(training(other)).logs()))  # type: ignore[arg-type]
-    assert not cannot_go_on(diagnose_logs([]))
+    assert certain(Job(4).run(training(other)).logs())  # type: ignore[arg-type]
+    assert not certain([])
+
+
+def elsewhere(log: RankLog, *frames: Frame) -> RankLog:
+    """Let the main thread of a rank be in other lines than its waits, which another thread does."""
+    [main] = log.stacks
+    log.stacks = [msgspec.structs.replace(main, frames=(*frames, *main.frames[-1:]))]
+    for op in log.collectives:
+        op.wait_thread = op.issue_thread = 77
+    return log
+
+
+SLEEP = Frame(SCRIPT, 57, "load_batch")
+QUEUE = Frame("/usr/lib/python3.11/queue.py", 171, "get", FrameKind.PYTHON)
+REDUCER = Frame("/site/torch/nn/parallel/distributed.py", 99, "forward", FrameKind.TORCH)
+LOAD = Frame("/site/torch/serialization.py", 99, "load", FrameKind.TORCH)
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits_for", "is_certain"),
+    [
+        pytest.param((SLEEP,), "it sleeps", False, id="sleeps"),
+        pytest.param((SLEEP,), "", False, id="is-in-user-code"),
+        pytest.param((QUEUE, SLEEP), "", False, id="waits-for-a-thread"),
+        pytest.param((REDUCER,), "", True, id="waits-in-torch"),
+        pytest.param((LOAD,), "", False, id="loads-a-checkpoint"),
+        pytest.param((REDUCER,), "it waits for data from a socket", False, id="reads-a-socket"),
+        pytest.param((), "", False, id="without-a-stack"),
+    ],
+)
+def test_a_rank_whose_main_thread_is_elsewhere_may_end_the_waits(
+    frames: tuple[Frame, ...], waits_for: str, is_certain: bool
+) -> None:
+    logs = deadlock()
+    verdict = diagnose_logs(logs)
+    log = elsewhere(logs[1], *frames)
+    log.observation.waits_for = waits_for
+    if not frames:
+        log.stacks = []
+    assert verdict.kind == "cycle"
+    assert cannot_go_on(verdict, logs) is is_certain
+
+
+@pytest.mark.parametrize("waits_for", ["", "it sleeps"])
+def test_a_line_that_waits_for_the_device_is_a_wait(waits_for: str) -> None:
+    logs = deadlock()
+    verdict = diagnose_logs(logs)
+    log = elsewhere(logs[1], Frame(SCRIPT, 90, "log_loss"))
+    log.observation.waits_for = waits_for
+    op = log.collectives[-1]
+    op.channel = Channel(op.channel.group, "cuda", runs_ahead=True)
+    assert cannot_go_on(verdict, logs) is (waits_for == "")
+
+
+def test_a_rank_that_waits_for_a_lock_of_a_waiting_rank_may_be_anywhere() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            yield Stay(40, "prepare")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(2).run(program).logs()  # type: ignore[arg-type]
+    logs[1].observation.waits_for = "it waits for the lock of /data/x.lock"
+    assert not certain(logs)
+    logs[1].observation.waits_for_pid = logs[0].pid
+    assert certain(logs)
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -147,7 +215,8 @@ def test_a_mismatch_that_blocks_no_rank_is_no_reason(sleeps: bool) -> None:
         stays = sleeps and (rank, step) == (2, 5)
         return iter([Stay(57, "load_batch")]) if stays else None
 
-    verdict = diagnose_logs(Job(4).run(training(fault)).logs())  # type: ignore[arg-type]
+    logs = Job(4).run(training(fault)).logs()  # type: ignore[arg-type]
+    verdict = diagnose_logs(logs)
     assert any(finding.kind == "mismatch/reduce-op" for finding in verdict.findings)
     assert sleeps or verdict.certain
-    assert not cannot_go_on(verdict)
+    assert not cannot_go_on(verdict, logs)
