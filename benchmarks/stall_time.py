@@ -1,7 +1,7 @@
 """Measure how long after a fault the verdict comes, in the scenarios that hang, with the default
 settings.
 
-    python benchmarks/stall_time.py [--only NAME] [--ranks 4] [--json FILE]
+    python benchmarks/stall_time.py [--only NAME ...] [--ranks 4] [--json FILE]
 
 A job ends with its verdict, so a fault that is certain takes seconds and any other the whole stall
 timeout.
@@ -69,7 +69,9 @@ def percentile(values: list[float], share: float) -> float:
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="scenarios whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="scenarios that contain one of these"
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     arguments = parser.parse_args()
@@ -79,7 +81,7 @@ def main() -> None:
             if (
                 scenario.fault is None
                 or scenario.ending is not Ending.HANGS
-                or arguments.only not in scenario.name
+                or not any(each in scenario.name for each in arguments.only)
                 or scenario.impossible()
             ):
                 continue
