@@ -55,7 +55,7 @@ def run(jobs: Harness, tmp_path: Path) -> Run:
         name: str,
         *,
         program: bool = True,
-        stall_s: float = STALL_TIMEOUT_S,
+        stall_s: float | str = STALL_TIMEOUT_S,
         goes_on: bool = False,
         environ: dict[str, str] | None = None,
         **settings: Any,
@@ -67,7 +67,7 @@ def run(jobs: Harness, tmp_path: Path) -> Run:
             settings=Settings(stall_timeout=stall_s, **settings),
             environment={**common, **(environ or {})},
             arguments=[str(PROGRAM), name] if program else (),
-            timeout_s=3 * stall_s if goes_on else 50,
+            timeout_s=3 * float(stall_s) if goes_on else 50,
         )
         print(result)  # pytest shows it when the test fails
         assert result.timed_out == goes_on
@@ -97,6 +97,18 @@ def test_scenarios_get_the_verdict_that_they_get_on_gloo(run: Run, name: str) ->
     result = run(name, program=False, stall_s=2.0)
     assert differences(result.verdict, find(name).truth(4)) == []
     assert not result.boxes_left
+
+
+@pytest.mark.long
+def test_ranks_whose_devices_wait_for_each_other_are_told_before_the_stall_timeout(
+    run: Run,
+) -> None:
+    name = "swap-three-groups"
+    result = run(name, program=False, stall_s="auto")
+    assert differences(result.verdict, find(name).truth(4)) == []
+    waits = [op for log in result.logs() for op in log.collectives if op.in_flight]
+    [told, *_] = [at for at, what in result.said if not isinstance(what, str)]
+    assert told - min(op.announced_ns for op in waits) / 1e9 < 20
 
 
 @pytest.mark.parametrize("name", ["healthy-fsdp2", long("healthy-p2p")])
