@@ -33,7 +33,7 @@ def compare_splits(
         return None  # nothing was sent
     if refused:
         valid = tuple(sorted(set(by_rank) - set(refused)))
-        sides = tuple(Party(ranks, _show(by_rank[ranks[0]])) for ranks in (valid, refused))
+        sides = tuple(Party(ranks, _show_all(by_rank, ranks)) for ranks in (valid, refused))
         detail = (
             f"the splits of {ranks_phrase(refused)} do not fit"
             f" {'its' if len(refused) == 1 else 'their'} own tensors"
@@ -59,15 +59,19 @@ def compare_splits(
         broken, key=lambda pair: (not set(pair[:2]) & set(worst), pair)
     )
     others = tuple(sorted(set(by_rank) - set(minority)))
-    parties = [Party(others, _show(by_rank[others[0]]))]
-    if minority:
-        parties.append(Party(minority, _show(by_rank[minority[0]])))
+    parties = [Party(ranks, _show_all(by_rank, ranks)) for ranks in (others, minority) if ranks]
     detail = (
         f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected_count}"
     )
     if len(broken) > 1:
         detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
     return Disagree("splits", Severity.ILLEGAL, minority, tuple(parties), detail)
+
+
+def _show_all(by_rank: Mapping[int, CollectiveArgs], ranks: Sequence[int]) -> str:
+    """Return what all these ranks pass, if it is the same."""
+    shown = {_show(by_rank[rank]) for rank in ranks}
+    return shown.pop() if len(shown) == 1 else "different splits"
 
 
 def compare_totals(

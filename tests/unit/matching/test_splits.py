@@ -41,6 +41,26 @@ def test_splits_are_compared_pair_by_pair() -> None:
     assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
 
 
+def test_one_ranks_splits_are_not_shown_for_all() -> None:
+    rows = [[2, 2, 2], [1, 2, 3], [1, 2, 3]]
+    by_rank = {
+        rank: asked(
+            "all_to_all",
+            spec(6),
+            outputs=(spec(6),),
+            input_splits=tuple(row),
+            output_splits=(2, 2, 2),
+        )
+        for rank, row in enumerate(rows)
+    }
+    answer = compare_collectives(by_rank, range(3))
+    assert isinstance(answer, Disagree)
+    assert [(party.ranks, party.phrase.rpartition("splits ")[2]) for party in answer.parties] == [
+        ((0, 1), "different splits"),
+        ((2,), "[1, 2, 3]"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("refused", "culprits"), [((0, 1, 2), None), ((1,), (1,)), ((0, 1), (0, 1))]
 )
