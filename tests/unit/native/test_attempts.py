@@ -21,7 +21,7 @@ def test_one_builds_at_a_time(tmp_path: Path) -> None:
 def test_a_failure_counts_for_a_day_and_for_its_compiler(tmp_path: Path) -> None:
     compiler = ["/bin/sh", "-x"]
     assert attempts.failure(tmp_path, compiler) is None
-    attempts.note_failure(tmp_path, compiler, "no space")
+    attempts.remember_failure(tmp_path, compiler, "no space")
     failure = attempts.failure(tmp_path, compiler)
     assert failure is not None and failure.reason == "no space"
     assert attempts.failure(tmp_path, ["/bin/sh"]) is None, "another compiler"

@@ -14,7 +14,7 @@ def test_the_culprit_is_neither_the_first_nor_the_last_rank() -> None:
 
 
 def test_the_faults_line_is_found_by_its_comment() -> None:
-    (line,) = marked_lines("plain", "data-loader")
+    (line,) = marked_lines("transformer", "data-loader")
     name, number = line.split(":")
     text = (PROGRAMS / name).read_text().splitlines()[int(number) - 1]
     assert "data-loader" in text.partition("# fault: ")[2]

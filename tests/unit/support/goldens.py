@@ -23,14 +23,15 @@ WRITES = bool(os.environ.get("COMMLENS_TEST_WRITE_GOLDENS"))  # no test sees thi
 
 def golden_text(verdict: Verdict) -> str:
     """Return what the golden file of a verdict contains."""
-    causes = (finding.cause for finding in verdict.findings)
+    others = [finding.cause for finding in verdict.findings if finding.cause is not verdict.cause]
+    causes = [verdict.cause, *others]
     return render(verdict) + "".join(f"\n{_facts(cause)}" for cause in causes if cause is not None)
 
 
 def _facts(cause: Cause) -> str:
-    """Return one line for each fact."""
+    """Return one line for each fact that is not empty, zero or false."""
     facts = msgspec.to_builtins(cause)
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in facts.items())
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in facts.items() if value)
 
 
 def hold(name: str, verdict: Verdict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from builders import Die, Job, Stay, all_reduce, recv, send
+from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.cause import TakenMessage
@@ -32,6 +33,7 @@ def test_the_receive_from_any_source_took_the_message() -> None:
     verdict = judge(3, gather)
     assert (verdict.kind, verdict.culprits, verdict.certain) == ("mismatch/p2p", [0], True)
     assert verdict.victims == [1, 2]
+    hold("mismatch/p2p-taken-by-another-receive", verdict)
     cause = verdict.findings[0].cause
     assert isinstance(cause, TakenMessage)
     assert (cause.source, cause.taken_at) == ("train.py:11", "train.py:10")

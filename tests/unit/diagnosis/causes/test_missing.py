@@ -215,8 +215,8 @@ def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
         ),
         (
             Stay(
-                74,
-                "pack",
+                76,
+                "unpack",
                 Observation(
                     End.RUNNING,
                     window_s=5,

@@ -135,6 +135,20 @@ def test_a_mismatch_that_was_caught_is_over() -> None:
             [],
         ),
         (
+            Refusal(
+                "mismatch/device", "device", "device mismatches", "`train.gather`  (#1)", (0, 1, 2)
+            ),
+            "mismatch/device",
+            [],
+        ),
+        (
+            Refusal(
+                "mismatch/layout", "layout", "layout mismatches", "`train.gather`  (#1)", (0, 1, 2)
+            ),
+            "mismatch/layout",
+            [],
+        ),
+        (
             Refusal("missing", reason="rank 3 did not take part within 4 s", absent=(3,)),
             "missing",
             [3],

@@ -193,7 +193,7 @@ def test_ranks_that_a_monitored_barrier_names(
     verdict = judge(tmp_path, *(raised(rank, text) for rank, text in ranks.items()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", culprits, victims)
     assert verdict.summary.startswith(f"{named} not come to the monitored barrier at train.py:26")
-    hold(f"missing/monitored-barrier-of-{len(ranks)}", verdict)
+    hold(f"missing/monitored-barrier-of-{'-'.join(map(str, ranks))}", verdict)
     assert [finding.root_cause for finding in verdict.findings].count(True) == 1
 
 

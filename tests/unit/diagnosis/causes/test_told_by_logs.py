@@ -362,10 +362,11 @@ def test_a_group_is_not_made_of_those_that_timed_out(tmp_path: Path) -> None:
     ],
 )
 def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(
-    tmp_path: Path, name: str, text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
-    (tmp_path / "job.log").write_text(text)
-    verdict = commlens.diagnose(tmp_path / "job.log")
+    monkeypatch.chdir(tmp_path)
+    Path("job.log").write_text(text)
+    verdict = commlens.diagnose("job.log")
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("undetermined", [], "low")
     hold(f"undetermined/log-without-a-fault-of-{name}", verdict)
 

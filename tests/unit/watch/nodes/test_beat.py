@@ -26,7 +26,7 @@ def test_whether_two_nodes_are_of_one_incarnation(
 ) -> None:
     first = msgspec.structs.replace(Beat(0, "n0", [0]), **one)
     second = msgspec.structs.replace(Beat(1, "n1", [1]), **other)
-    assert first.meets(second) is second.meets(first) is meet
+    assert first.shares_incarnation(second) is second.shares_incarnation(first) is meet
 
 
 def test_requests_go_to_all_nodes_or_to_those_that_are_named() -> None:
