@@ -42,6 +42,7 @@ def test_a_write_that_was_skipped_is_told_if_most_ranks_wait_for_it() -> None:
         [2],
         [0, 1, 3],
     )
+    assert found.certain
     assert (found.source, found.cause.written_before) == ("train.py:20", True)
     assert sum(each.root_cause for each in found.findings) == 1
     hold("missing/key-skipped", found)
