@@ -43,7 +43,15 @@ from commlens.watch.reporting import MANY_NODES, Diagnose, Evidence, Reporter, S
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
-from commlens.watch.stall import Check, Stall, StallDetector, end_of_wait, waits, waits_recorded
+from commlens.watch.stall import (
+    NOTICE_S,
+    Check,
+    Stall,
+    StallDetector,
+    end_of_wait,
+    waits,
+    waits_recorded,
+)
 from commlens.watch.stall_limit import StallLimit
 from commlens.watch.strangers import Strangers
 
@@ -484,7 +492,7 @@ class Watcher:
         elif (
             check.before_timeout
             and not self._mismatches.has_reported(verdict)
-            and (line := long_wait(verdict, reporter.logs))
+            and (line := long_wait(verdict, reporter.logs, NOTICE_S / 2))
             and self._stalls.add_notice(check, verdict)
         ):
             reporter.tell(line)

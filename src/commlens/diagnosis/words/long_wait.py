@@ -14,23 +14,22 @@ from commlens.speed.usual import usual_gap_s
 from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase, verb
 
 
-def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
+def long_wait(verdict: Verdict, logs: Sequence[RankLog], least_s: float) -> str:
     """``"Rank 2 has been in train.py:57 load_batch for 12 s, usually 0.2 s; 7 ranks wait."``
 
     Args:
         verdict: what a diagnosis found so far.
         logs: from which it was made.
+        least_s: how long the ranks that are waited for must have been where they are.
 
     Returns:
-        The line; empty if the ranks that are waited for came where they are a moment ago, as in a
-            job that is only slow.
+        The line; empty if they came there later, as in a job that is only slow.
     """
     cause, by_rank = verdict.cause, {log.rank: log for log in logs}
     suspects = [rank for rank in verdict.culprits if rank in by_rank]
     if isinstance(cause, Missing) and suspects and not cause.blames_waiting:
         waiting = [by_rank[rank] for rank in verdict.victims if rank in by_rank]
-        waited_s = max((wait.waited_s for wait in cause.waits), default=0.0)
-        if max(quiet_ns(by_rank[rank]) for rank in suspects) / 1e9 < waited_s / 2:
+        if max(quiet_ns(by_rank[rank]) for rank in suspects) < least_s * 1e9:
             return ""
         sentence = _of_suspects(verdict, [by_rank[rank] for rank in suspects], waiting)
     else:
