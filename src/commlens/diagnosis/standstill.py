@@ -128,6 +128,18 @@ def _has_ended(log: RankLog) -> bool:
     return log.observation.end not in (End.RUNNING, End.UNKNOWN)
 
 
+def _threads_inside(log: RankLog, main: int) -> set[int]:
+    """Return the threads that are inside a call or a wait, by its record; without a thread in the
+    record, it is the main one.
+    """
+    calls = [*log.collectives, *log.setups, *([log.store_wait] if log.store_wait else [])]
+    return {
+        op.wait_thread or op.issue_thread or main
+        for op in calls
+        if op.in_flight and (op.waited_for or not op.returned_ns)
+    }
+
+
 def _waits_for_ranks(log: RankLog) -> bool:
     """Return whether a rank's main thread was seen in a wait for others: by a record, in torch's
     code, or at a line that waits for the device.
@@ -135,11 +147,12 @@ def _waits_for_ranks(log: RankLog) -> bool:
     main, seen = log.main_stack, log.observation
     if main is None or not main.frames:
         return False
-    calls = [*log.collectives, *log.setups, *([log.store_wait] if log.store_wait else [])]
-    for op in calls:
-        is_inside = op.in_flight and (op.waited_for or not op.returned_ns)
-        if is_inside and (op.wait_thread or op.issue_thread or main.thread) == main.thread:
-            return True
+    inside = _threads_inside(log, main.thread)
+    issuing = {op.issue_thread for op in log.collectives} - {main.thread}
+    if any(stack.thread in issuing - inside for stack in log.stacks):
+        return False  # another thread may issue what others wait for
+    if main.thread in inside:
+        return True
     if seen.waits_for or activity.classify_frames(log, main.frames).why is not None:
         return False
     if activity.torch_is_innermost(main.frames):

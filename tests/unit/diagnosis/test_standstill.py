@@ -11,7 +11,7 @@ from builders import SCRIPT, Job, Stay, all_reduce, at, collective, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.standstill import Standstill, cannot_go_on, pose_of
-from commlens.model.collective import Channel, Frame, FrameKind
+from commlens.model.collective import Channel, Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 
 
@@ -177,6 +177,25 @@ def test_a_rank_whose_main_thread_is_elsewhere_may_end_the_waits(
     if not frames:
         log.stacks = []
     assert verdict.kind == "cycle"
+    assert cannot_go_on(verdict, logs) is is_certain
+
+
+@pytest.mark.parametrize(
+    ("issues", "waits", "is_certain"),
+    [(True, False, False), (True, True, True), (False, False, True)],
+)
+def test_another_thread_that_issues_collectives_may_end_the_waits(
+    issues: bool, waits: bool, is_certain: bool
+) -> None:
+    logs = deadlock()
+    verdict = diagnose_logs(logs)
+    log, first = logs[1], logs[1].collectives[0]
+    log.stacks = [*log.stacks, ThreadStack(77, "prefetch", (SLEEP,), log.stacks[0].taken_ns)]
+    if issues:
+        first.issue_thread = 77
+    if waits:
+        first.state, first.wait_began_ns, first.wait_ended_ns = State.ISSUED, 1, 0
+        first.wait_thread = 77
     assert cannot_go_on(verdict, logs) is is_certain
 
 
