@@ -90,7 +90,7 @@ def test_a_lock_that_a_waiting_rank_holds_is_certain(jobs: Harness, tmp_path: Pa
     assert (verdict.kind, verdict.culprits, verdict.certain) == ("missing", [0], True)
     evidence = " ".join(verdict.findings[0].evidence)
     assert "neither can go on" in evidence
-    assert "All_reduce of this line usually completes in " in evidence
+    assert "This all_reduce usually completes in " in evidence
     [learned] = [each for log in result.logs() if (each := log.observation.usual_wait)]
     assert learned.times >= 3 and learned.limit_s >= 5.0, "The dump holds what was learned."
     assert seconds_to_verdict(result) < WITHIN_S

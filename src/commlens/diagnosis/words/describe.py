@@ -46,7 +46,7 @@ from commlens.diagnosis.words import (
 from commlens.diagnosis.words.finding import Words, finding_of, locate
 from commlens.diagnosis.words.lost_nodes import with_lost_nodes
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, ranks_phrase
+from commlens.text import duration, ranks_phrase
 
 _WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
     FoundCycle: cycle.words,
@@ -104,7 +104,7 @@ def _add_usual_wait(context: Context, findings: list[Finding]) -> None:
         usual = max(waits, key=lambda each: each.times)
         first.evidence = [
             *first.evidence,
-            f"{capital(first.collective.op)} of this line usually completes in"
+            f"This {first.collective.op} usually completes in"
             f" {duration(usual.median_s * 1e9)}; the longest of {usual.times} took"
             f" {duration(usual.longest_s * 1e9)}.",
         ]

@@ -81,7 +81,7 @@ def test_ranks_inside_of_one_collective_wait_together() -> None:
 
 def test_the_verdict_says_what_was_learned() -> None:
     logs = Job(4).run(training(ASLEEP)).logs()  # type: ignore[arg-type]
-    said = "All_reduce of this line usually completes in 40 ms; the longest of 312 took 1.2 s."
+    said = "This all_reduce usually completes in 40 ms; the longest of 312 took 1.2 s."
     assert said not in diagnose_logs(logs).findings[0].evidence
     logs[0].observation.usual_wait = UsualWait(312, 0.04, 1.2, 5.0)
     logs[1].observation.usual_wait = UsualWait(9, 0.5, 0.5, 5.0)
