@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},
     "reports": {"diagnosis", "errors", "formats", "model", "speed", "text", "version"},
     "processes": {"blackbox", "model", "text"},
+    "health": {"model", "processes", "text"},
     "watch": {
         "blackbox",
         "config",
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dumps",
         "error_file",
         "errors",
+        "health",
         "launchers",
         "matching",
         "model",
@@ -131,6 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dumps",
         "errors",
         "formats",
+        "health",
         "helper_process",
         "launch",
         "model",

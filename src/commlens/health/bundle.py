@@ -1,0 +1,35 @@
+"""What nodes' files in a folder tell: a support bundle, collected apart from the dumps.
+
+The folder holds one folder for each host, named after it, or the files of the only host. Of each
+host there is what its sources are on the node: a log of the kernel such as ``kern.log``, ``sys``,
+``proc`` and the tables of nvidia-smi, as far as they were collected.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from commlens.health.gpus import PROCESSES_FILE, SMI_FILE
+from commlens.health.kernel_log import LOG_FILES
+from commlens.health.monitor import look_once
+from commlens.model.health import NodeHealth
+
+SOURCES: Final = (*LOG_FILES, "sys", "proc", SMI_FILE, PROCESSES_FILE)
+
+
+def read_bundle(folder: Path) -> list[NodeHealth]:
+    """Return what each host's files tell; a host without a name is the only one."""
+    if _is_host(folder):
+        found = look_once(folder)
+        found.host = ""
+        return [found]
+    return [
+        look_once(host, host.name)
+        for host in sorted(folder.iterdir())
+        if host.is_dir() and _is_host(host)
+    ]
+
+
+def _is_host(folder: Path) -> bool:
+    return any((folder / name).exists() for name in SOURCES)

@@ -1,0 +1,191 @@
+"""What changed on a node between two looks: events, made from differences of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from commlens.model.health import THERMAL_REASONS, Fault, HealthEvent, Value, Values, What
+
+Sources = Mapping[str, Values]
+"""The values of a look, by source."""
+
+
+class Look(NamedTuple):
+    """What all sources told at one time."""
+
+    taken_ns: int  # Unix ns
+    values: Sources
+
+
+class Rule(NamedTuple):
+    """How a value of a source tells of a fault."""
+
+    source: str
+    name: str
+    what: What
+    fault: Fault
+    has_changed: Callable[[_Change], bool]
+
+
+class _Change(NamedTuple):
+    before: Value
+    after: Value
+    seconds: float  # between both
+    usual: float  # by how much it rose in a second, before
+
+    @property
+    def rise(self) -> float:
+        """By how much a counter rose; 0 if it is none, or was reset."""
+        if isinstance(self.before, str) or isinstance(self.after, str):
+            return 0.0
+        return max(0.0, self.after - self.before)
+
+
+_UNUSUAL: Final = 5.0
+"""A counter that always rises tells nothing unless it rises so many times faster than before."""
+
+
+def _rose(least: float) -> Callable[[_Change], bool]:
+    def has_changed(change: _Change) -> bool:
+        unusual = _UNUSUAL * change.usual * change.seconds
+        return change.rise >= least and change.rise > unusual
+
+    return has_changed
+
+
+def _rose_by_share(least: float) -> Callable[[_Change], bool]:
+    """Return whether a counter of seconds rose by this share of the time between both looks."""
+    return lambda change: change.rise >= max(1.0, least * change.seconds)
+
+
+def _fell(change: _Change) -> bool:
+    known = isinstance(change.before, float) and isinstance(change.after, float)
+    return known and 0 < change.after < change.before  # type: ignore[operator]
+
+
+def _left(*good: str) -> Callable[[_Change], bool]:
+    return lambda change: change.before in good and change.after not in good
+
+
+def _is_hot(value: Value) -> bool:
+    return isinstance(value, float) and bool(int(value) & THERMAL_REASONS)
+
+
+def _became_hot(change: _Change) -> bool:
+    return _is_hot(change.after) and not _is_hot(change.before)
+
+
+RULES: Final = [
+    Rule("infiniband", "state", "link-down", "network-down", _left("ACTIVE")),
+    Rule("infiniband", "link_downed", "link-down", "network-down", _rose(1)),
+    Rule("infiniband", "rate_gbit", "rate-fell", "network-errors", _fell),
+    *(
+        Rule("infiniband", name, "errors-rose", "network-errors", _rose(least))
+        for name, least in (
+            ("symbol_error", 10),
+            ("link_error_recovery", 1),
+            ("port_rcv_errors", 10),
+            ("port_rcv_remote_physical_errors", 10),
+            ("local_link_integrity_errors", 1),
+            ("excessive_buffer_overrun_errors", 1),
+            ("local_ack_timeout_err", 10),
+            ("packet_seq_err", 100),
+            ("rnr_nak_retry_err", 10),
+        )
+    ),
+    Rule("network", "state", "link-down", "network-down", _left("up")),
+    Rule("network", "carrier_down_count", "link-down", "network-down", _rose(1)),
+    Rule("network", "speed", "rate-fell", "network-errors", _fell),
+    *(
+        Rule("network", name, "errors-rose", "network-errors", _rose(10))
+        for name in ("rx_errors", "tx_errors", "rx_crc_errors")
+    ),
+    *(
+        Rule("network", name, "drops-rose", "network-errors", _rose(1000))
+        for name in ("rx_dropped", "tx_dropped")
+    ),
+    Rule("tcp", "retransmits", "retransmits-rose", "network-errors", _rose(100)),
+    Rule("gpu", "ecc_uncorrected", "ecc-uncorrected", "gpu-memory", _rose(1)),
+    Rule("gpu", "pages_retired", "rows-remapped", "gpu-memory", _rose(1)),
+    Rule("gpu", "rows_remapped", "rows-remapped", "gpu-memory", _rose(1)),
+    Rule("gpu", "remap_failed", "rows-remapped", "gpu-memory", _rose(1)),
+    Rule("gpu", "ecc_corrected", "ecc-corrected", "gpu-memory", _rose(100)),
+    Rule("gpu", "throttle_reasons", "gpu-throttled", "thermal", _became_hot),
+    Rule("gpu", "pcie_width", "pcie-width-fell", "pcie", _fell),
+    Rule("host/memory", "oom_kills", "oom-kill", "host-memory", _rose(1)),
+    Rule("host/memory", "stalled_s", "memory-pressure", "host-memory", _rose_by_share(0.2)),
+    Rule("host/disk", "stalled_s", "io-pressure", "storage", _rose_by_share(0.5)),
+    Rule("host/cpu", "throttled_times", "cpu-throttled", "thermal", _rose(10)),
+]
+"""A name that a source of several kinds of parts uses for each is told apart by the part."""
+
+
+def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
+    """Return what happened between two looks.
+
+    Args:
+        first: an earlier look, or the same as ``before``: it tells what is usual.
+        before: the look after which it happened.
+        after: the look that shows it.
+    """
+    found = list(_gone(before, after))
+    for rule in RULES:
+        source, _, only = rule.source.partition("/")
+        for part, values in after.values.get(source, {}).items():
+            old = before.values.get(source, {}).get(part, {})
+            if rule.name not in values or rule.name not in old or only not in ("", part):
+                continue
+            change = _Change(
+                old[rule.name],
+                values[rule.name],
+                (after.taken_ns - before.taken_ns) / 1e9,
+                _usual(first, before, source, part, rule.name),
+            )
+            if rule.has_changed(change):
+                found.append(
+                    HealthEvent(
+                        what=rule.what,
+                        fault=rule.fault,
+                        part=part,
+                        at_ns=after.taken_ns,
+                        since_ns=before.taken_ns,
+                        name=rule.name,
+                        before=change.before,
+                        after=change.after,
+                    )
+                )
+    return found
+
+
+def _gone(before: Look, after: Look) -> Iterator[HealthEvent]:
+    """Yield the GPUs that the driver does not list any more."""
+    now = after.values.get("gpu", {})
+    for part in before.values.get("gpu", {}):
+        if "gpu" in after.values and part not in now:
+            yield HealthEvent(
+                what="gpu-gone",
+                fault="gpu-fault",
+                part=part,
+                at_ns=after.taken_ns,
+                since_ns=before.taken_ns,
+            )
+
+
+def _usual(first: Look, before: Look, source: str, part: str, name: str) -> float:
+    """Return by how much a counter rose in a second between two earlier looks."""
+    seconds = (before.taken_ns - first.taken_ns) / 1e9
+    old = first.values.get(source, {}).get(part, {}).get(name)
+    new = before.values.get(source, {}).get(part, {}).get(name)
+    if seconds <= 0 or not isinstance(old, float) or not isinstance(new, float):
+        return 0.0
+    return max(0.0, new - old) / seconds
+
+
+def is_down(values: Sources, part: str) -> bool | None:
+    """Return whether a network part is down at a look; None if it is not told."""
+    for source, good in (("infiniband", "ACTIVE"), ("network", "up")):
+        state = values.get(source, {}).get(part, {}).get("state")
+        if state is not None:
+            return state != good
+    return None

@@ -1,0 +1,301 @@
+"""The state and the counters of GPUs: NVIDIA's through NVML or ``nvidia-smi``, AMD's through /sys.
+
+A part is a GPU's PCI address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from commlens.health.sources import (
+    ROOT,
+    UnreadableError,
+    folders,
+    normal_address,
+    number,
+    pci_address,
+    word,
+)
+from commlens.model.health import Value, Values
+
+SMI_TIMEOUT_S: Final = 5.0
+SMI_FILE: Final = "nvidia-smi.csv"
+"""Below a root other than ``/``: the output of ``nvidia-smi --query-gpu=... --format=csv``."""
+
+PROCESSES_FILE: Final = "nvidia-smi-apps.csv"
+"""The output of ``nvidia-smi --query-compute-apps=gpu_bus_id,pid --format=csv``."""
+
+_SMI_NAMES: Final = {
+    "index": "index",
+    "pci.bus_id": "address",
+    "name": "name",
+    "temperature.gpu": "temperature_c",
+    "power.draw": "power_w",
+    "utilization.gpu": "used_percent",
+    "clocks.sm": "clock_mhz",
+    "clocks_throttle_reasons.active": "throttle_reasons",
+    "ecc.errors.uncorrected.volatile.total": "ecc_uncorrected",
+    "ecc.errors.corrected.volatile.total": "ecc_corrected",
+    "remapped_rows.uncorrectable": "rows_remapped",
+    "remapped_rows.failure": "remap_failed",
+    "retired_pages.double_bit.count": "pages_retired",
+    "pcie.link.gen.current": "pcie_generation",
+    "pcie.link.gen.max": "pcie_generation_max",
+    "pcie.link.width.current": "pcie_width",
+    "pcie.link.width.max": "pcie_width_max",
+}
+_SMI_RECENT: Final = frozenset(
+    {"remapped_rows.uncorrectable", "remapped_rows.failure", "retired_pages.double_bit.count"}
+)
+"""Fields that some drivers do not know."""
+
+_RENAMED: Final = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+_TEXTS: Final = frozenset({"name", "address"})
+
+
+class Gpus:
+    """Reads the GPUs of a node, in the way that works there.
+
+    Args:
+        root: the folder below which the node's files are. Below another than ``/``, NVIDIA's GPUs
+            are read from a file.
+
+    Raises:
+        UnreadableError: there are GPUs, and nothing that reads them.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._nvidia: Callable[[], Values] = dict
+        if root != ROOT:
+            if (root / SMI_FILE).exists():
+                self._nvidia = self._from_file
+        elif (root / "proc/driver/nvidia").exists() or (root / "dev/nvidiactl").exists():
+            self._nvidia = _nvml() or _smi()
+
+    def read(self) -> Values:
+        """Return what the GPUs tell."""
+        found = read_amd(self._root)
+        for address, values in self._nvidia().items():
+            pci = self._root / "sys/bus/pci/devices" / address
+            found[address] = {**_widths(pci), **values}
+        return found
+
+    def processes(self) -> dict[int, str]:
+        """Return the GPU of each process that computes on one, by pid; nothing if it is unknown."""
+        if self._root != ROOT:
+            return processes_in_csv(word(self._root / PROCESSES_FILE))
+        return self._nvidia.processes() if isinstance(self._nvidia, (_Nvml, _Smi)) else {}
+
+    def _from_file(self) -> Values:
+        return gpus_in_csv(word(self._root / SMI_FILE))
+
+
+# --- NVML
+
+
+class _Nvml:
+    """NVIDIA's library, through the package nvidia-ml-py."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __call__(self) -> Values:
+        library = self._library
+        values: Values = {}
+        for index in range(library.nvmlDeviceGetCount()):
+            with contextlib.suppress(library.NVMLError):
+                gpu = library.nvmlDeviceGetHandleByIndex(index)
+                address = _text(library.nvmlDeviceGetPciInfo(gpu).busId)
+                values[normal_address(address)] = {"index": float(index), **self._values(gpu)}
+        return values
+
+    def _values(self, gpu: Any) -> dict[str, Value]:
+        library, found = self._library, {}
+        asked: dict[str, Callable[[], Any]] = {
+            "name": lambda: _text(library.nvmlDeviceGetName(gpu)),
+            "temperature_c": lambda: library.nvmlDeviceGetTemperature(gpu, 0),
+            "power_w": lambda: library.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            "used_percent": lambda: library.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "clock_mhz": lambda: library.nvmlDeviceGetClockInfo(gpu, 1),
+            "throttle_reasons": lambda: library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+            "ecc_uncorrected": lambda: library.nvmlDeviceGetTotalEccErrors(gpu, 1, 0),
+            "ecc_corrected": lambda: library.nvmlDeviceGetTotalEccErrors(gpu, 0, 0),
+            "rows_remapped": lambda: library.nvmlDeviceGetRemappedRows(gpu)[1],
+            "remap_failed": lambda: library.nvmlDeviceGetRemappedRows(gpu)[3],
+            "pcie_generation": lambda: library.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+            "pcie_generation_max": lambda: library.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+            "pcie_width": lambda: library.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+            "pcie_width_max": lambda: library.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+        }
+        for name, ask in asked.items():
+            # a GPU without ECC, or a driver older than the function
+            with contextlib.suppress(library.NVMLError, AttributeError, IndexError):
+                value = ask()
+                found[name] = value if isinstance(value, str) else float(value)
+        return found
+
+    def processes(self) -> dict[int, str]:
+        """Return the GPU of each process that computes on one, by pid."""
+        library, found = self._library, {}
+        for index in range(library.nvmlDeviceGetCount()):
+            with contextlib.suppress(library.NVMLError):
+                gpu = library.nvmlDeviceGetHandleByIndex(index)
+                address = normal_address(_text(library.nvmlDeviceGetPciInfo(gpu).busId))
+                for process in library.nvmlDeviceGetComputeRunningProcesses(gpu):
+                    found[process.pid] = address
+        return found
+
+
+def _nvml() -> Callable[[], Values] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, or no driver that it works with
+        return None
+    return _Nvml(pynvml)
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+# --- nvidia-smi
+
+
+class _Smi:
+    """NVIDIA's command."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        # one field that the driver does not know, and it tells nothing
+        sets = (list(_SMI_NAMES), [name for name in _SMI_NAMES if name not in _SMI_RECENT])
+        self._fields = next((fields for fields in sets if self._gpus(fields)), [])
+        if not self._fields:
+            raise UnreadableError("nvidia-smi did not answer: the driver may have failed")
+
+    def __call__(self) -> Values:
+        return gpus_in_csv(self._gpus(self._fields))
+
+    def processes(self) -> dict[int, str]:
+        """Return the GPU of each process that computes on one, by pid."""
+        return processes_in_csv(self._query("--query-compute-apps=gpu_bus_id,pid"))
+
+    def _gpus(self, fields: Iterable[str]) -> str:
+        return self._query(f"--query-gpu={','.join(fields)}")
+
+    def _query(self, what: str) -> str:
+        try:
+            done = subprocess.run(
+                [self._program, what, "--format=csv"],
+                capture_output=True,
+                timeout=SMI_TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+
+
+def _smi() -> _Smi:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise UnreadableError(
+            "NVIDIA's GPUs cannot be read without nvidia-smi or the package nvidia-ml-py:"
+            " pip install 'commlens[gpu]'"
+        )
+    return _Smi(program)
+
+
+def gpus_in_csv(text: str) -> Values:
+    """Return what a table of ``nvidia-smi --format=csv`` tells of each GPU."""
+    values: Values = {}
+    for row in _rows(text):
+        found: dict[str, Value] = {}
+        for field, cell in row.items():
+            name = _SMI_NAMES.get(_RENAMED.get(field, field))
+            value = _cell(cell, is_text=name in _TEXTS) if name is not None else None
+            if name is not None and value is not None:
+                found[name] = value
+        address = found.pop("address", "")
+        if isinstance(address, str) and address:
+            values[normal_address(address)] = found
+    return values
+
+
+def processes_in_csv(text: str) -> dict[int, str]:
+    """Return the GPU of each process in such a table, by pid."""
+    return {
+        int(row["pid"]): normal_address(row["gpu_bus_id"])
+        for row in _rows(text)
+        if row.get("pid", "").isdecimal() and row.get("gpu_bus_id")
+    }
+
+
+def _rows(text: str) -> list[dict[str, str]]:
+    """Return the rows by the names of the columns, without their units."""
+    rows = list(csv.reader(io.StringIO(text), skipinitialspace=True))
+    names = [name.partition(" [")[0].strip() for name in rows[0]] if rows else []
+    return [
+        dict(zip(names, (cell.strip() for cell in row), strict=False)) for row in rows[1:] if row
+    ]
+
+
+def _cell(text: str, *, is_text: bool) -> Value | None:
+    """Return the value of a cell: ``"325.10 W"`` is 325.1; None if it is not available."""
+    if is_text:
+        return text
+    if text.startswith("0x"):
+        with contextlib.suppress(ValueError):
+            return float(int(text, 16))
+    if text in ("Yes", "No"):
+        return float(text == "Yes")
+    try:
+        return float(text.partition(" ")[0])
+    except ValueError:
+        return None
+
+
+# --- /sys
+
+
+def read_amd(root: Path) -> Values:
+    """Return what AMD's driver tells in /sys of each of its GPUs."""
+    values: Values = {}
+    for card in folders(root / "sys/class/drm"):
+        device = card / "device"
+        busy = number(device / "gpu_busy_percent")
+        address = pci_address(device)
+        if busy is None or not address or "-" in card.name:
+            continue
+        found: dict[str, Value] = {"used_percent": busy, **_widths(device)}
+        for name, counter in (("ecc_uncorrected", "ue"), ("ecc_corrected", "ce")):
+            counts = [
+                float(line.partition(":")[2])
+                for file in folders(device / "ras")
+                if file.name.endswith("_err_count")
+                for line in word(file).splitlines()
+                if line.startswith(f"{counter}:") and line.partition(":")[2].strip().isdecimal()
+            ]
+            if counts:
+                found[name] = sum(counts)
+        values[address] = found
+    return values
+
+
+def _widths(device: Path) -> dict[str, Value]:
+    """Return the number of PCIe lanes that a device uses, and can use."""
+    read = {
+        "pcie_width": number(device / "current_link_width"),
+        "pcie_width_max": number(device / "max_link_width"),
+    }
+    return {name: value for name, value in read.items() if value}

@@ -1,0 +1,388 @@
+"""The kernel's log: ``/dev/kmsg``, systemd's journal, or a file of it.
+
+Only lines about hardware, memory and storage are kept. A file's times may lack the year and the
+time zone: they are read as this machine's, of the latest such day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commlens.health.sources import ROOT, UnreadableError, normal_address
+from commlens.model.health import Fault, HealthEvent, What
+from commlens.model.xids import xid
+from commlens.text import clean
+
+LOG_FILES: Final = (
+    "kern.log",
+    "journal.txt",
+    "dmesg.txt",
+    "var/log/kern.log",
+    "var/log/messages",
+    "var/log/syslog",
+)
+"""Below the root: what a support bundle may hold, and where distributions keep it."""
+
+READ_MAX: Final = 8 << 20  # bytes of a log that are read at once, the newest
+_JOURNAL_S: Final = 3.0
+_RECORD_MAX: Final = 8192  # bytes of a record of /dev/kmsg
+_DAY_S: Final = 86400.0
+
+
+class Found(NamedTuple):
+    """What a line tells, still without its time."""
+
+    what: What
+    fault: Fault
+    part: str
+    number: int = 0
+    pid: int = 0
+    name: str = ""
+
+
+def _xid(match: re.Match[str]) -> Found:
+    number = int(match["number"])
+    address = normal_address(match["pci"])
+    return Found("xid", xid(number).fault, address, number, int(match["pid"] or 0))
+
+
+def _killed(match: re.Match[str]) -> Found:
+    return Found("oom-kill", "host-memory", "memory", pid=int(match["pid"]), name=match["name"])
+
+
+def _hung(match: re.Match[str]) -> Found:
+    return Found("hung-task", "storage", "disk", pid=int(match["pid"]), name=match["name"])
+
+
+def _at(what: What, fault: Fault, part: str = "") -> Callable[[re.Match[str]], Found]:
+    """Return a function that finds this in a part of the node, or in what the line names."""
+
+    def found(match: re.Match[str]) -> Found:
+        named = match.groupdict()
+        if pci := named.get("pci"):
+            return Found(what, fault, normal_address(pci))
+        return Found(what, fault, named.get("part") or part)
+
+    return found
+
+
+_PCI: Final = r"(?P<pci>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])"
+_LINE: Final = r"(?:NIC )?Link (?:is )?"
+_PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]]] = [
+    (re.compile(pattern), found)
+    for pattern, found in (
+        (
+            (
+                r"NVRM: Xid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): (?P<number>\d{1,4})"
+                r"(?:, pid='?(?P<pid>\d+))?"
+            ),
+            _xid,
+        ),
+        (
+            r"SXid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): \d+, Fatal",
+            _at("nvswitch-error", "gpu-fault"),
+        ),
+        (rf"NVRM: GPU {_PCI}: GPU has fallen off the bus", _at("gpu-gone", "gpu-fault")),
+        (rf"amdgpu {_PCI}.*GPU reset begin", _at("gpu-reset", "gpu-fault")),
+        (
+            rf"amdgpu {_PCI}.*uncorrectable hardware errors",
+            _at("ecc-uncorrected", "gpu-memory"),
+        ),
+        (
+            rf"{_PCI}: PCIe Bus Error: severity=Correct",
+            _at("pcie-error-corrected", "pcie"),
+        ),
+        (rf"{_PCI}: PCIe Bus Error: severity=Uncorrect", _at("pcie-error", "pcie")),
+        (
+            rf"AER: (?:Multiple )?Uncorrect\w+ \(\S+\) error.*{_PCI}",
+            _at("pcie-error", "pcie"),
+        ),
+        (r"EDAC \S+: \d+ UE ", _at("memory-error", "host-memory", "memory")),
+        (r"EDAC \S+: \d+ CE ", _at("memory-error-corrected", "host-memory", "memory")),
+        (
+            r"\[Hardware Error\]: .*Machine Check",
+            _at("machine-check", "host-memory", "cpu"),
+        ),
+        (r"Out of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)", _killed),
+        (
+            r"Memory cgroup out of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)",
+            _killed,
+        ),
+        (rf"mlx5_core {_PCI} \S+: Link down", _at("link-down", "network-down")),
+        (rf"mlx5_core {_PCI} \S+: Link up", _at("link-up", "network-down")),
+        (
+            rf"mlx5_core {_PCI}: Port module event.*(?:[Uu]nplugged|[Ee]rror)",
+            _at("adapter-error", "network-errors"),
+        ),
+        (
+            (
+                rf"mlx5_core {_PCI}.*(?:health compromised|health poll failed|Fatal error"
+                r"|[Ii]nternal error|leak of a command resource|[Hh]igh [Tt]emperature)"
+            ),
+            _at("adapter-error", "network-errors"),
+        ),
+        (
+            r"(?P<part>[A-Za-z][\w.-]{1,14}):? " + _LINE + r"(?:Down|down)\b",
+            _at("link-down", "network-down"),
+        ),
+        (
+            r"(?P<part>[A-Za-z][\w.-]{1,14}):? " + _LINE + r"(?:Up|up)\b",
+            _at("link-up", "network-down"),
+        ),
+        (
+            r"link status definitely down for interface (?P<part>[\w.-]+)",
+            _at("link-down", "network-down"),
+        ),
+        (
+            r"NETDEV WATCHDOG: (?P<part>[\w.-]+).*timed out",
+            _at("adapter-error", "network-errors"),
+        ),
+        (
+            r"nfs: server (?P<part>\S+) not responding",
+            _at("nfs-silent", "storage"),
+        ),
+        (r"nfs: server (?P<part>\S+) OK", _at("nfs-back", "storage")),
+        (
+            r"Connection to (?P<part>\S+) .*was lost; in progress operations",
+            _at("nfs-silent", "storage"),
+        ),
+        (r"Lustre: .*Connection restored to (?P<part>\S+)", _at("nfs-back", "storage")),
+        (
+            (
+                r"INFO: task (?P<name>[^:\n]{1,40}):(?P<pid>\d+) blocked for more than \d+"
+                r" seconds"
+            ),
+            _hung,
+        ),
+        (
+            r"I/O error, dev (?P<part>[\w-]+)|nvme (?P<nvme>\w+): I/O .*timeout",
+            _at("io-error", "storage", "disk"),
+        ),
+        (
+            r"(?:Core|Package) temperature.*above threshold",
+            _at("cpu-throttled", "thermal", "cpu"),
+        ),
+    )
+]
+_ANY: Final = re.compile(
+    r"Xid|fallen off|amdgpu|PCIe Bus Error|AER:|EDAC|Hardware Error|Killed process|mlx5_core"
+    r"|[Ll]ink (?:is )?(?:[Dd]own|[Uu]p)|definitely down|NETDEV WATCHDOG|nfs: server|Lustre"
+    r"|was lost; in progress|blocked for more|I/O|temperature"
+)
+"""Every line that one of the patterns matches matches this one, which is quicker."""
+
+
+def event_of(text: str, at_ns: int) -> HealthEvent | None:
+    """Return what a message of the kernel reports; None if it is about nothing of interest."""
+    text = clean(text)
+    if not _ANY.search(text):
+        return None
+    for pattern, found_of in _PATTERNS:
+        if match := pattern.search(text):
+            found = found_of(match)
+            return HealthEvent(
+                what=found.what,
+                fault=found.fault,
+                part=found.part,
+                at_ns=at_ns,
+                number=found.number,
+                pid=found.pid,
+                name=found.name[:40],
+            )
+    return None
+
+
+# --- the times of lines
+
+_ISO: Final = re.compile(
+    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?\s"
+)
+_SYSLOG: Final = re.compile(r"([A-Z][a-z]{2})\s+(\d{1,2}) (\d\d):(\d\d):(\d\d)\s")
+_DMESG: Final = re.compile(r"\[([A-Z][a-z]{2} [A-Z][a-z]{2}\s+\d{1,2} \d\d:\d\d:\d\d \d{4})\]")
+_UNIX: Final = re.compile(r"(\d{9,11})\.(\d{3,9})\s")
+_MONTHS: Final = "JanFebMarAprMayJunJulAugSepOctNovDec"
+
+
+def time_of(line: str, now_s: float) -> int:
+    """Return the time at the beginning of a log's line as Unix ns; 0 if there is none.
+
+    Understood are ``journalctl -o short-unix`` and ``short-iso``, ``dmesg -T``, ``dmesg
+    --time-format iso``, and syslog's files.
+    """
+    with contextlib.suppress(ValueError, OverflowError):
+        if found := _UNIX.match(line):
+            return int(found[1]) * 1_000_000_000 + int(found[2].ljust(9, "0"))
+        if found := _ISO.match(line):
+            zone = (found[3] or "").replace("Z", "+00:00")
+            zone = zone if not zone or ":" in zone else f"{zone[:3]}:{zone[3:]}"
+            seconds = datetime.fromisoformat(found[1].replace(" ", "T") + zone).timestamp()
+            return int(seconds) * 1_000_000_000 + int((found[2] or "").ljust(9, "0"))
+        if found := _DMESG.match(line):
+            text = " ".join(found[1].split())
+            moment = time.strptime(text, "%a %b %d %H:%M:%S %Y")
+            return int(time.mktime(moment)) * 1_000_000_000
+        if found := _SYSLOG.match(line):
+            return _of_the_latest_year(found, now_s)
+    return 0
+
+
+def _of_the_latest_year(found: re.Match[str], now_s: float) -> int:
+    month = _MONTHS.index(found[1]) // 3 + 1
+    day, hour, minute, second = (int(part) for part in found.groups()[1:])
+    year = time.localtime(now_s).tm_year
+    moment = time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+    if moment > now_s + _DAY_S:
+        moment = time.mktime((year - 1, month, day, hour, minute, second, 0, 0, -1))
+    return int(moment) * 1_000_000_000
+
+
+def events_in(lines: Iterable[str]) -> list[HealthEvent]:
+    """Return what the lines of a log report. Lines without a time are left out."""
+    now_s = time.time()
+    events = []
+    for line in lines:
+        if _ANY.search(line) and (at_ns := time_of(line, now_s)):
+            event = event_of(line, at_ns)
+            if event is not None:
+                events.append(event)
+    return events
+
+
+# --- the sources
+
+
+class KernelLog:
+    """Reads what is new in the kernel's log.
+
+    Args:
+        root: the folder below which the log is.
+        past: also read what was logged before.
+
+    Raises:
+        UnreadableError: there is no log that this user may read.
+    """
+
+    def __init__(self, root: Path = ROOT, *, past: bool = False) -> None:
+        self._kmsg = -1
+        self._file: Any = None
+        self._rest = b""  # of its last line, which is not complete yet
+        self._journal_since_s = 0.0 if past else time.time()
+        self._journal = ""
+        for path in (root / name for name in LOG_FILES):
+            if self._open_file(path, past=past):
+                break
+        if root == ROOT and self._open_kmsg(past=past):
+            self._close_file()
+        if root == ROOT and self._kmsg < 0 and self._file is None:
+            self._journal = _journal_program()
+        if self._kmsg < 0 and self._file is None and not self._journal:
+            raise UnreadableError(
+                "neither /dev/kmsg, systemd's journal nor a file in /var/log may be read: it takes"
+                " the group adm or systemd-journal, or kernel.dmesg_restrict=0"
+                if root == ROOT
+                else f"there is no kernel log in {root}, such as kern.log"
+            )
+
+    def _open_file(self, path: Path, *, past: bool) -> bool:
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                return False
+            self._file = path.open("rb")
+        except OSError:
+            return False
+        end = self._file.seek(0, os.SEEK_END)
+        if past:
+            self._file.seek(max(0, end - READ_MAX))
+        return True
+
+    def _open_kmsg(self, *, past: bool) -> bool:
+        try:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            self._kmsg = os.open("/dev/kmsg", flags)
+            os.lseek(self._kmsg, 0, os.SEEK_SET if past else os.SEEK_END)
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def read_new(self, *, thorough: bool = False) -> list[HealthEvent]:
+        """Return what was logged since the last call.
+
+        Args:
+            thorough: also ask systemd's journal, which starts a process.
+        """
+        if self._kmsg >= 0:
+            return self._read_kmsg()
+        if self._file is not None:
+            content = self._rest + self._file.read(READ_MAX)
+            whole, newline, self._rest = content.rpartition(b"\n")
+            return events_in((whole + newline).decode("utf-8", "replace").splitlines())
+        return self._read_journal() if thorough and self._journal else []
+
+    def _read_kmsg(self) -> list[HealthEvent]:
+        boot_ns = time.time_ns() - time.monotonic_ns()
+        events = []
+        size = 0
+        while size < READ_MAX:
+            try:
+                record = os.read(self._kmsg, _RECORD_MAX)
+            except BlockingIOError:
+                break  # nothing more
+            except BrokenPipeError:
+                continue  # older records were overwritten
+            except OSError:
+                break
+            size += len(record)
+            head, _, text = record.decode("utf-8", "replace").partition(";")
+            fields = head.split(",")
+            if len(fields) < 3 or not fields[2].isdecimal():
+                continue
+            event = event_of(text.partition("\n")[0], boot_ns + int(fields[2]) * 1000)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _read_journal(self) -> list[HealthEvent]:
+        now_s = time.time()
+        lines = _journal_lines(self._journal, f"@{self._journal_since_s:.0f}")
+        self._journal_since_s = now_s
+        return events_in(lines)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._close_file()
+        if self._kmsg >= 0:
+            os.close(self._kmsg)
+            self._kmsg = -1
+
+
+def _journal_program() -> str:
+    """Return the path of journalctl, or nothing if it shows this user no message of the kernel."""
+    program = shutil.which("journalctl") or ""
+    return program if program and _journal_lines(program, "-7d", "-n", "1") else ""
+
+
+def _journal_lines(program: str, since: str, *more: str) -> list[str]:
+    command = [program, "-k", "-q", "-o", "short-unix", "--no-pager", "--since", since, *more]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_JOURNAL_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout[-READ_MAX:].decode("utf-8", "replace").splitlines()

@@ -1,0 +1,350 @@
+"""Watches a node's hardware for the watcher: looks at it at first, every minute, and at once when a
+stall is suspected.
+
+All reading is done by one thread of its own, because a file of a broken device may block for ever;
+nobody waits for it without a limit. A source that takes more than its share of CPU time is read
+less often, so that all together take 50 ms a minute or less.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from commlens.health import places, ras
+from commlens.health.changes import Look, changes, is_down
+from commlens.health.gpus import Gpus
+from commlens.health.host import read_host
+from commlens.health.kernel_log import KernelLog
+from commlens.health.network import read_infiniband, read_interfaces, read_tcp
+from commlens.health.places import RankProcess
+from commlens.health.sources import ROOT, UnreadableError
+from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
+
+log = logging.getLogger("commlens")
+
+EVERY_S: Final = 60.0
+CPU_S: Final = 0.05  # that all sources together may take in that time
+LOOK_WAIT_S: Final = 1.0
+FRESH_S: Final = 5.0  # a look that is younger shows the present
+EVENTS_MAX: Final = 500  # the newest are kept
+
+
+@dataclass
+class _Source:
+    """A source of values, and when it is read next."""
+
+    name: str
+    read: Callable[[], Values]
+    due: float = 0.0  # time.monotonic()
+    cost_s: float = 0.0  # CPU time of the last reading
+
+
+class NodeRecord:
+    """What was found on a node so far.
+
+    Args:
+        host: the node's name.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._first: Look | None = None
+        self._last: Look | None = None
+        self._events: deque[HealthEvent] = deque(maxlen=EVENTS_MAX)
+
+    @property
+    def taken_ns(self) -> int:
+        """When the last look was taken, Unix ns; 0: there was none."""
+        return self._last.taken_ns if self._last is not None else 0
+
+    def add(self, look: Look, logged: Sequence[HealthEvent]) -> None:
+        """Add a look, and what the kernel has logged since the one before.
+
+        A source that was not read has not changed, as far as is known.
+        """
+        first, last = self._first or look, self._last or look
+        found = changes(first, last, look)
+        self._first = first
+        self._last = Look(look.taken_ns, {**last.values, **look.values})
+        self._events = deque([*self._events, *found, *logged], maxlen=EVENTS_MAX)
+
+    def health(
+        self,
+        ranks: Sequence[RankProcess] = (),
+        gpu_of_pid: Mapping[int, str] = MappingProxyType({}),
+        not_read: Sequence[NotRead] = (),
+        ras_report: RasReport | None = None,
+    ) -> NodeHealth:
+        """Return all of it, with the places of the ranks."""
+        first, last = self._first, self._last
+        if first is None or last is None:
+            return NodeHealth(self._host, not_read=list(not_read), ras=ras_report)
+        environment = next((rank.environment for rank in ranks if rank.environment), {})
+        return NodeHealth(
+            self._host,
+            began_ns=first.taken_ns,
+            taken_ns=last.taken_ns,
+            ranks=places.place_ranks(ranks, first.values, gpu_of_pid),
+            networks=places.networks(environment, first.values),
+            events=tidy(list(self._events), first, last),
+            values=dict(last.values),
+            not_read=list(not_read),
+            ras=ras_report,
+        )
+
+
+class Sampler:
+    """Reads all sources of a node that can be read.
+
+    Args:
+        root: the folder below which the node's files are.
+        past: also read what the kernel logged before.
+    """
+
+    def __init__(self, root: Path = ROOT, *, past: bool = False) -> None:
+        self.not_read: list[NotRead] = []
+        self._kernel_log: KernelLog | None = None
+        self.gpus: Gpus | None = None
+        self._sources = [
+            _Source("infiniband", lambda: read_infiniband(root)),
+            _Source("network", lambda: read_interfaces(root)),
+            _Source("tcp", lambda: read_tcp(root)),
+            _Source("host", lambda: read_host(root)),
+        ]
+        try:
+            self._kernel_log = KernelLog(root, past=past)
+        except UnreadableError as error:
+            self.not_read.append(NotRead("kernel log", str(error)))
+        try:
+            self.gpus = Gpus(root)
+            self._sources.append(_Source("gpu", self.gpus.read))
+        except UnreadableError as error:
+            self.not_read.append(NotRead("GPUs", str(error)))
+
+    def look(self, *, thorough: bool) -> tuple[dict[str, Values], list[HealthEvent]]:
+        """Read the sources that are due, and what the kernel has logged.
+
+        Args:
+            thorough: read all sources, whatever they cost.
+        """
+        values: dict[str, Values] = {}
+        for source in list(self._sources):
+            if thorough or time.monotonic() >= source.due:
+                self._read(source, values)
+        events = self._kernel_log.read_new(thorough=thorough) if self._kernel_log else []
+        return values, events
+
+    def _read(self, source: _Source, values: dict[str, Values]) -> None:
+        began, began_s = time.thread_time(), time.monotonic()
+        try:
+            found = source.read()
+        except Exception as error:  # a driver's library, or a file of a form not known here
+            found = {}
+            self.not_read.append(NotRead(source.name, f"{type(error).__name__}: {error}"))
+        if not found:
+            if not source.due:  # there is no such hardware
+                self._sources.remove(source)
+            return
+        source.cost_s = time.thread_time() - began
+        if source.name == "gpu":  # nvidia-smi is a process of its own
+            source.cost_s = max(source.cost_s, time.monotonic() - began_s)
+        share = CPU_S / 5
+        source.due = time.monotonic() + EVERY_S * max(1.0, source.cost_s / share) - 1.0
+        values[source.name] = found
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._kernel_log is not None:
+            self._kernel_log.close()
+
+
+class Monitor:
+    """Looks at a node from a thread of its own.
+
+    Args:
+        root: the folder below which the node's files are.
+        host: the node's name.
+    """
+
+    def __init__(self, root: Path = ROOT, host: str = "") -> None:
+        self._root = root
+        self._wanted = threading.Event()
+        self._looked = threading.Condition()
+        self._looks = 0  # finished ones that were asked for
+        self._asked = 0
+        self._closed = False
+        self._record = NodeRecord(host or os.uname().nodename)
+        self._sampler: Sampler | None = None
+        self._gpu_of_pid: Mapping[int, str] = {}
+        self._environment: Mapping[str, str] | None = None  # of a rank, to ask RAS
+        self._ras: RasReport | None = None
+        self._thread = threading.Thread(target=self._run, name="commlens-health", daemon=True)
+        self._thread.start()
+
+    # --- from the watcher
+
+    def look_now(self, environment: Mapping[str, str] | None = None) -> None:
+        """Ask for a look at all sources, and return at once.
+
+        Args:
+            environment: of one of the ranks, to ask NCCL's RAS service, too; None: do not.
+        """
+        with self._looked:
+            self._asked += 1
+            if environment is not None:
+                self._environment = environment
+        self._wanted.set()
+
+    def report(self, ranks: Sequence[RankProcess], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
+        """Return what is known, with a fresh look if that is soon, and with the answer of RAS.
+
+        Args:
+            ranks: of this node.
+            wait_s: how long to wait for both.
+        """
+        if time.time_ns() - self._record.taken_ns > FRESH_S * 1e9:
+            with self._looked:
+                self._asked += 1
+            self._wanted.set()
+        with self._looked:
+            asked = self._asked
+            self._looked.wait_for(
+                lambda: (self._looks >= asked and self._environment is None) or self._closed, wait_s
+            )
+            complete = self._looks >= asked
+        return self._report(ranks, complete=complete)
+
+    def _report(self, ranks: Sequence[RankProcess], *, complete: bool) -> NodeHealth:
+        sampler = self._sampler
+        not_read = list(sampler.not_read) if sampler is not None else []
+        if not complete:
+            not_read.append(NotRead("this node", "a source did not answer in time"))
+        return self._record.health(ranks, self._gpu_of_pid, not_read, self._ras)
+
+    def close(self) -> None:
+        """End the thread. One that is blocked ends with the process."""
+        with self._looked:
+            self._closed = True
+            self._looked.notify_all()
+        self._wanted.set()
+        self._thread.join(1.0)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            self._sampler = Sampler(self._root)
+            due = time.monotonic()
+            while not self._closed:
+                asked = self._asked
+                thorough = asked > self._looks
+                if thorough or time.monotonic() >= due:
+                    self._look(thorough=thorough or not self._record.taken_ns)
+                    due = time.monotonic() + EVERY_S
+                self._finish(asked)
+                self._ask_ras()
+                self._wanted.wait(max(0.0, due - time.monotonic()))
+                self._wanted.clear()
+        except Exception as error:
+            log.warning(
+                "commlens: the node's hardware is not watched any more: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            log.debug("the error of watching the hardware", exc_info=True)
+        finally:
+            self._finish(1 << 62)
+            if self._sampler is not None:
+                self._sampler.close()
+
+    def _finish(self, asked: int) -> None:
+        with self._looked:
+            self._looks = max(self._looks, asked)
+            self._looked.notify_all()
+
+    def _look(self, *, thorough: bool) -> None:
+        assert self._sampler is not None
+        taken_ns = time.time_ns()
+        values, logged = self._sampler.look(thorough=thorough)
+        self._record.add(Look(taken_ns, values), logged)
+        if thorough and self._sampler.gpus is not None:
+            self._gpu_of_pid = self._sampler.gpus.processes()
+
+    def _ask_ras(self) -> None:
+        environment = self._environment
+        if environment is not None:
+            self._ras = ras.ask(environment)
+            with self._looked:
+                self._environment = None
+                self._looked.notify_all()
+
+
+def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent]:
+    """Return events in the order of their times: with interfaces by their names, whether a fault is
+    over, and each link that went down once.
+
+    A counter shows within a minute what the kernel's log tells to the microsecond.
+    """
+    names = places.part_names(first.values)
+    other_names = places.aliases(first.values)
+    named = []
+    for event in events:
+        part = names.get(event.part, event.part)
+        named.append(msgspec.structs.replace(event, part=other_names.get(part, part)))
+    named.sort(key=lambda event: (event.at_ns, event.what, event.part))
+    exact = {(event.what, event.part): event.at_ns for event in named if not event.since_ns}
+    kept: dict[tuple[str, str, int, int], HealthEvent] = {}
+    for event in named:
+        at_ns = exact.get((event.what, event.part), 0)
+        if event.since_ns and event.since_ns <= at_ns <= event.at_ns:
+            continue  # the kernel tells it better
+        second = event.at_ns // 1_000_000_000
+        key = (event.what, event.part, event.number, second)
+        over = _is_over(event, named, last)
+        kept.setdefault(key, msgspec.structs.replace(event, over=over) if over else event)
+    return list(kept.values())
+
+
+_ENDS: Final = {"link-down": "link-up", "nfs-silent": "nfs-back"}
+
+
+def _is_over(event: HealthEvent, events: list[HealthEvent], last: Look) -> bool:
+    """Return whether what broke was well again at the last look."""
+    end = _ENDS.get(event.what)
+    if end is None:
+        return event.over
+    ended = any(
+        other.what == end and other.part == event.part and other.at_ns >= event.at_ns
+        for other in events
+    )
+    return ended or (end == "link-up" and is_down(last.values, event.part) is False)
+
+
+def look_once(root: Path = ROOT, host: str = "") -> NodeHealth:
+    """Look at a node once, without a look to compare it with: what its sources tell now, and what
+    the kernel has logged.
+    """
+    sampler = Sampler(root, past=True)
+    try:
+        taken_ns = time.time_ns()
+        values, events = sampler.look(thorough=True)
+    finally:
+        sampler.close()
+    record = NodeRecord(host or os.uname().nodename)
+    record.add(Look(taken_ns, values), events)
+    health = record.health(not_read=sampler.not_read)
+    # an interface that is down now was in use if it went down
+    down = {event.part for event in health.events if event.what == "link-down"}
+    health.networks += sorted(down - set(health.networks))
+    return health

@@ -1,0 +1,283 @@
+"""A client of NCCL's RAS service, which any NCCL job from 2.24 on offers on a local port.
+
+The protocol is lines of text: after a greeting and a timeout, one command, whose answer ends with
+the connection. From about 2.28 on the answer can be JSON.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from commlens.model.health import RasCommunicator, RasRank, RasReport
+
+VARIABLE: Final = "NCCL_RAS_ADDR"
+DEFAULT_PORT: Final = 28028
+_PROTOCOL: Final = 2
+_NCCL_WAITS_S: Final = 2  # for the job's other processes; beyond it, it answers without them
+_ANSWER_S: Final = 8.0  # for the whole answer; NCCL adds some seconds to its own limit
+_CONNECT_S: Final = 1.0
+_LATE: Final = f"it did not answer within {_ANSWER_S:.0f} s"
+_ANSWER_MAX: Final = 64 << 20  # bytes; JSON takes about 600 for each rank of a communicator
+
+
+class _SilentError(Exception):
+    """There is no usable answer. The message says why, in a clause."""
+
+
+def address(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the host and port of the service, as the job's environment names them."""
+    named = environment.get(VARIABLE, "").strip()
+    host, _, port = named.rpartition(":")
+    host = host.strip("[]")
+    if not port.isdecimal():
+        return "localhost", DEFAULT_PORT
+    return host or "localhost", int(port)
+
+
+def ask(environment: Mapping[str, str] = os.environ, *, elsewhere: bool = False) -> RasReport:
+    """Ask the RAS service of a job on this machine once. Takes at most ten seconds.
+
+    Args:
+        environment: of a rank of the job; it may name the address.
+        elsewhere: also ask an address that is not on the loopback interface.
+    """
+    taken_ns = time.time_ns()
+    host, port = address(environment)
+    if not (elsewhere or _is_loopback(host)):
+        return RasReport(
+            answered=False, taken_ns=taken_ns, problem=f"{host} is not on the loopback interface"
+        )
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+            report = _converse(connection)
+    except TimeoutError:
+        return RasReport(answered=False, taken_ns=taken_ns, problem=_LATE)
+    except (OSError, _SilentError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return RasReport(answered=False, taken_ns=taken_ns, problem=reason)
+    return msgspec.structs.replace(report, taken_ns=taken_ns)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _converse(connection: socket.socket) -> RasReport:
+    until = time.monotonic() + _ANSWER_S
+    lines = _Lines(connection, until)
+    lines.send(f"CLIENT PROTOCOL {_PROTOCOL}")
+    if not lines.read_line().startswith("SERVER PROTOCOL "):
+        raise _SilentError("what listens there is not NCCL's RAS service")
+    lines.send(f"TIMEOUT {_NCCL_WAITS_S}")
+    if lines.read_line() != "OK":
+        raise _SilentError("it does not accept a timeout")
+    lines.send("SET FORMAT json")
+    is_json = lines.read_line() == "OK"  # an older version answers with an error, and goes on
+    lines.send("VERBOSE STATUS")
+    answer = lines.read_rest()
+    return read_json(answer) if is_json else read_text(answer)
+
+
+class _Lines:
+    """The lines of a connection, until a moment."""
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self._connection = connection
+        self._until = until
+        self._buffer = b""
+
+    def send(self, line: str) -> None:
+        self._connection.sendall(f"{line}\n".encode())
+
+    def read_line(self) -> str:
+        while b"\n" not in self._buffer:
+            if not self._receive():
+                raise _SilentError("it closed the connection")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
+
+    def read_rest(self) -> str:
+        while self._receive():
+            pass
+        return self._buffer.decode("utf-8", "replace")
+
+    def _receive(self) -> bool:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise _SilentError(_LATE)
+        self._connection.settimeout(left)
+        received = self._connection.recv(65536)
+        self._buffer += received
+        if len(self._buffer) > _ANSWER_MAX:
+            raise _SilentError("its answer is too long")
+        return bool(received)
+
+
+# --- JSON
+
+
+class _Status(msgspec.Struct):
+    unresponsive: bool = False
+    considered_dead: bool = False
+
+
+class _Rank(msgspec.Struct):
+    rank: int
+    host: str = ""
+    pid: int = 0
+    status: _Status = msgspec.field(default_factory=_Status)
+    collective_counts: dict[str, int] = {}
+
+
+class _Communicator(msgspec.Struct):
+    hash: str = ""
+    size: int = 0
+    ranks: list[_Rank] = []
+    missing_ranks: list[_Rank] = []
+
+
+class _Answer(msgspec.Struct):
+    nccl_version: str = ""
+    communicators: list[_Communicator] = []
+
+
+def read_json(text: str) -> RasReport:
+    """Read an answer in JSON.
+
+    Raises:
+        _SilentError: it is not what NCCL 2.28 sends.
+    """
+    try:
+        answer = msgspec.json.decode(text, type=_Answer)
+    except (msgspec.DecodeError, RecursionError):
+        raise _SilentError("its answer cannot be read") from None
+    return RasReport(
+        answered=True,
+        version=answer.nccl_version,
+        communicators=[_from_json(each) for each in answer.communicators],
+    )
+
+
+def _from_json(found: _Communicator) -> RasCommunicator:
+    pids = [0] * min(found.size, 1 << 20)
+    for rank in (*found.ranks, *found.missing_ranks):
+        if 0 <= rank.rank < len(pids):
+            pids[rank.rank] = rank.pid
+    op, behind = _behind({rank.rank: rank.collective_counts for rank in found.ranks})
+    return RasCommunicator(
+        name=found.hash,
+        size=found.size,
+        pids=pids,
+        op=op,
+        apart=bool(behind),
+        behind=[_as_model(rank) for rank in found.ranks if rank.rank in behind],
+        silent=[
+            _as_model(rank)
+            for rank in found.missing_ranks
+            if rank.status.unresponsive or rank.status.considered_dead
+        ],
+    )
+
+
+def _as_model(rank: _Rank) -> RasRank:
+    return RasRank(rank.rank, max(0, rank.pid), rank.host)
+
+
+def _behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int]]:
+    """Return the op of which some ranks have launched fewer than the others, and these ranks."""
+    ops = {op for each in counts.values() for op in each}
+    spread = {
+        op: max(each.get(op, 0) for each in counts.values())
+        - min(each.get(op, 0) for each in counts.values())
+        for op in ops
+    }
+    worst = max(sorted(spread), key=lambda op: spread[op], default="")
+    if not worst or not spread[worst]:
+        return "", set()
+    most = max(each.get(worst, 0) for each in counts.values())
+    return worst, {rank for rank, each in counts.items() if each.get(worst, 0) < most}
+
+
+# --- text
+
+_VERSION: Final = re.compile(r"NCCL version (\S+)")
+_SECTION: Final = re.compile(r"#\d+-\d+ \(([0-9a-f]+)\) (MISMATCH|INCOMPLETE|ERROR)", re.MULTILINE)
+_COUNTS: Final = re.compile(r"  Communicator ranks have different (\w+) operation counts")
+_GROUP: Final = re.compile(
+    r"  (\d+) ranks have (?:launched up to operation (\d+)|not launched any operations)"
+)
+_RANK: Final = re.compile(
+    r"  Rank (\d+) (?:has (?:launched up to operation (\d+)|(not) launched any operations) )?-- "
+    r"(?:.*managed by process (\d+) on node (\S+))?"
+)
+
+
+def read_text(text: str) -> RasReport:
+    """Read an answer in text, which names only ranks that differ from most of the others.
+
+    Raises:
+        _SilentError: it is not NCCL's.
+    """
+    version = _VERSION.search(text)
+    if version is None:
+        raise _SilentError("its answer cannot be read")
+    communicators: dict[str, RasCommunicator] = {}
+    for name, kind, body in _sections(text):
+        known = communicators.get(name, RasCommunicator(name=name))
+        if kind == "INCOMPLETE":
+            silent = [_named(found) for found in map(_RANK.match, body) if found is not None]
+            known = msgspec.structs.replace(known, silent=silent)
+        elif kind == "MISMATCH":
+            op, behind = _behind_in_text(body)
+            known = msgspec.structs.replace(known, op=op, apart=bool(op), behind=behind)
+        communicators[name] = known
+    return RasReport(answered=True, version=version[1], communicators=list(communicators.values()))
+
+
+def _sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the name of a communicator, what is wrong with it, and the lines about that."""
+    found = list(_SECTION.finditer(text))
+    ends = [*(each.start() for each in found[1:]), len(text)]
+    for each, end in zip(found, ends, strict=True):
+        yield each[1], each[2], text[each.end() : end].splitlines()
+
+
+def _behind_in_text(lines: list[str]) -> tuple[str, list[RasRank]]:
+    """Return the first op in whose count ranks differ, and the ranks that launched fewer than the
+    others; none if the text does not list them.
+    """
+    op, count = "", 0
+    most = 0
+    listed: dict[int, list[RasRank]] = {}
+    for line in lines:
+        if found := _COUNTS.match(line):
+            if op:
+                break
+            op = found[1]
+        elif op and (found := _GROUP.match(line)):
+            count = int(found[2] or 0)
+            most = max(most, count)
+            listed.setdefault(count, [])
+        elif op and (found := _RANK.match(line)):
+            if found[2] or found[3]:
+                count = int(found[2] or 0)
+                most = max(most, count)
+            listed.setdefault(count, []).append(_named(found))
+    behind = [rank for count, ranks in listed.items() if count < most for rank in ranks]
+    return op, behind
+
+
+def _named(found: re.Match[str]) -> RasRank:
+    groups: tuple[Any, ...] = found.groups()
+    return RasRank(int(groups[0]), int(groups[3] or 0), groups[4] or "")

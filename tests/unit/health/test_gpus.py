@@ -1,0 +1,146 @@
+"""GPUs, from tables of nvidia-smi, NVML's functions and AMD's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from node_files import NodeFiles, gpu_address
+
+from commlens.health import gpus
+from commlens.health.gpus import Gpus, gpus_in_csv, processes_in_csv, read_amd
+from commlens.health.sources import UnreadableError
+
+TABLE = """index, pci.bus_id, name, temperature.gpu, power.draw [W], clocks_throttle_reasons.active, \
+ecc.errors.uncorrected.volatile.total, remapped_rows.failure, pcie.link.width.current
+0, 00000000:4F:00.0, NVIDIA A100-SXM4-80GB, 36, 61.50 W, 0x0000000000000001, 0, No, 16
+1, 00000000:52:00.0, NVIDIA A100-SXM4-80GB, 88, 401.03 W, 0x0000000000000040, [N/A], Yes, 8
+"""
+
+
+def test_a_table_of_nvidia_smi() -> None:
+    found = gpus_in_csv(TABLE)
+    assert list(found) == ["0000:4f:00.0", "0000:52:00.0"]
+    first, second = found.values()
+    assert (first["index"], first["name"]) == (0.0, "NVIDIA A100-SXM4-80GB")
+    assert (first["temperature_c"], first["power_w"], first["ecc_uncorrected"]) == (36.0, 61.5, 0.0)
+    assert (second["throttle_reasons"], second["pcie_width"]) == (64.0, 8.0)
+    assert second["remap_failed"] == 1.0 and "ecc_uncorrected" not in second
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found\n", "a, b\n\n1\n"])
+def test_a_table_without_gpus(text: str) -> None:
+    assert gpus_in_csv(text) == {} and processes_in_csv(text) == {}
+
+
+def test_a_folder_with_tables(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path, gpus=2)
+    files.processes({4121: 1, 4120: 0})
+    found = Gpus(tmp_path)
+    assert sorted(found.read()) == [gpu_address(0), gpu_address(1)]
+    assert found.processes() == {4121: gpu_address(1), 4120: gpu_address(0)}
+
+
+def test_lanes_are_read_where_the_driver_does_not_tell(tmp_path: Path) -> None:
+    NodeFiles(tmp_path, gpus=1)
+    folder = tmp_path / "sys/bus/pci/devices" / gpu_address(0)
+    folder.mkdir(parents=True)
+    (folder / "max_link_width").write_text("16\n")
+    (tmp_path / gpus.SMI_FILE).write_text(f"index, pci.bus_id\n0, {gpu_address(0)}\n")
+    assert Gpus(tmp_path).read()[gpu_address(0)] == {"pcie_width_max": 16.0, "index": 0.0}
+
+
+def test_amd(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path)
+    device = "sys/class/drm/card1/device"
+    files.write(f"{device}/uevent", "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:C1:00.0\n")
+    files.write(f"{device}/gpu_busy_percent", "97\n")
+    files.write(f"{device}/current_link_width", "16\n")
+    files.write(f"{device}/ras/umc_err_count", "ue: 1\nce: 4\n")
+    files.write(f"{device}/ras/gfx_err_count", "ue: 1\nce: 0\n")
+    assert read_amd(tmp_path) == {
+        "0000:c1:00.0": {
+            "used_percent": 97.0,
+            "pcie_width": 16.0,
+            "ecc_uncorrected": 2.0,
+            "ecc_corrected": 4.0,
+        }
+    }
+
+
+class _NvmlError(Exception):
+    pass
+
+
+class _Library:
+    """NVML's functions, of two GPUs of which the second is lost, as a driver of 2024 offers them."""
+
+    NVMLError = _NvmlError
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index == 1:
+            raise _NvmlError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetPciInfo(self, gpu: int) -> Any:
+        return SimpleNamespace(busId=b"00000000:4F:00.0")
+
+    def nvmlDeviceGetName(self, gpu: int) -> str:
+        return "NVIDIA H100"
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: int, kind: int, counter: int) -> int:
+        raise _NvmlError("Not Supported")
+
+    def nvmlDeviceGetRemappedRows(self, gpu: int) -> tuple[int, int, int, int]:
+        return (2, 1, 0, 0)
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: int) -> int:
+        return 16
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[Any]:
+        return [SimpleNamespace(pid=4121)]
+
+
+def test_nvml_leaves_out_what_a_gpu_or_driver_lacks() -> None:
+    nvml = gpus._Nvml(_Library())
+    assert nvml() == {
+        "0000:4f:00.0": {
+            "index": 0.0,
+            "name": "NVIDIA H100",
+            "rows_remapped": 1.0,
+            "remap_failed": 0.0,
+            "pcie_width": 16.0,
+        }
+    }
+    assert nvml.processes() == {4121: "0000:4f:00.0"}
+
+
+SMI = """#!/bin/sh
+case "$1" in
+*remapped_rows*) echo "Field is not a valid field to query" >&2; exit 2 ;;
+--query-gpu=*) printf "index, pci.bus_id\\n0, 00000000:4F:00.0\\n" ;;
+--query-compute-apps=*) printf "gpu_bus_id, pid\\n00000000:4F:00.0, 4121\\n" ;;
+esac
+"""
+
+
+def test_nvidia_smi_of_an_older_driver(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    smi = gpus._Smi(str(program))
+    assert smi() == {"0000:4f:00.0": {"index": 0.0}}
+    assert smi.processes() == {4121: "0000:4f:00.0"}
+
+
+def test_nvidia_smi_that_fails(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    with pytest.raises(UnreadableError, match="did not answer"):
+        gpus._Smi(str(program))

@@ -1,0 +1,225 @@
+"""The kernel's log: what its lines tell, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commlens.health.kernel_log import KernelLog, event_of, events_in, time_of
+from commlens.health.sources import UnreadableError
+
+NOON = 1_790_251_391  # 2026-09-24 12:03:11 UTC
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fault", "part"),
+    [
+        (
+            ("NVRM: Xid (PCI:0000:4F:00): 79, pid=4121, name=python, GPU has fallen off the bus."),
+            "xid",
+            "gpu-fault",
+            "0000:4f:00.0",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:4f:00): 48, pid='<unknown>', name=<unknown>, DBE",
+            "xid",
+            "gpu-memory",
+            "0000:4f:00.0",
+        ),
+        (
+            "NVRM: Xid (0000:01:00): 31, Ch 0000000b, engmask 00000120",
+            "xid",
+            "gpu-fault",
+            "0000:01:00.0",
+        ),
+        (
+            "nvidia-nvswitch3: SXid (PCI:0000:c5:00.0): 20034, Fatal, Link 30 LTSSM Fault Up",
+            "nvswitch-error",
+            "gpu-fault",
+            "0000:c5:00.0",
+        ),
+        (
+            "NVRM: GPU 0000:4f:00.0: GPU has fallen off the bus.",
+            "gpu-gone",
+            "gpu-fault",
+            "0000:4f:00.0",
+        ),
+        (
+            "pcieport 0000:3a:00.0: PCIe Bus Error: severity=Corrected, type=Physical Layer",
+            "pcie-error-corrected",
+            "pcie",
+            "0000:3a:00.0",
+        ),
+        (
+            "nvidia 0000:4f:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction",
+            "pcie-error",
+            "pcie",
+            "0000:4f:00.0",
+        ),
+        (
+            "pcieport 0000:3a:00.0: AER: Uncorrected (Fatal) error received: 0000:4f:00.0",
+            "pcie-error",
+            "pcie",
+            "0000:4f:00.0",
+        ),
+        (
+            "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0",
+            "memory-error-corrected",
+            "host-memory",
+            "memory",
+        ),
+        ("EDAC MC1: 1 UE memory read error", "memory-error", "host-memory", "memory"),
+        (
+            "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 9",
+            "machine-check",
+            "host-memory",
+            "cpu",
+        ),
+        (
+            "mlx5_core 0000:17:00.0 ens1f0np0: Link down",
+            "link-down",
+            "network-down",
+            "0000:17:00.0",
+        ),
+        ("mlx5_core 0000:17:00.0 ens1f0np0: Link up", "link-up", "network-down", "0000:17:00.0"),
+        (
+            "mlx5_core 0000:17:00.0: Port module event: module 0, Cable unplugged",
+            "adapter-error",
+            "network-errors",
+            "0000:17:00.0",
+        ),
+        (
+            "mlx5_core 0000:17:00.0: poll_health:835:(pid 0): device's health compromised",
+            "adapter-error",
+            "network-errors",
+            "0000:17:00.0",
+        ),
+        ("bnxt_en 0000:01:00.0 eno1: NIC Link is Down", "link-down", "network-down", "eno1"),
+        ("ixgbe 0000:01:00.0 eth2: NIC Link is Up 10 Gbps", "link-up", "network-down", "eth2"),
+        (
+            "bond0: link status definitely down for interface eth1, disabling it",
+            "link-down",
+            "network-down",
+            "eth1",
+        ),
+        (
+            "NETDEV WATCHDOG: eth0 (bnxt_en): transmit queue 3 timed out",
+            "adapter-error",
+            "network-errors",
+            "eth0",
+        ),
+        ("nfs: server 10.0.0.9 not responding, still trying", "nfs-silent", "storage", "10.0.0.9"),
+        ("nfs: server 10.0.0.9 OK", "nfs-back", "storage", "10.0.0.9"),
+        (
+            "INFO: task python:4121 blocked for more than 120 seconds.",
+            "hung-task",
+            "storage",
+            "disk",
+        ),
+        (
+            "blk_update_request: I/O error, dev nvme0n1, sector 2048 op 0x0:(READ)",
+            "io-error",
+            "storage",
+            "nvme0n1",
+        ),
+        ("nvme nvme0: I/O 12 QID 3 timeout, aborting", "io-error", "storage", "disk"),
+        (
+            "CPU3: Core temperature is above threshold, cpu clock is throttled",
+            "cpu-throttled",
+            "thermal",
+            "cpu",
+        ),
+        (
+            "amdgpu 0000:03:00.0: amdgpu: GPU reset begin!",
+            "gpu-reset",
+            "gpu-fault",
+            "0000:03:00.0",
+        ),
+    ],
+)
+def test_a_message_is_recognised(line: str, what: str, fault: str, part: str) -> None:
+    event = event_of(line, NOON)
+    assert event is not None
+    assert (event.what, event.fault, event.part, event.at_ns) == (what, fault, part, NOON)
+
+
+def test_the_process_is_taken_from_a_message() -> None:
+    xid = event_of("NVRM: Xid (PCI:0000:4f:00): 79, pid=4121, name=python, off the bus", NOON)
+    assert xid is not None and (xid.number, xid.pid) == (79, 4121)
+    killed = event_of(
+        "Out of memory: Killed process 77 (stress-ng) total-vm:8388608kB, anon-rss:8000000kB", NOON
+    )
+    assert killed is not None and (killed.what, killed.pid, killed.name) == (
+        "oom-kill",
+        77,
+        "stress-ng",
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "usb 1-1: new high-speed USB device number 2",
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15",
+        "nvidia-nvswitch3: SXid (PCI:0000:c5:00.0): 12028, Non-fatal, Link 32 egress",
+        "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
+        "mlx5_core 0000:17:00.0: Port module event: module 0, Cable plugged",
+        "EDAC MC: Ver: 3.0.0",
+    ],
+)
+def test_other_messages_are_left_out(line: str) -> None:
+    assert event_of(line, NOON) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "nanoseconds"),
+    [
+        ("1790251391.500000 n03 kernel: text", 500_000_000),
+        ("2026-09-24T12:03:11.250000+00:00 n03 kernel: text", 250_000_000),
+        ("2026-09-24T14:03:11.25+0200 n03 kernel: text", 250_000_000),
+        ("2026-09-24T12:03:11,25Z text", 250_000_000),
+    ],
+)
+def test_the_time_of_a_line(line: str, nanoseconds: int) -> None:
+    assert time_of(line, NOON) == NOON * 1_000_000_000 + nanoseconds
+
+
+def test_times_without_year_and_zone_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    at_ns = NOON * 1_000_000_000
+    assert time_of("[Thu Sep 24 12:03:11 2026] NVRM: Xid", NOON) == at_ns
+    assert time_of("Sep 24 12:03:11 n03 kernel: text", NOON) == at_ns
+    # a line of December that is read in January is of the former year
+    january = NOON + 110 * 86400
+    assert time_of("Dec 31 12:03:11 n03 kernel: text", january) < january * 1_000_000_000
+    assert time_of("no time here", NOON) == time_of("Foo 99 99:99:99 n03", NOON) == 0
+
+
+def test_lines_without_a_time_are_left_out() -> None:
+    assert events_in(["NVRM: Xid (PCI:0000:4f:00): 79, pid=1, name=python"]) == []
+
+
+def test_a_file_is_read_on_from_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "var" / "log" / "kern.log"
+    file.parent.mkdir(parents=True)
+    file.write_text("1790251391.500000 n03 kernel: NVRM: Xid (PCI:0000:4f:00): 63, pid=1, remap\n")
+    log, all_of_it = KernelLog(tmp_path), KernelLog(tmp_path, past=True)
+    try:
+        assert [event.number for event in all_of_it.read_new()] == [63]
+        assert log.read_new() == []
+        with file.open("a") as more:
+            more.write("1790251392.500000 n03 kernel: NVRM: Xid (PCI:0000:4f:00): 79, ")
+            more.flush()
+            assert log.read_new() == []  # the line is not complete
+            more.write("pid=1, bus\n")
+        assert [event.number for event in log.read_new()] == [79]
+        assert log.read_new() == []
+    finally:
+        log.close()
+        all_of_it.close()
+
+
+def test_without_a_log_it_is_told_what_would_help(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="kern.log"):
+        KernelLog(tmp_path)

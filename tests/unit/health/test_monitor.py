@@ -1,0 +1,179 @@
+"""Looks at a node over time, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from node_files import NodeFiles, RasServer, communicator, gpu_address
+
+from commlens.health import monitor
+from commlens.health.changes import Look
+from commlens.health.monitor import Monitor, NodeRecord, Sampler, look_once
+from commlens.health.places import RankProcess
+from commlens.model.health import HealthEvent, NodeHealth
+
+S = 1_000_000_000
+RANKS = [RankProcess(0, 70, 0, {}), RankProcess(1, 71, 1, {})]
+
+
+def whats(health: NodeHealth) -> list[tuple[str, str]]:
+    return [(event.what, event.part) for event in health.events]
+
+
+def test_a_change_between_two_looks_is_reported(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path, gpus=2)
+    node = Monitor(tmp_path, "n03")
+    try:
+        healthy = node.report(RANKS, wait_s=20)
+        files.log("NVRM: Xid (PCI:0000:11:00): 79, pid=71, name=python, bus", time.time_ns())
+        files.port("mlx5_0", symbol_error="99")
+        node.look_now()
+        health = node.report(RANKS, wait_s=20)
+    finally:
+        node.close()
+    assert (healthy.host, healthy.events, healthy.not_read) == ("n03", [], [])
+    assert sorted(whats(health)) == [("errors-rose", "mlx5_0"), ("xid", gpu_address(1))]
+    assert [place.gpu for place in health.ranks] == [gpu_address(0), gpu_address(1)]
+    assert health.began_ns < health.events[0].at_ns <= health.taken_ns
+    assert not node._thread.is_alive()
+
+
+def test_ras_is_asked_once_when_a_stall_is_suspected(tmp_path: Path) -> None:
+    NodeFiles(tmp_path)
+    with RasServer([communicator([70, 71], [4, 3])]) as server:
+        node = Monitor(tmp_path)
+        try:
+            assert node.report(RANKS, wait_s=20).ras is None
+            node.look_now(server.environment)
+            told = node.report(RANKS, wait_s=20).ras
+            assert node.report(RANKS, wait_s=20).ras == told
+        finally:
+            node.close()
+    assert told is not None and told.communicators[0].behind[0].pid == 71
+    assert server.commands.count("verbose status") == 1
+
+
+def test_a_source_that_blocks_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def block(_: Path) -> dict[str, object]:
+        release.wait(30)
+        return {}
+
+    monkeypatch.setattr(monitor, "read_infiniband", block)
+    NodeFiles(tmp_path)
+    node = Monitor(tmp_path)
+    try:
+        began = time.monotonic()
+        health = node.report(RANKS, wait_s=0.2)
+        assert time.monotonic() - began < 5
+        assert [each.source for each in health.not_read] == ["this node"]
+    finally:
+        release.set()
+        node.close()
+
+
+def test_a_source_that_fails_is_named_once_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail(_: Path) -> dict[str, object]:
+        calls.append(1)
+        raise ValueError("odd file")
+
+    monkeypatch.setattr(monitor, "read_tcp", fail)
+    NodeFiles(tmp_path)
+    sampler = Sampler(tmp_path)
+    try:
+        for _ in range(3):
+            sampler.look(thorough=True)
+    finally:
+        sampler.close()
+    assert [(each.source, each.reason) for each in sampler.not_read] == [
+        ("tcp", "ValueError: odd file")
+    ]
+    assert len(calls) == 1
+
+
+def test_a_costly_source_is_read_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NodeFiles(tmp_path)
+    real = monitor.read_infiniband
+
+    def burn(root: Path) -> dict[str, object]:
+        until = time.thread_time() + 0.03
+        while time.thread_time() < until:
+            pass
+        return real(root)  # type: ignore[return-value]
+
+    monkeypatch.setattr(monitor, "read_infiniband", burn)
+    sampler = Sampler(tmp_path)
+    try:
+        sampler.look(thorough=True)
+        due = {source.name: source.due - time.monotonic() for source in sampler._sources}
+        assert "infiniband" not in sampler.look(thorough=False)[0]
+        assert "infiniband" in sampler.look(thorough=True)[0]
+    finally:
+        sampler.close()
+    # 30 ms are three times the share of one of five sources in 50 ms a minute
+    assert due["infiniband"] > 2.5 * monitor.EVERY_S
+    assert due["network"] < 1.1 * monitor.EVERY_S
+
+
+def event(what: str, part: str, at_s: float, since_s: float = 0.0) -> HealthEvent:
+    return HealthEvent(
+        what=what,  # type: ignore[arg-type]
+        fault="network-down",
+        part=part,
+        at_ns=int(at_s * S),
+        since_ns=int(since_s * S),
+    )
+
+
+def test_what_the_kernel_dates_exactly_is_told_once(tmp_path: Path) -> None:
+    NodeFiles(tmp_path)
+    sampler = Sampler(tmp_path)
+    values, _ = sampler.look(thorough=True)
+    sampler.close()
+    record = NodeRecord("n0")
+    record.add(Look(100 * S, values), [])
+    record.add(
+        Look(
+            160 * S, {"infiniband": {"mlx5_1": {**values["infiniband"]["mlx5_1"], "state": "DOWN"}}}
+        ),
+        [event("link-down", "0000:81:00.0", 130.5)],
+    )
+    (told,) = record.health().events
+    assert (told.what, told.part, told.at_ns) == ("link-down", "mlx5_1", int(130.5 * S))
+    assert not told.over
+
+
+def test_a_link_that_came_up_again_is_over(tmp_path: Path) -> None:
+    NodeFiles(tmp_path)
+    sampler = Sampler(tmp_path)
+    values, _ = sampler.look(thorough=True)
+    sampler.close()
+    record = NodeRecord("n0")
+    record.add(Look(100 * S, values), [])
+    record.add(Look(160 * S, values), [event("link-down", "eth0", 130)])
+    assert [each.over for each in record.health().events] == [True]
+
+
+def test_one_look_tells_the_past_that_the_kernel_has_logged(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path, gpus=1)
+    files.log("NVRM: Xid (PCI:0000:10:00): 63, pid=1, name=python, remap", 5 * S)
+    health = look_once(tmp_path, "n03")
+    assert whats(health) == [("xid", gpu_address(0))]
+    assert health.began_ns > 0 and health.networks == ["mlx5_0", "mlx5_1", "eth0"]
+
+
+def test_a_folder_without_anything_is_read_without_an_error(tmp_path: Path) -> None:
+    health = look_once(tmp_path, "n03")
+    assert health.values == {} and [each.source for each in health.not_read] == ["kernel log"]
