@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis.causes.context import Context, collective_of, group_of
 from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.model.cause import NoSuchPeer
 from commlens.model.collective import Collective, State
 
@@ -31,8 +32,26 @@ def find_no_such_peer(context: Context) -> set[int]:
         if op is not None:
             wrong.setdefault((op.op, op.peer), []).append((rank, op))
     for calls in wrong.values():
-        _add_calls(context, [rank for rank, _ in calls], calls[0][1])
+        ranks = [rank for rank, _ in calls]
+        victims = _demote_crashes(context, ranks)
+        _add_calls(context, ranks, calls[0][1], victims)
     return {peer for _, peer in wrong if peer is not None}
+
+
+def _demote_crashes(context: Context, ranks: list[int]) -> set[int]:
+    """Demote the deaths of ranks in such a message: gloo crashes in a receive (torch 2.13).
+
+    Returns:
+        The victims of these deaths.
+    """
+    victims: set[int] = set()
+    for claim in (case.claim for case in context.cases if case.claim.kind == "dead"):
+        exits = [context.job.views[rank].exit for rank in claim.culprits]
+        crashed = exits and all(each.signal in CRASHES for each in exits)
+        if crashed and {*claim.culprits} <= {*ranks}:
+            claim.root_cause = False
+            victims |= {*claim.victims}
+    return victims
 
 
 def _to_nowhere(view: RankView) -> Collective | None:
@@ -47,7 +66,7 @@ def _to_nowhere(view: RankView) -> Collective | None:
     return None
 
 
-def _add_calls(context: Context, culprits: list[int], op: Collective) -> None:
+def _add_calls(context: Context, culprits: list[int], op: Collective, victims: set[int]) -> None:
     nodes = [node for node in context.graph.blocks if node.rank in culprits]
     blocked = sorted({*context.blocked_by(nodes)} - {*culprits})
     cause = NoSuchPeer(
@@ -56,7 +75,7 @@ def _add_calls(context: Context, culprits: list[int], op: Collective) -> None:
         root_cause=True,
         culprits=list(culprits),
         blamed_by="arguments",
-        victims=list(blocked),
+        victims=sorted({*blocked, *victims} - {*culprits}),
         confidence="high",
         ranks=culprits,
         collective=collective_of(op),

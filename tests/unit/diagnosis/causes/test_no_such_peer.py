@@ -51,3 +51,18 @@ def test_a_message_of_a_rank_that_does_not_exist(refused: bool) -> None:
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/p2p", [0], "high")
     hold(f"mismatch/p2p-of-no-such-rank{'-refused' if refused else ''}", verdict)
     assert len([finding for finding in verdict.findings if finding.root_cause]) == 1
+
+
+def test_a_crash_in_such_a_message_follows_from_it() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 1:
+            yield recv(job.world, 7, line=20)
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(3).run(program).logs()
+    logs[1].observation = Observation(
+        End.KILLED, signal="SIGSEGV", ended_ns=logs[1].collectives[-1].announced_ns + S
+    )
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/p2p", [1], [0, 2])
+    assert [finding.root_cause for finding in verdict.findings].count(True) == 1
