@@ -426,11 +426,14 @@ class StallDetector:
         if self._settings.stall_timeout != AUTO:
             return []
         found = []
+        # ranks of other nodes most likely wait in the same collective
+        elsewhere_s = UNKNOWN_S if is_first else max([UNKNOWN_S, *(w.limit_s for w in waiting)])
         for wait in waiting:
             if wait.kind == "stack":  # it may be no wait
                 continue
             is_learned = wait.limit_s > 0 and not is_first
-            limit_s = wait.limit_s if is_learned else UNKNOWN_S
+            unknown_s = elsewhere_s if wait.pid < 0 else UNKNOWN_S
+            limit_s = wait.limit_s if is_learned else unknown_s
             waited_s = (now_ns - max(wait.since_ns, self._resumed_ns)) / 1e9
             if limit_s < patience:
                 found.append(_Limit(waited_s, limit_s, is_learned))
