@@ -20,7 +20,7 @@ from commlens.watch.stall import Wait
 FACTOR: Final = 3.0  # times the longest recent wait
 FLOOR_S: Final = 5.0
 LONG_S: Final = FLOOR_S / FACTOR  # a shorter wait leaves the limit at its floor
-_NEWEST: Final = 300  # records that tell whether a place is known
+_NEWEST: Final = 100  # records that tell whether a place is known
 _READS_MAX: Final = 2  # boxes that are read at one moment, about 2 ms each
 
 
