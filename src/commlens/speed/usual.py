@@ -33,6 +33,11 @@ def place_of(op: Collective) -> Place:
     return Place(op.channel.key, op.op, op.stack)
 
 
+def is_of_first_step(op: Collective) -> bool:
+    """Return whether a rank had not completed an optimizer step when it issued a collective."""
+    return op.step == 0
+
+
 def time_inside_s(op: Collective) -> float | None:
     """Return for how long a completed collective was in flight; None if that is not known."""
     if op.state is not State.COMPLETED:
@@ -112,13 +117,17 @@ class UsualWaits:
         self._counted: dict[int, int] = {}  # by pid: index of the newest record that was counted
 
     def add_records(self, log: RankLog, now_s: float) -> None:
-        """Add the collectives of a rank that have completed, each once."""
+        """Add the collectives of a rank that have completed, each once. Those of the first step are
+        left out: it loads and compiles.
+        """
         counted = self._counted.get(log.pid, 0)
         # The records of one place share their channel and stack, whose hashes would be computed
         # again for each.
         found: dict[tuple[int, int, str], Durations] = {}
         for op in log.collectives:
-            if op.index <= counted or (seconds := time_inside_s(op)) is None:
+            if op.index <= counted or is_of_first_step(op):
+                continue
+            if (seconds := time_inside_s(op)) is None:
                 continue
             key = (id(op.channel), id(op.stack), op.op)
             if key not in found:

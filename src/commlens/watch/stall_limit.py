@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from commlens.config import AUTO, Settings
 from commlens.errors import FormatError
 from commlens.model.ranklog import RankLog, UsualWait
-from commlens.speed.usual import Place, UsualWaits, place_of
+from commlens.speed.usual import Place, UsualWaits, is_of_first_step, place_of
 from commlens.watch.roster import Member
 from commlens.watch.stall import Wait
 
@@ -113,7 +113,9 @@ class StallLimit:
         )
 
     def _read_place(self, member: Member) -> Place | None:
-        """Return the place where a rank waits, and count the records before it."""
+        """Return the place where a rank waits, and count the records before it. The first step has
+        no place of which anything is learned.
+        """
         status = member.status
         if member.box is None or status is None:
             return None
@@ -124,4 +126,4 @@ class StallLimit:
             return None  # the roster reports it
         self._usual.add_records(log, self._now_s)
         op = next((op for op in log.collectives if op.index == status.oldest_index), None)
-        return place_of(op) if op is not None else None
+        return place_of(op) if op is not None and not is_of_first_step(op) else None

@@ -37,6 +37,7 @@ def ops_at(line: int, seconds: list[float], first: int = 1) -> list[Collective]:
             index=first + number,
             announced_ns=(first + number) * 10 * S,
             done_ns=(first + number) * 10 * S + int(took * S),
+            step=1,
         )
         for number, (op, took) in enumerate(zip(found, seconds, strict=True))
     ]
@@ -53,6 +54,15 @@ def test_a_place_is_known_after_three_collectives() -> None:
     assert known is not None and known.times == 3, "none is counted twice"
     assert known.median_s == 0.04
     assert known.longest_s(1.0) == 1.2
+
+
+def test_the_first_step_is_left_out() -> None:
+    usual = UsualWaits()
+    ops = ops_at(20, [30.0, 0.04, 0.04, 0.04])
+    ops[0].step = 0
+    usual.add_records(log_of(*ops), 0.0)
+    known = usual.known(place_of(ops[0]))
+    assert known is not None and (known.times, known.longest_s(0.0)) == (3, 0.04)
 
 
 def test_call_paths_tell_phases_apart() -> None:

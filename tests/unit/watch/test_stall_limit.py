@@ -27,6 +27,7 @@ def records(took_s: float = 0.04, count: int = 16) -> list[Collective]:
             index=number,
             announced_ns=number * 10 * S,
             done_ns=number * 10 * S + int(took_s * S),
+            step=1,
         )
         for number, op in enumerate(ops[:count], 1)
     ]
@@ -99,6 +100,17 @@ def test_the_longest_wait_of_the_place_sets_the_limit() -> None:
     follow(limit, rank, 203.5)
     rank.wait(300.0, like=1)
     assert follow(limit, rank, 303.0) == FLOOR_S, "the other line is a place of its own"
+
+
+def test_a_wait_in_the_first_step_teaches_nothing() -> None:
+    limit, rank = StallLimit(Settings()), Rank(records())
+    rank.wait(100.0, like=0)
+    rank.ops[-1].step = 0
+    assert follow(limit, rank, 130.0) == 0.0
+    rank.go_on()
+    follow(limit, rank, 131.0)
+    rank.wait(200.0, like=0)
+    assert follow(limit, rank, 203.0) == FLOOR_S
 
 
 @pytest.mark.parametrize("count", [2, 4])
