@@ -45,6 +45,11 @@ def own_network() -> bool:
     return subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode == 0
 
 
+def is_notice(line: str) -> bool:
+    """Return whether a line mentions a wait that is longer than usual."""
+    return line.endswith(("wait.", "waits.")) or " been waiting in " in line
+
+
 def pauses_of(kind: str, seed: int) -> list[str]:
     """Return the pauses of a job, as its program takes them."""
     rng = random.Random(seed)
@@ -69,7 +74,7 @@ def run(jobs: Harness, kind: str, seed: int, folder: Path, counts: Counter[str])
     )
     verdicts = [what for _, what in result.said if isinstance(what, Verdict)]
     faults = [verdict for verdict in verdicts if verdict.is_fault]
-    early = [line for line in result.lines if " usually " in line or "been waiting in" in line]
+    early = [line for line in result.lines if is_notice(line)]
     ended = all(status == 0 for status in result.exits.values())
     counts.update(
         jobs=1,

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from harness import Harness, JobResult, harness
+from pauses import is_notice
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -42,7 +43,7 @@ def measure(jobs: Harness, scenario: Scenario, ranks: int, folder: Path) -> dict
     verdicts = [
         (at, what) for at, what in result.said if isinstance(what, Verdict) and what.is_fault
     ]
-    notices = [at for at, what in result.said if isinstance(what, str) and "usually" in what]
+    notices = [at for at, what in result.said if isinstance(what, str) and is_notice(what)]
     return {
         "scenario": scenario.name,
         "verdict_s": round(verdicts[0][0] - began, 1) if verdicts else None,
