@@ -33,10 +33,8 @@ class Pose(NamedTuple):
 
 
 def is_at_rest(log: RankLog) -> bool:
-    """Return whether a rank was watched, and neither works nor is kept from working.
-
-    A rank that is stopped, in a block marked as slow, or without CPU, memory or disk may go on at
-    any moment.
+    """Return whether a rank was watched and does not work. One that is stopped or in a block marked
+    as slow may go on at any moment.
     """
     seen = log.observation
     _, works, watched = activity.movement(seen, device_is_busy=activity.device_is_busy(log))
@@ -61,11 +59,12 @@ def pose_of(log: RankLog) -> Pose | None:
         or log.lost_newest
     ):
         return None
+    by_thread = sorted(log.stacks, key=lambda stack: stack.thread)
     return Pose(
         ended=False,
         issued=log.issued,
         in_flight=tuple((op.index, op.learned_how) for op in log.collectives if op.in_flight),
-        threads=tuple(sorted((stack.thread, stack.frames) for stack in log.stacks)),
+        threads=tuple((each.thread, each.frames) for each in by_thread),
         on_device=activity.device_is_busy(log),
     )
 

@@ -118,6 +118,17 @@ def test_a_rank_that_has_ended_does_not_move() -> None:
     assert pose_of(log) is not None
 
 
+def test_threads_whose_numbers_are_not_known_are_told_apart_by_their_order() -> None:
+    logs = deadlock()
+    for log in logs:
+        taken_ns = log.stacks[0].taken_ns
+        log.stacks = [
+            *log.stacks,
+            *(ThreadStack(0, name, (Frame(SCRIPT, 9, name),), taken_ns) for name in ("b", "a")),
+        ]
+    assert look(Standstill(), 100.0, 101.0, 102.0, logs=logs)
+
+
 def test_a_device_is_given_more_time() -> None:
     logs = deadlock()
     for log in logs:
