@@ -7,7 +7,8 @@ not change the limit. Records that the watcher reads for other reasons are count
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from commlens.config import AUTO, Settings
@@ -16,6 +17,8 @@ from commlens.model.ranklog import RankLog, UsualWait
 from commlens.speed.usual import Place, UsualWaits, is_of_first_step, place_of
 from commlens.watch.roster import Member
 from commlens.watch.stall import Wait
+
+log = logging.getLogger("commlens")
 
 FACTOR: Final = 3.0  # times the longest recent wait
 FLOOR_S: Final = 5.0
@@ -53,8 +56,32 @@ class StallLimit:
             now_ns: CLOCK_MONOTONIC.
             resumed_ns: when the job went on after a pause of all ranks, which is no wait.
         """
-        if not self.learns:
-            return
+        if self.learns:
+            self._try(lambda: self._follow(members, now_ns, resumed_ns))
+
+    def add_records(self, logs: Iterable[RankLog]) -> None:
+        """Count the collectives of records that were read for another reason."""
+        if self.learns:
+            self._try(lambda: self._add_records(logs))
+
+    def _try(self, learn: Callable[[], None]) -> None:
+        """Learn nothing more after an error: stalls are still reported at the stall timeout."""
+        try:
+            learn()
+        except Exception as error:
+            self.learns, self._waiting = False, {}
+            log.warning(
+                "commlens: how long waits usually are is no longer learned: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            log.debug("the error", exc_info=True)
+
+    def _add_records(self, logs: Iterable[RankLog]) -> None:
+        for each in logs:
+            self._usual.add_records(each, self._now_s)
+
+    def _follow(self, members: Sequence[Member], now_ns: int, resumed_ns: int) -> None:
         self._now_s = now_ns / 1e9
         now: dict[tuple[int, int], _Waiting] = {}
         reads = 0
@@ -73,12 +100,6 @@ class StallLimit:
             if key not in now and ended.place is not None:
                 self._usual.add(ended.place, (now_ns - ended.since_ns) / 1e9, self._now_s)
         self._waiting = now
-
-    def add_records(self, logs: Iterable[RankLog]) -> None:
-        """Count the collectives of records that were read for another reason."""
-        if self.learns:
-            for log in logs:
-                self._usual.add_records(log, self._now_s)
 
     def usual(self, pid: int) -> UsualWait | None:
         """Return how long waits usually are where a rank waits now; None if that is not known."""
@@ -121,9 +142,9 @@ class StallLimit:
             return None
         after = max(0, status.issued - status.oldest_index) + 1
         try:
-            log = member.box.log(newest=min(status.capacity, after + _NEWEST))
+            found = member.box.log(newest=min(status.capacity, after + _NEWEST))
         except FormatError:
             return None  # the roster reports it
-        self._usual.add_records(log, self._now_s)
-        op = next((op for op in log.collectives if op.index == status.oldest_index), None)
+        self._usual.add_records(found, self._now_s)
+        op = next((op for op in found.collectives if op.index == status.oldest_index), None)
         return place_of(op) if op is not None and not is_of_first_step(op) else None

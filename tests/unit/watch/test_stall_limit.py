@@ -145,6 +145,17 @@ def test_a_box_that_cannot_be_read_has_no_limit() -> None:
     assert follow(StallLimit(Settings()), rank, 103.0) == 0.0
 
 
+def test_after_an_error_nothing_is_learned_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limit, rank = StallLimit(Settings()), Rank(records())
+    rank.wait(100.0, like=0)
+    rank.log = None  # type: ignore[assignment,method-assign]
+    assert [follow(limit, rank, at_s) for at_s in (103.0, 104.0)] == [0.0, 0.0]
+    limit.add_records([RankLog(0, 2)])
+    assert len(caplog.records) == 1
+
+
 def test_a_number_is_used_as_it_is() -> None:
     limit, rank = StallLimit(Settings(stall_timeout=60.0)), Rank(records())
     rank.wait(100.0, like=0)
