@@ -109,6 +109,9 @@ class Settings:
     dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
     # a command, or a function as "module:function", that gets each verdict as a line of JSON
     on_verdict: str | None = None
+    # watch the node's hardware: "on", "off", or a folder in which the host's /proc, /sys and /var
+    # are mounted
+    health: str = "on"
     metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
     metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
     # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
@@ -331,6 +334,13 @@ def _command(value: Any) -> str:
     return value.strip()
 
 
+def _health(value: Any) -> str:
+    try:
+        return "on" if _boolean(value) else "off"
+    except ValueError:
+        return _path(value)
+
+
 def _port(value: Any) -> str:
     host, _, port = str(value).strip().rpartition(":")
     if (
@@ -375,6 +385,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "on_verdict": Accepts(
         _command, "a command, or a function of an importable module as MODULE:FUNCTION"
     ),
+    "health": Accepts(_health, "on, off, or a folder"),
     "metrics_file": Accepts(_path, "a file or a folder"),
     "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),

@@ -117,6 +117,8 @@ def _shift(log: RankLog, by_ns: int) -> None:
         _shift_fields(op, by_ns)
     _shift_fields(log, by_ns)
     _shift_fields(log.observation, by_ns)
+    if log.health is not None:
+        log.health = log.health.shifted(by_ns)
     for owner in (log, log.observation):
         owner.stacks = [
             msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0)

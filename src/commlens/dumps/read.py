@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
 from commlens.errors import FormatError
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.text import clean_all, printable, ranks_phrase
 
@@ -80,6 +81,7 @@ class _Observed:
     ranks: dict[int, tuple[int, Observation]]  # pid (0 if unknown) and observation
     saved: dict[str, int]  # file name of a box: Unix ns of the copy
     restart: int | None = None  # of all its boxes, which may count otherwise; None: they do not
+    health: NodeHealth | None = None
 
 
 def read_evidence(
@@ -149,6 +151,7 @@ def read_own_files(
         chosen_boxes, chosen_observed, chosen, problems
     )
     logs.sort(key=lambda log: log.rank)
+    _add_health(logs, chosen_observed)
     problems += correct_clocks(logs)
     return Evidence(logs, problems, chosen, others, unread)
 
@@ -219,6 +222,12 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
     problems += [
         note for note in (notes if isinstance(notes, list) else [])[:100] if isinstance(note, str)
     ]
+    health: NodeHealth | None = None
+    if "health" in whole:
+        try:
+            health = msgspec.convert(whole["health"], NodeHealth)
+        except (ValueError, RecursionError):
+            damaged = True
     if damaged or not isinstance(entries, dict):
         problems.append(
             f"{source.name} is partly damaged: the observations of some processes are lost."
@@ -232,6 +241,7 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
         ranks,
         moments,
         restart if isinstance(restart, int) and 0 <= restart < 1 << 31 else None,
+        health,
     )
 
 
@@ -328,6 +338,20 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
             _runs_here(box.status) and box.path.resolve().parent.parent.name.startswith("commlens-")
         ):
             box.log.captured_ns = max(last_sign[box.path.parent], box.log.observation.seen_ns)
+
+
+def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
+    """Add what each node told of its hardware to the first log of its ranks."""
+    newest: dict[str, _Observed] = {}
+    for one in observed:
+        if one.health is not None:
+            known = newest.get(one.host)
+            if known is None or known.health is None or known.health.taken_ns < one.health.taken_ns:
+                newest[one.host] = one
+    for one in newest.values():
+        first = next((log for log in logs if log.rank in one.ranks), None)
+        if first is not None:
+            first.health = one.health
 
 
 def _logs_without_box(

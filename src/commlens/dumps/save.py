@@ -35,6 +35,7 @@ from commlens.dumps.folder import (
     write,
 )
 from commlens.errors import DumpError, FormatError
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation
 
 BOX_BYTES_MAX: Final = SIZE_MAX  # largest box that is saved, in bytes
@@ -165,6 +166,7 @@ def save_dump(
     keep: int,
     mode: int = PRIVATE,
     folders: Sequence[Path] = (),
+    health: NodeHealth | None = None,
 ) -> Path:
     """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<name>/``,
     with :func:`dump_name`.
@@ -181,6 +183,7 @@ def save_dump(
         keep: number of job folders to keep, including this one; at least 1.
         mode: permissions of the files; the folder is also searchable by all who may read it.
         folders: all folders of the job's live boxes, if there are several.
+        health: what this machine told of its hardware.
 
     Returns:
         The job's folder.
@@ -240,6 +243,7 @@ def save_dump(
                 observations,
                 {**before.pids, **pids},
                 notes,
+                health,
                 **more,
             )
             write(folder, name, content, mode)
@@ -277,6 +281,7 @@ def add_node(
     job: str,
     restart: int = 0,
     mode: int = PRIVATE,
+    health: NodeHealth | None = None,
 ) -> None:
     """Add the ranks of another node to a dump, as that node would save them.
 
@@ -292,6 +297,7 @@ def add_node(
             nothing names the job there.
         restart: likewise: torchelastic counts a restart only on the node whose workers failed.
         mode: the files' permissions.
+        health: what that node told of its hardware.
 
     Raises:
         DumpError: one of the files could not be written.
@@ -315,7 +321,7 @@ def add_node(
             write(
                 opened,
                 _observed_name(host),
-                _observed(host, job, times, observations, pids, [], restart=restart),
+                _observed(host, job, times, observations, pids, [], health, restart=restart),
                 mode,
             )
     except OSError as error:
@@ -427,6 +433,7 @@ def _observed(
     observations: Mapping[int, Observation],
     pids: Mapping[int, int],
     notes: Sequence[str],
+    health: NodeHealth | None,
     **more: int,
 ) -> bytes:
     ranks = {
@@ -434,7 +441,8 @@ def _observed(
         for rank, observation in sorted(observations.items())
     }
     about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": saved}
-    return _json({**about, "problems": notes, "ranks": ranks})
+    told = {} if health is None else {"health": health}
+    return _json({**about, "problems": notes, "ranks": ranks, **told})
 
 
 def _known_fields(observation: Observation) -> dict[str, Any]:

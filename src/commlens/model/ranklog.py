@@ -8,6 +8,7 @@ import msgspec
 
 from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
 from commlens.model.hazard import Hazard
+from commlens.model.health import NodeHealth
 from commlens.model.refusal import Refusal
 
 
@@ -144,6 +145,8 @@ class RankLog(msgspec.Struct):
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports
     versions: dict[str, str] = {}
+    # what its node told of its hardware; only one log of a node has it
+    health: NodeHealth | None = None
 
     @property
     def lost_newest(self) -> bool:

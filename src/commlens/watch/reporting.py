@@ -17,6 +17,7 @@ from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
 from commlens.model.cause import LostNode
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog, UsualWait
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
@@ -24,6 +25,7 @@ from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
 from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.death import STOP_SIGNALS
+from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.exchange import Nodes
@@ -89,12 +91,22 @@ class Evidence:
         roster: the ranks of this node.
         observer: of their processes.
         nodes: the job's other nodes.
+        health: of this node's hardware.
         launched: a launcher watches its own workers: after the first death it ends the others with
             SIGTERM and SIGKILL.
     """
 
-    def __init__(self, roster: Roster, observer: Observer, nodes: Nodes, *, launched: bool) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        observer: Observer,
+        nodes: Nodes,
+        health: HealthOfNode,
+        *,
+        launched: bool,
+    ) -> None:
         self.nodes = nodes
+        self.health = health
         self._roster = roster
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
@@ -136,7 +148,7 @@ class Evidence:
                 records, or all nodes are, if it names nobody.
         """
         remote, more = self.remote_logs(about)
-        here, problems = read_logs(self._roster.current(), self._by_pid())
+        here, problems = self._logs_here()
         logs = [*here, *remote]
         self.lost = self.nodes.lost(SILENT_S)
         self.vanished = vanished(self.lost, logs)
@@ -146,8 +158,15 @@ class Evidence:
         """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking
         them.
         """
-        logs = read_logs(self._roster.current(), self._by_pid())[0]
+        logs = self._logs_here()[0]
         return one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
+
+    def _logs_here(self) -> tuple[list[RankLog], list[str]]:
+        members = self._roster.current()
+        logs, problems = read_logs(members, self._by_pid())
+        if logs:
+            logs[0].health = self.health.report(members)
+        return logs, problems
 
     def records(self, newest: int | None) -> list[RankLog]:
         """Return the logs of all ranks without observations; of those of this node only the
@@ -192,7 +211,9 @@ class Evidence:
         """Return this node's evidence for the node that reports, with each rank's newest records,
         or all (0).
         """
-        return remote_evidence.pack(self._roster.current(), self._by_pid(), records)
+        members = self._roster.current()
+        health = self.health.report(members)
+        return remote_evidence.pack(members, self._by_pid(), records, health)
 
     def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
@@ -204,6 +225,10 @@ class Evidence:
         return {
             member.rank: self._observed(member) for member in self._roster.current() if member.here
         }
+
+    def health_here(self) -> NodeHealth | None:
+        """Return what this node tells of its hardware."""
+        return self.health.report(self._roster.current())
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
         frozen = self.frozen.get(member.pid)
@@ -415,6 +440,7 @@ class Reporter:
     def _save_dump(self, reason: str) -> None:
         settings = self._settings
         observations = self.evidence.observations()
+        health = self.evidence.health_here()
         saved: Path | None = None
         folders = [folder for folder in self._folders if job_dirs.boxes(folder)]
         for folder in folders:
@@ -427,6 +453,7 @@ class Reporter:
                     keep=settings.keep_dumps,
                     mode=int(settings.dump_mode, 8),
                     folders=folders,
+                    health=health,
                 )
             except CommlensError as error:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
@@ -444,6 +471,7 @@ class Reporter:
                     job=job,
                     restart=restart,
                     mode=int(settings.dump_mode, 8),
+                    health=node.health,
                 )
             except CommlensError as error:
                 self.say(str(error))

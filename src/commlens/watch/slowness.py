@@ -30,6 +30,7 @@ from commlens.speed.pace import (
     with_cpu,
 )
 from commlens.text import duration, ranks_and_verb
+from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import read_logs, sample
@@ -57,9 +58,14 @@ class Line(NamedTuple):
 
 
 class Slowness:
-    """The pace of the job's ranks on this node."""
+    """The pace of the job's ranks on this node.
 
-    def __init__(self) -> None:
+    Args:
+        health: of this node's hardware, which may tell why a rank is slow.
+    """
+
+    def __init__(self, health: HealthOfNode | None = None) -> None:
+        self._health = health
         self._due = 0.0
         self._failed = False
         self._paces: list[Pace] = []
@@ -213,6 +219,7 @@ class Slowness:
             return []
         for each in logs:
             each.observation = self._observer.observe(pids[each.rank])
+        logs[0].health = self._health.report(ranks) if self._health is not None else None
         profiles = self._profiling.profiles
         self._profiling = self._observer = None
         self.verdict = straggler_verdict(

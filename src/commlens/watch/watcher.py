@@ -35,6 +35,7 @@ from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
 from commlens.watch.mismatches.report import MismatchReporter
+from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.beat import LAST
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
@@ -112,7 +113,10 @@ class Watcher:
             Path(settings.dump_dir),
             lambda: pack_snapshot(self.folders),
         )
-        evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
+        self._health = HealthOfNode(settings)
+        evidence = Evidence(
+            self._roster, self._observer, self._nodes, self._health, launched=self._launched
+        )
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
@@ -130,7 +134,7 @@ class Watcher:
             DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records
         )
         self.reporter.forget()
-        self._slowness = Slowness()
+        self._slowness = Slowness(self._health)
         self._strangers = Strangers(self._roster, self._observer)
         self._job_abort = JobAbort(
             self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched
@@ -205,6 +209,7 @@ class Watcher:
             self._nodes.leave()  # after an error; else it has left
             self._metrics.close()
             self.reporter.close()
+            self._health.close()
             self._roster.close()
 
     def _finished(self) -> bool:
@@ -241,10 +246,9 @@ class Watcher:
             self.reporter.say_all(filter(None, [stopped_line(signal_name(number))]))
 
     def _tick(self) -> None:
-        if (
-            add_new_members(self._roster, self._observer)
-            and self._roster.generation > self._generation
-        ):
+        new = add_new_members(self._roster, self._observer)
+        self._health.add(new)
+        if new and self._roster.generation > self._generation:
             self._begin_generation_anew()
         self._roster.poll()
         self._add_ended()
@@ -350,6 +354,7 @@ class Watcher:
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
             self.reporter.evidence.freeze()
+            self._health.look_now()
         return bool(ended)
 
     def _is_alone(self, members: Sequence[Member]) -> bool:
@@ -442,6 +447,8 @@ class Watcher:
         check = self._stalls.update(members, waiting, now_ns, looks_early=looks_early)
         if before is not None and self._stalls.stall is not before:
             self._observer.forget_samples()
+        if self._stalls.stall is not None and self._stalls.stall is not before:
+            self._health.look_now(ask_ras=self._nodes.reporter is None)
         self._look_for_slow_ranks(members)
         if self._stalls.stall is None:
             return

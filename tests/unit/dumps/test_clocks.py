@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from builders import MS, Job, Stay, Step, all_reduce
+from builders import MS, START, Job, Stay, Step, all_reduce
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.dumps.clocks import _shift, align_clocks
+from commlens.model.health import HealthEvent, NodeHealth
 from commlens.model.ranklog import RankLog
 
 S = 1_000_000_000
@@ -86,3 +87,16 @@ def test_hosts_without_a_common_collective_are_left_alone() -> None:
     before = copied(some)
     assert align_clocks(some) == {}
     assert some == before
+
+
+def test_what_a_node_told_of_its_hardware_moves_with_its_ranks() -> None:
+    wrong = copied(logs())
+    event = HealthEvent(what="link-down", fault="network-down", part="eth0", at_ns=START + S)
+    wrong[2].health = NodeHealth("n1", taken_ns=START + 2 * S, events=[event])
+    for log in wrong[2:]:
+        _shift(log, 5 * S)
+    ahead = align_clocks(wrong)["n1"]
+    told = wrong[2].health
+    assert told is not None
+    assert told.events[0].at_ns == START + 6 * S - ahead
+    assert told.taken_ns == START + 7 * S - ahead

@@ -31,6 +31,7 @@ from commlens.dumps.save import (
     save_dump,
 )
 from commlens.errors import CommandError
+from commlens.model.health import HealthEvent, NodeHealth, RankPlace
 from commlens.model.ranklog import Observation
 
 
@@ -530,3 +531,29 @@ class TestDiscarding:
             thread.join()
         assert failures == []
         assert not job_dir.exists()
+
+
+HEALTH = NodeHealth(
+    "n03",
+    taken_ns=UNIX,
+    ranks=[RankPlace(2, 102, "0000:4f:00.0")],
+    events=[HealthEvent(what="xid", fault="gpu-fault", part="0000:4f:00.0", at_ns=UNIX, number=79)],
+)
+
+
+def test_what_the_node_told_of_its_hardware_is_with_its_first_rank(tmp_path: Path) -> None:
+    job_dir = live_job(tmp_path)
+    saved = save_dump(job_dir, tmp_path / "dumps", {2: SEEN}, host="n03", keep=10, health=HEALTH)
+    assert {log.rank: log.health for log in read_evidence(saved).logs if log.health} == {2: HEALTH}
+
+
+def test_damaged_words_of_a_node_are_left_out(tmp_path: Path) -> None:
+    job_dir = live_job(tmp_path)
+    saved = save_dump(job_dir, tmp_path / "dumps", {2: SEEN}, host="n03", keep=10, health=HEALTH)
+    file = saved / "observed-n03.json"
+    content = json.loads(file.read_text())
+    content["health"]["events"] = [{"what": "no such thing"}]
+    file.write_text(json.dumps(content))
+    found = read_evidence(saved)
+    assert not any(log.health for log in found.logs)
+    assert any("partly damaged" in problem for problem in found.problems)

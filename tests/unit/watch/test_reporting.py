@@ -114,7 +114,7 @@ def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Pat
     box = OpenBox(job_dirs.boxes(theirs)[0])
     said: list[str] = []
     nodes = SimpleNamespace(dump=str(dump), update=lambda **_: None)
-    evidence = SimpleNamespace(nodes=nodes, observations=dict, remote={})
+    evidence = SimpleNamespace(nodes=nodes, observations=dict, remote={}, health_here=lambda: None)
 
     def save_own(newest: int | None) -> str:
         add_node(

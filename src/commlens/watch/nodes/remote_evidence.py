@@ -14,6 +14,7 @@ import msgspec
 from commlens.blackbox.reader import BoxStatus, read_box
 from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer
 from commlens.watch.roster import Member, Roster
@@ -25,6 +26,7 @@ HEAD_RECORDS: Final = 64  # of each rank, for a look of ``commlens status``
 _MORE_RECORDS: Final = RECORDS // 8  # of the culprits' nodes, and of some that wait for them
 _RECORDS_MIN: Final = 16
 _FIRST_RECORDS_MIN: Final = 8
+_EVENTS_SENT: Final = 100  # of a node's hardware, about 150 bytes each
 _LOOK_S: Final = 0.4
 _IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
@@ -41,10 +43,14 @@ class NodeEvidence(msgspec.Struct):
     ranks: list[SavedRank] = []  # with their boxes, as they are saved in a dump
     logs: list[RankLog] = []
     problems: list[str] = []  # what could not be read, in sentences
+    health: NodeHealth | None = None
 
 
 def pack(
-    members: Sequence[Member], observations: dict[int, Observation], records: int = 0
+    members: Sequence[Member],
+    observations: dict[int, Observation],
+    records: int = 0,
+    health: NodeHealth | None = None,
 ) -> bytes:
     """Pack the members' boxes.
 
@@ -53,6 +59,7 @@ def pack(
         observations: by pid.
         records: how many of each rank's newest records to pack, more if an older one is in flight;
             0: as many as a job of this size allows.
+        health: what this node told of its hardware.
     """
     joined = have_joined(members)
     ranks: list[_Rank] = []
@@ -69,6 +76,7 @@ def pack(
                 box = b""
         log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
+        log.health = _newest_of(health) if health is not None and not ranks else None
         ranks.append(_Rank(log, box))
     return msgspec.msgpack.encode(ranks)
 
@@ -111,6 +119,11 @@ def _newest(status: BoxStatus, share: int) -> int | None:
     return min(max(share, in_flight), _IN_FLIGHT_MAX * share, status.capacity)
 
 
+def _newest_of(health: NodeHealth) -> NodeHealth:
+    """Return the newest events of a node, without the values that they were made of."""
+    return msgspec.structs.replace(health, events=health.events[-_EVENTS_SENT:], values={})
+
+
 def unpack(content: bytes, host: str) -> NodeEvidence:
     """Read what another node sent with :func:`pack`."""
     found = NodeEvidence(host)
@@ -130,8 +143,10 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
                     captured_ns=place.captured_ns,
                 )
                 log.observation = place.observation
+                log.health = place.health
         except FormatError as error:
             found.problems.append(str(error))
+        found.health = found.health or place.health
         # nodes that meet in one store have one job, by whatever name: theirs is the reporter's
         log.job = ""
         found.logs.append(log)

@@ -11,6 +11,7 @@ import pytest
 from watch_ranks import member
 
 from commlens.blackbox import layout
+from commlens.model.health import HealthEvent, NodeHealth
 from commlens.model.ranklog import End, Observation
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.snapshot import read_logs
@@ -88,3 +89,18 @@ def test_the_ranks_of_a_large_job_send_fewer_records():
         227,
         64,
     ]
+
+
+def test_the_newest_of_what_a_node_tells_of_its_hardware_travels(tmp_path: Path):
+    events = [
+        HealthEvent(what="link-down", fault="network-down", part="eth0", at_ns=at_ns)
+        for at_ns in range(1, 301)
+    ]
+    health = NodeHealth(
+        "n03", taken_ns=300, events=events, values={"network": {"eth0": {"state": "down"}}}
+    )
+    members = [member(tmp_path, 0), member(tmp_path, 1)]
+    found = remote_evidence.unpack(remote_evidence.pack(members, {}, health=health), "n03")
+    told = NodeHealth("n03", taken_ns=300, events=events[200:])
+    assert [log.health for log in found.logs] == [told, None]
+    assert found.health == told

@@ -1,0 +1,76 @@
+"""What this node tells of its hardware, for the watcher: the ranks' processes, and when to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from commlens.config import Settings
+from commlens.health.monitor import Monitor
+from commlens.health.places import CHOICES, VISIBLE, RankProcess
+from commlens.health.ras import VARIABLE
+from commlens.health.sources import ROOT
+from commlens.model.health import NodeHealth
+from commlens.processes import process
+from commlens.watch.roster import Member
+
+_KEPT = frozenset({VARIABLE, *VISIBLE, *(name for _, names in CHOICES.values() for name in names)})
+
+
+class HealthOfNode:
+    """Watches the hardware of this node, unless the settings say otherwise.
+
+    Args:
+        settings: ``health``.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._monitor: Monitor | None = None
+        self._environments: dict[int, Mapping[str, str]] = {}  # by pid
+        if settings.health != "off":
+            self._monitor = Monitor(root_of(settings))
+
+    def add(self, members: Iterable[Member]) -> None:
+        """Take the ranks' environments, which cannot be read any more once they have ended."""
+        for member in members:
+            if member.here and self._monitor is not None:
+                whole = process.environment(member.pid)
+                self._environments[member.pid] = {
+                    name: value for name, value in whole.items() if name in _KEPT
+                }
+
+    def look_now(self, *, ask_ras: bool = False) -> None:
+        """Look at all sources: something may be wrong.
+
+        Args:
+            ask_ras: also ask NCCL's RAS service, which collects its answer from all ranks.
+        """
+        if self._monitor is not None:
+            environment = next(iter(self._environments.values()), {})
+            self._monitor.look_now(environment if ask_ras else None)
+
+    def report(self, members: Sequence[Member]) -> NodeHealth | None:
+        """Return what is known, from a fresh look if that is soon; None if nothing is watched."""
+        if self._monitor is None:
+            return None
+        ranks = [
+            RankProcess(
+                member.rank,
+                member.pid,
+                member.local_rank,
+                self._environments.get(member.pid, {}),
+            )
+            for member in members
+            if member.here
+        ]
+        return self._monitor.report(ranks)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def root_of(settings: Settings) -> Path:
+    """Return the folder below which the node's files are."""
+    return ROOT if settings.health in ("on", "off") else Path(settings.health)
