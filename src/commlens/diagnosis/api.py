@@ -14,6 +14,7 @@ from commlens.dumps.discover import DumpFiles, discover
 from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
+from commlens.model.health import NodeHealth
 from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
 
@@ -64,14 +65,17 @@ def examine_paths(
     prefix: str = "",
     executor: Executor | None = None,
     seen: Callable[[int, int], None] | None = None,
+    health: Sequence[NodeHealth] = (),
 ) -> ExaminedJob:
-    """Diagnose a job as :func:`diagnose` does, and return the evidence with the verdict."""
+    """Diagnose a job as :func:`diagnose` does, and return the evidence with the verdict. ``health``
+    is what nodes told of their hardware, besides what the dumps hold.
+    """
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
     evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
     if files.kinds:
         examined = _examine_foreign_files(
-            files, evidence, problems, stalled_after_s, executor, seen
+            files, evidence, problems, stalled_after_s, executor, seen, health
         )
         if examined is not None:
             if (
@@ -91,6 +95,7 @@ def examine_paths(
         stalled_after_s=stalled_after_s,
         slow=True,
         unread=evidence.unread,
+        health=health,
     )
 
 
@@ -101,6 +106,7 @@ def _examine_foreign_files(
     stalled_after_s: float,
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
+    health: Sequence[NodeHealth],
 ) -> ExaminedJob | None:
     """Diagnose other tools' dumps, together with the black boxes if those are of fewer ranks.
 
@@ -142,6 +148,7 @@ def _examine_foreign_files(
         problems=problems,
         stalled_after_s=stalled_after_s,
         unread=len(unread) + evidence.unread,
+        health=health,
     )
 
 

@@ -31,6 +31,7 @@ from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
 from commlens.model.cause import LostNode
 from commlens.model.collective import ChannelKey
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.pace import find_slow_in_records
@@ -100,6 +101,7 @@ def examine_logs(
     slow: bool = False,
     unread: int = 0,
     lost_nodes: Sequence[LostNode] = (),
+    health: Sequence[NodeHealth] = (),
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -114,12 +116,14 @@ def examine_logs(
         slow: if nothing is wrong, look for ranks that made the job slow.
         unread: number of files that could not be read, and may belong to ranks without a log.
         lost_nodes: nodes that have fallen silent.
+        health: what nodes told of their hardware, besides what the logs carry.
     """
     chosen, notes = select_job(logs)
     if not chosen:
         missing = [*problems, *notes, "No rank's log could be read."]
         return _without_records(nothing_to_diagnose(missing))
     job = index_logs(chosen, stalled_after_s)
+    job.more_health = health
     examined = _examine(job, [*problems, *notes], unread, lost_nodes)
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
@@ -138,6 +142,7 @@ def examine_dumps(
     problems: Sequence[str] = (),
     stalled_after_s: float = 1.0,
     unread: int = 0,
+    health: Sequence[NodeHealth] = (),
 ) -> ExaminedJob:
     """Diagnose a job from other tools' dumps, and keep the evidence.
 
@@ -147,6 +152,7 @@ def examine_dumps(
         stalled_after_s: a collective that has been in flight for less than this in a running job is
             not stuck.
         unread: number of files that could not be read, and may belong to ranks without a dump.
+        health: what nodes told of their hardware.
     """
     # These need numpy, which the diagnosis of black boxes does without.
     from commlens.diagnosis.index.dump_index import index_dumps
@@ -165,6 +171,7 @@ def examine_dumps(
         )
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
+        job.more_health = health
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
         examined = _examine(job, missing, unread)
     else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from commlens.diagnosis.causes.hardware import add_hardware_of_slow
 from commlens.diagnosis.causes.straggler import find_straggler
 from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.diagnosis.words.hardware import add_hardware
 from commlens.diagnosis.words.straggler import words
 from commlens.model.collective import Stack
 from commlens.model.ranklog import RankLog
@@ -31,7 +33,9 @@ def straggler_verdict(
         compared: the ranks that were compared; none: those of ``logs``.
     """
     found = find_straggler(slow, logs, profiles, compared)
-    finding = locate(finding_of(found.cause, words(found)), None, found.source)
+    add_hardware_of_slow(found.cause, logs)
+    said = add_hardware(words(found), found.cause)
+    finding = locate(finding_of(found.cause, said), None, found.source)
     ranks = len(found.cause.culprits) + len(found.cause.victims)
     return Verdict.from_findings(
         [finding], looked_at=f"{count(ranks, 'rank')}, {count(slow.steps, 'step')}"

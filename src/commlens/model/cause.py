@@ -10,6 +10,7 @@ import msgspec
 
 from commlens.model.collective import TensorSpec
 from commlens.model.hazard import HazardKind
+from commlens.model.health import HealthEvent
 
 Kind = Literal[
     "mismatch/op",
@@ -58,8 +59,18 @@ Why = Literal[
     "extra",
     "user-code",
     "unknown",
+    "gpu-fault",
+    "gpu-memory",
+    "thermal",
+    "pcie",
+    "network-down",
+    "network-errors",
+    "storage",
+    "host-memory",
 ]
-"""The class of the cause, from stacks, ``/proc`` and cgroup files."""
+"""The class of the cause, from stacks, ``/proc``, cgroup files and what the nodes tell of their
+hardware.
+"""
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -96,6 +107,7 @@ BlamedBy = Literal[
     "exit",
     "lateness",
     "arguments",
+    "hardware",
     "undecided",
     "unknown",
     "nobody",
@@ -106,8 +118,9 @@ BlamedBy = Literal[
 ``rounds``: most ranks came to this line, or round their loop, more or less often.
 ``routine``: they left what they did before. ``midway``: they ended inside of what they repeat,
 where the others go on with it. ``arguments``: their calls are wrong, whatever the others do.
-``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is not in the
-records. ``nobody``: no rank is at fault, or known to be.
+``hardware``: what they run on broke when they stopped. ``undecided``: nothing chooses between the
+sides. ``unknown``: what they waited for is not in the records. ``nobody``: no rank is at fault, or
+known to be.
 """
 
 
@@ -178,6 +191,43 @@ class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
             self.certain = True
 
 
+class Hardware(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A change of a node's hardware at the time of a fault, in a place that fits it."""
+
+    node: str
+    ranks: list[Rank]  # that use the part, or run on the node
+    event: HealthEvent  # the first of its kind there
+    # how long before the fault it happened, at most; negative: after
+    before_s: float
+    # it can have this effect, at this time, in this place; else it may be a coincidence
+    explains: bool
+    own: bool = False  # these ranks use the part alone, and the others have their own
+    times: int = 1  # it happened
+
+
+RasSays = Literal["agrees", "disagrees", "silent"]
+"""Whether NCCL's RAS service says the same as the records.
+
+``silent``: it sees nothing wrong, as it often does while a job hangs.
+"""
+
+
+class RasWitness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What NCCL's RAS service says about the ranks of a collective."""
+
+    says: RasSays
+    op: str = ""  # of which some ranks have launched fewer, by NCCL's name
+    behind: list[Rank] = []  # these
+    not_answering: list[Rank] = []
+
+
+class OfHardware(Cause, kw_only=True):
+    """A cause behind which there may be one of the hardware."""
+
+    hardware: list[Hardware] = []  # changes at the time of the fault, the likeliest cause first
+    ras: RasWitness | None = None
+
+
 Outcome = Literal[
     "never-reached",
     "finished",
@@ -235,7 +285,7 @@ class LoopRound(msgspec.Struct, frozen=True):
     others: int  # the value on the others
 
 
-class Missing(Cause, tag="missing", kw_only=True):
+class Missing(OfHardware, tag="missing", kw_only=True):
     """Ranks that do not arrive where others wait for them."""
 
     ranks: list[Rank]
@@ -315,7 +365,7 @@ Agreement = Literal["all", "sizes", "sizes-and-dtypes", "unknown"]
 """On what the ranks of a collective agree, as far as their records tell it."""
 
 
-class StuckInside(Cause, tag="stuck-inside", kw_only=True):
+class StuckInside(OfHardware, tag="stuck-inside", kw_only=True):
     """A collective that all its ranks have entered, and that does not complete."""
 
     state: StuckState
@@ -518,7 +568,7 @@ class SlowStretch(msgspec.Struct, frozen=True):
     extra_s: float  # per step
 
 
-class Straggler(Cause, tag="straggler", kw_only=True):
+class Straggler(OfHardware, tag="straggler", kw_only=True):
     """Ranks that make the others wait in each step of a running job."""
 
     cost: float  # share of the time for which all others wait
@@ -590,7 +640,7 @@ they ended.
 """
 
 
-class Dead(Cause, tag="dead", kw_only=True):
+class Dead(OfHardware, tag="dead", kw_only=True):
     """Processes that ended in the same way, and not because a peer had."""
 
     ranks: list[Rank]

@@ -19,10 +19,12 @@ from commlens.diagnosis.causes.dead import find_deaths
 from commlens.diagnosis.causes.ended import find_ended
 from commlens.diagnosis.causes.fewer import find_fewer
 from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
+from commlens.diagnosis.causes.hardware import add_hardware
 from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.causes.missing import find_missing
 from commlens.diagnosis.causes.motionless import find_motionless
 from commlens.diagnosis.causes.no_such_peer import find_no_such_peer
+from commlens.diagnosis.causes.ras import add_ras
 from commlens.diagnosis.causes.refused import demote_refused, find_refused
 from commlens.diagnosis.causes.slow import find_slow
 from commlens.diagnosis.causes.started_twice import find_started_twice
@@ -61,6 +63,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context
     demote_consequences(context.cases)
     find_started_twice(context)
     demote_ended_victims(context)
+    add_hardware(context)
+    add_ras(context)
     context.cases.sort(key=_weight)
     return context
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.first_steps import routine_from
+from commlens.diagnosis.index.node_health import Node, nodes_of
 from commlens.diagnosis.index.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select.job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, LearnedHow, State
 from commlens.model.collective import ChannelKey as ChannelKey
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
 
 if TYPE_CHECKING:
@@ -242,6 +244,13 @@ class JobIndex:
     only_logs: bool = False
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
+    # of nodes, collected apart from the records
+    more_health: Sequence[NodeHealth] = ()
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes that told of their hardware."""
+        return nodes_of({rank: view.log for rank, view in self.views.items()}, self.more_health)
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:

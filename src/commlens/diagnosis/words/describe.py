@@ -30,6 +30,7 @@ from commlens.diagnosis.words import (
     ended,
     fewer,
     groups_differ,
+    hardware,
     mismatch,
     missing,
     motionless,
@@ -86,6 +87,7 @@ def describe(context: Context, case: Case) -> Finding:
     """Return the finding of a case."""
     cause = case.found.cause
     words = with_lost_nodes(cause, _WORDS[type(case.found)](context, case.found))
+    words = hardware.add_hardware(words, cause)
     return locate(finding_of(cause, words), case.op, case.frame)
 
 

@@ -1,0 +1,429 @@
+"""What the hardware of the nodes did when ranks stopped, slowed down or died: decide whether it can
+be why.
+
+A change counts if it fits in time and in place: the rank's own GPU, an interface that the job uses,
+and no collective that completed after it. What changed everywhere tells nothing. A change that fits
+but cannot have the effect is kept as a possible coincidence, and blames nobody.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.index.node_health import Node, nodes_of
+from commlens.model.cause import (
+    AnyCause,
+    Cause,
+    Dead,
+    Hardware,
+    Missing,
+    Straggler,
+    StuckInside,
+    Wait,
+    Why,
+)
+from commlens.model.collective import Collective, State
+from commlens.model.health import Fault, HealthEvent, What
+from commlens.model.ranklog import RankLog
+from commlens.model.xids import xid
+
+_S: Final = 1_000_000_000
+_BEFORE_S: Final = 600.0  # an earlier change has nothing to do with it
+_NEAR_S: Final = 60.0  # a change that explains a fault is not earlier
+_AFTER_S: Final[Mapping[Fault, float]] = {"storage": 300.0, "host-memory": 60.0}
+"""How long after a fault its cause may be logged: the kernel reports a server of files, or a task
+that hangs, only after minutes.
+"""
+_SOON_S: Final = 5.0  # likewise, any other cause
+_WENT_ON_S: Final = 1.0  # a collective issued so long after a change has met it
+
+_GPU: Final[frozenset[What]] = frozenset(
+    {
+        "xid",
+        "gpu-gone",
+        "gpu-reset",
+        "ecc-uncorrected",
+        "ecc-corrected",
+        "rows-remapped",
+        "gpu-throttled",
+    }
+)
+_PCIE: Final[frozenset[What]] = frozenset({"pcie-error", "pcie-error-corrected", "pcie-width-fell"})
+_GPU_BROKE: Final[frozenset[What]] = frozenset(
+    {"xid", "gpu-gone", "gpu-reset", "ecc-uncorrected", "pcie-error", "nvswitch-error"}
+)
+_ENDS: Final[frozenset[What]] = frozenset({"link-up", "nfs-back"})
+_COUNTED: Final[frozenset[What]] = frozenset(
+    {
+        "errors-rose",
+        "drops-rose",
+        "retransmits-rose",
+        "rate-fell",
+        "ecc-corrected",
+        "pcie-error-corrected",
+        "memory-error-corrected",
+        "gpu-throttled",
+        "cpu-throttled",
+        "memory-pressure",
+        "io-pressure",
+    }
+)
+"""Changes that tell something only where others do not have them."""
+
+_EXPLAINS: Final[Mapping[type[Cause], frozenset[What]]] = {
+    StuckInside: _GPU_BROKE | {"link-down", "adapter-error", "errors-rose", "rate-fell"},
+    Missing: _GPU_BROKE
+    | {"nfs-silent", "io-error", "hung-task", "io-pressure", "oom-kill", "memory-pressure"},
+    Dead: _GPU_BROKE | {"oom-kill", "memory-error", "machine-check"},
+}
+"""The changes that can have an effect of this kind."""
+
+_SLOWS: Final[frozenset[What]] = frozenset(
+    {
+        "gpu-throttled",
+        "cpu-throttled",
+        "pcie-width-fell",
+        "errors-rose",
+        "rate-fell",
+        "retransmits-rose",
+        "memory-pressure",
+        "io-pressure",
+        "ecc-corrected",
+    }
+)
+"""Likewise, those that make a rank slow."""
+
+_WAITING: Final[frozenset[Why]] = frozenset(
+    {
+        "data-loading",
+        "checkpoint-io",
+        "initialising",
+        "uninterruptible-io",
+        "memory-pressure",
+        "unknown",
+    }
+)
+"""What a rank does that waits for storage or memory."""
+
+_ORDER: Final[Sequence[Fault]] = (
+    "gpu-fault",
+    "gpu-memory",
+    "network-down",
+    "pcie",
+    "storage",
+    "host-memory",
+    "network-errors",
+    "thermal",
+)
+"""Of several that explain a fault, the first is named as the cause."""
+
+
+@dataclass
+class _Scene:
+    """The ranks of a fault, and when it began."""
+
+    cause: StuckInside | Missing | Dead
+    ranks: frozenset[int]
+    began_ns: int  # Unix ns
+
+
+class _Place(NamedTuple):
+    """The ranks that a part of a node belongs to."""
+
+    ranks: list[int]
+    own: bool
+    known: bool
+
+
+def add_hardware(context: Context) -> None:
+    """Add to each root cause what the hardware did then. If that explains it, it is the reason."""
+    nodes = context.job.nodes
+    if not nodes:
+        return
+    everywhere = _everywhere(nodes)
+    for case in context.cases:
+        scene = _scene(context, case.found.cause) if case.claim.root_cause else None
+        if scene is not None:
+            scene.cause.hardware = _found(context, nodes, everywhere, scene)
+            _decide(scene.cause)
+
+
+def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
+    """Add to ranks that make a job slow what their hardware did, and that of the others did not. It
+    is the reason unless their processes show another.
+    """
+    nodes = nodes_of({log.rank: log for log in logs})
+    now_ns = max((node.health.taken_ns for node in nodes), default=0)
+    cause.hardware = hardware_of_slow(nodes, cause.culprits, now_ns)
+    if cause.hardware and cause.held_back is None:
+        cause.why = cause.hardware[0].event.fault
+
+
+def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int) -> list[Hardware]:
+    """Return what makes ranks slow that the others do not have, the likeliest first.
+
+    Args:
+        nodes: that told of their hardware.
+        ranks: the slow ones.
+        now_ns: when they were seen to be slow, Unix ns.
+    """
+    everywhere = _everywhere(nodes)
+    found = []
+    for node in nodes:
+        for event in node.health.events:
+            place = _place(node, event, spans_nodes=len(nodes) > 1)
+            fits = (
+                event.what in _SLOWS
+                and event.what not in everywhere
+                and place is not None
+                and place.known
+                and set(place.ranks) <= set(ranks)
+                and _is_present(node, event, now_ns)
+            )
+            if fits and place is not None:
+                before_s = (now_ns - event.first_ns) / _S
+                found.append(
+                    Hardware(node.health.host, place.ranks, event, before_s, True, place.own)
+                )
+    return _sorted(found)
+
+
+def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
+    """Return whether a change is new, or its value is still what it became."""
+    if 0 <= now_ns - event.at_ns <= _BEFORE_S * _S:
+        return True
+    values = (source.get(event.part, {}) for source in node.health.values.values())
+    return any(event.name in each and each[event.name] == event.after for each in values)
+
+
+# --- the scene
+
+
+def _scene(context: Context, cause: AnyCause) -> _Scene | None:
+    match cause:
+        case StuckInside():
+            return _Scene(cause, frozenset(cause.ranks), _all_arrived(context, cause.waits))
+        case Missing():
+            return _Scene(cause, frozenset(cause.ranks), _first_wait(context, cause.waits))
+        case Dead():
+            ended = [context.job.views[rank].exit.at_ns for rank in cause.ranks]
+            began_ns = min((at_ns for at_ns in ended if at_ns), default=0)
+            return _Scene(cause, frozenset(cause.ranks), began_ns)
+        case _:
+            return None
+
+
+def _ops_of(context: Context, waits: Sequence[Wait]) -> list[Collective]:
+    return [
+        op
+        for wait in waits
+        for rank in wait.ranks
+        for op in context.job.views[rank].log.collectives
+        if op.op == wait.collective.op
+        and op.sequence_number == wait.collective.sequence_number
+        and (wait.group is None or op.channel.group.name == wait.group.name)
+    ]
+
+
+def _all_arrived(context: Context, waits: Sequence[Wait]) -> int:
+    return max((op.announced_ns for op in _ops_of(context, waits)), default=0)
+
+
+def _first_wait(context: Context, waits: Sequence[Wait]) -> int:
+    return min((op.announced_ns for op in _ops_of(context, waits)), default=0)
+
+
+# --- what fits
+
+
+def _everywhere(nodes: Sequence[Node]) -> set[What]:
+    """Return the changes of counters that most of the comparable parts of the job have."""
+    parts: dict[What, set[tuple[str, str]]] = defaultdict(set)
+    for node in nodes:
+        for event in node.health.events:
+            if event.what in _COUNTED and _place(node, event, spans_nodes=True) is not None:
+                parts[event.what].add((node.health.host, event.part))
+    return {what for what, found in parts.items() if _are_most(nodes, what, len(found))}
+
+
+def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:
+    if what in _GPU or what in _PCIE:
+        comparable = sum(len(node.places) for node in nodes)
+    elif what in ("errors-rose", "drops-rose", "rate-fell"):
+        comparable = sum(len(node.health.networks) for node in nodes)
+    else:
+        comparable = len(nodes)
+    return comparable > 1 and found > comparable / 2
+
+
+def _place(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _Place | None:
+    """Return the ranks that an event of a node concerns; None if it is of a part that the job does
+    not use.
+    """
+    named = [rank for rank, place in node.places.items() if event.pid and place.pid == event.pid]
+    if named:
+        return _Place(named, own=True, known=True)
+    if event.part in node.health.networks or event.fault.startswith("network"):
+        return _network_place(node, event.part) if spans_nodes else None
+    if event.what in _GPU or event.what in _PCIE:
+        return _gpu_place(node, event)
+    return _Place(sorted(node.places), own=False, known=True)
+
+
+def _network_place(node: Node, part: str) -> _Place | None:
+    known = node.health.networks
+    if known and part not in (*known, "tcp"):
+        return None
+    return _Place(sorted(node.places), own=False, known=bool(known))
+
+
+def _gpu_place(node: Node, event: HealthEvent) -> _Place | None:
+    here = sorted(node.places)
+    owners = [rank for rank, place in node.places.items() if place.gpu == event.part]
+    if owners:
+        return _Place(owners, own=len(owners) < len(here) or len(here) == 1, known=True)
+    may_be_ours = event.what in _GPU and not node.gpus_known
+    return _Place(here, own=False, known=False) if may_be_ours else None
+
+
+def _found(
+    context: Context, nodes: Sequence[Node], everywhere: Collection[What], scene: _Scene
+) -> list[Hardware]:
+    """Return the changes that fit a fault, those of one kind in one place together."""
+    spans = _spans_nodes(context, scene.ranks)
+    found: dict[tuple[str, str, What, int], Hardware] = {}
+    for node in nodes:
+        for event in node.health.events:
+            one = _fitting(context, node, event, scene, spans_nodes=spans)
+            if one is None or event.what in everywhere or event.what in _ENDS:
+                continue
+            key = (one.node, event.part, event.what, event.number)
+            before = found.get(key)
+            found[key] = one if before is None else _joined(before, one)
+    return _sorted(found.values())
+
+
+def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
+    """Return whether these ranks run on more than one node."""
+    views = context.job.views
+    told = sum(any(rank in node.places for rank in ranks) for node in context.job.nodes)
+    return told > 1 or len({views[rank].log.host for rank in ranks if rank in views}) > 1
+
+
+def _fitting(
+    context: Context, node: Node, event: HealthEvent, scene: _Scene, *, spans_nodes: bool
+) -> Hardware | None:
+    place = _place(node, event, spans_nodes=spans_nodes)
+    if place is None or not scene.began_ns or not scene.ranks & set(place.ranks):
+        return None
+    after_s = _AFTER_S.get(event.fault, _SOON_S)
+    early_s = (scene.began_ns - event.at_ns) / _S  # before the fault, at least
+    if early_s > _BEFORE_S or (event.first_ns - scene.began_ns) / _S > after_s:
+        return None
+    if _went_on(context, place.ranks, event):
+        return None
+    explains = (
+        place.known
+        and early_s <= _NEAR_S
+        and event.what in _EXPLAINS[type(scene.cause)]
+        and not (event.what == "xid" and xid(event.number).effect == "sign")
+        and _fits_cause(scene.cause, place, event)
+    )
+    before_s = (scene.began_ns - event.first_ns) / _S
+    ranks = sorted(place.ranks)
+    return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, place.own)
+
+
+def _fits_cause(cause: StuckInside | Missing | Dead, place: _Place, event: HealthEvent) -> bool:
+    """Return whether ranks did what an event of this kind can explain.
+
+    A rank that died was killed for memory only if the kernel says so of its own process. One that
+    does not arrive was held up by storage or memory only if it waits for something.
+    """
+    if event.fault not in ("storage", "host-memory"):
+        return True
+    if isinstance(cause, Missing):
+        return cause.activity.why in _WAITING
+    return place.own or not isinstance(cause, Dead)
+
+
+def _went_on(context: Context, ranks: Sequence[int], event: HealthEvent) -> bool:
+    """Return whether one of these ranks completed a collective that it issued after the event, so
+    that the event did not stop it.
+    """
+    since_ns = event.at_ns + int(_WENT_ON_S * _S)
+    views = [context.job.views[rank] for rank in ranks if rank in context.job.views]
+    return any(_completed_after(context, view, event, since_ns) for view in views)
+
+
+def _completed_after(context: Context, view: RankView, event: HealthEvent, since_ns: int) -> bool:
+    over_network = event.fault.startswith("network")
+    return any(
+        op.state is State.COMPLETED
+        and op.announced_ns > since_ns
+        and (not over_network or _spans_nodes(context, op.channel.group.ranks))
+        for op in reversed(view.log.collectives[-64:])
+    )
+
+
+def _joined(one: Hardware, other: Hardware) -> Hardware:
+    """Return two changes of one kind in one place as one: the one that explains, or the earlier."""
+    first = max(one, other, key=lambda each: (each.explains, each.before_s))
+    return Hardware(
+        first.node,
+        first.ranks,
+        first.event,
+        first.before_s,
+        first.explains,
+        first.own,
+        one.times + other.times,
+    )
+
+
+def _sorted(found: Collection[Hardware]) -> list[Hardware]:
+    return sorted(
+        found,
+        key=lambda each: (
+            not each.explains,
+            _ORDER.index(each.event.fault),
+            abs(each.before_s),
+            each.node,
+            each.event.part,
+        ),
+    )
+
+
+# --- what follows
+
+
+def _decide(cause: StuckInside | Missing | Dead) -> None:
+    """Make the hardware the reason of ranks that are stuck inside for no other, and blame those
+    that cannot go on.
+    """
+    explaining = [each for each in cause.hardware if each.explains]
+    if not explaining or not isinstance(cause, StuckInside) or cause.why != "in-collective":
+        return
+    fault = explaining[0].event.fault
+    cause.why = fault
+    broken = sorted({rank for each in explaining if _is_broken(each, fault) for rank in each.ranks})
+    if broken and not cause.culprits:
+        cause.culprits = [rank for rank in broken if rank in cause.ranks]
+        cause.blamed_by = "hardware"
+        cause.victims = sorted({*cause.victims, *cause.ranks} - set(cause.culprits))
+
+
+def _is_broken(each: Hardware, fault: Fault) -> bool:
+    """Return whether a part cannot work any more: that is more than a coincidence."""
+    event = each.event
+    if event.fault != fault:
+        return False
+    if event.what == "link-down":
+        return not event.over
+    if event.what == "xid":
+        return each.own and xid(event.number).effect == "stops"
+    return each.own and event.what in _GPU_BROKE

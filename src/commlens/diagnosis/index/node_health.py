@@ -1,0 +1,63 @@
+"""What the job's nodes told of their hardware, by the ranks that run there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from commlens.model.health import NodeHealth, RankPlace
+from commlens.model.ranklog import RankLog
+
+
+class Node(NamedTuple):
+    """A node, and the ranks of the job that run there."""
+
+    health: NodeHealth
+    places: Mapping[int, RankPlace]  # by rank
+
+    @property
+    def gpus_known(self) -> bool:
+        """Whether the GPU of each rank is known."""
+        return all(place.gpu for place in self.places.values())
+
+
+def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> list[Node]:
+    """Return the nodes that told of their hardware.
+
+    Args:
+        logs: by rank; some carry what their node told.
+        more: what was collected elsewhere, by the names of hosts. It does not tell where the ranks
+            are: those of that host are there, each with the GPU of its local rank.
+    """
+    nodes = []
+    for log in logs.values():
+        if log.health is not None:
+            places = {place.rank: place for place in log.health.ranks if place.rank in logs} or {
+                log.rank: RankPlace(log.rank, log.pid)
+            }
+            nodes.append(Node(log.health, places))
+    hosts = {log.host for log in logs.values()}
+    for health in more:
+        by_index = _gpus_by_index(health)
+        alone = not health.host and len(hosts) <= 1
+        nodes.append(
+            Node(
+                health,
+                {
+                    rank: RankPlace(rank, log.pid, by_index.get(log.local_rank, ""))
+                    for rank, log in logs.items()
+                    if alone or log.host.partition(".")[0] == health.host.partition(".")[0]
+                },
+            )
+        )
+    return [node for node in nodes if node.places]
+
+
+def _gpus_by_index(health: NodeHealth) -> dict[int | None, str]:
+    """Return the PCI addresses of a node's GPUs by their index."""
+    found: dict[int | None, str] = {}
+    for address, values in health.values.get("gpu", {}).items():
+        index = values.get("index")
+        if isinstance(index, (int, float)):
+            found[int(index)] = address
+    return found

@@ -1,0 +1,244 @@
+"""Words about what the hardware of nodes did, and about NCCL's RAS service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from commlens.diagnosis.words.finding import Words
+from commlens.model.cause import (
+    Cause,
+    Dead,
+    Hardware,
+    Missing,
+    OfHardware,
+    RasWitness,
+    Straggler,
+    StuckInside,
+)
+from commlens.model.health import Fault, HealthEvent, What
+from commlens.model.xids import xid
+from commlens.text import count, duration, number, ranks_and_verb
+
+_SHOWN = 4
+_PART_NAMES = {"memory": "its memory", "disk": "its storage", "cpu": "its CPU", "tcp": "TCP"}
+
+
+def event_phrase(event: HealthEvent) -> str:
+    """``"mlx5_1 went down"``, ``"GPU 0000:4f:00.0 reported Xid 79 (it fell off the bus)"``."""
+    return _EVENTS[event.what](event)
+
+
+def _gpu(event: HealthEvent) -> str:
+    return f"GPU {event.part}"
+
+
+def _xid(event: HealthEvent) -> str:
+    usually = ", usually by a fault of the program" if xid(event.number).effect == "program" else ""
+    return f"{_gpu(event)} reported Xid {event.number} ({xid(event.number).meaning}{usually})"
+
+
+def _killed(event: HealthEvent) -> str:
+    named = f" {event.name}" if event.name and event.name != "oom_kills" else ""
+    pid = f" (pid {event.pid})" if event.pid else ""
+    subject = f"process{named}{pid}" if named or pid else "a process"
+    return f"the kernel's OOM killer ended {subject}"
+
+
+def _rose(event: HealthEvent) -> str:
+    """``"symbol_error of mlx5_1 rose from 12 to 340"``."""
+    subject = f"{event.name.replace('_', ' ')} of {_PART_NAMES.get(event.part, event.part)}"
+    return f"{subject} rose from {_value(event.before)} to {_value(event.after)}"
+
+
+def _fell(what: str) -> Callable[[HealthEvent], str]:
+    return lambda event: (
+        f"{what} of {event.part} fell from {_value(event.before)} to {_value(event.after)}"
+    )
+
+
+def _went_down(event: HealthEvent) -> str:
+    return f"{event.part} went down{' and came up again' if event.over else ''}"
+
+
+def _is_silent(event: HealthEvent) -> str:
+    again = ", for a while" if event.over else ""
+    return f"the file server {event.part} did not respond{again}"
+
+
+def _stalled(what: str) -> Callable[[HealthEvent], str]:
+    def phrase(event: HealthEvent) -> str:
+        known = isinstance(event.before, float) and isinstance(event.after, float)
+        seconds = event.after - event.before if known else 0.0  # type: ignore[operator]
+        waited = f" for {duration(seconds * 1e9)}" if seconds else ""
+        return f"all processes waited for {what}{waited}"
+
+    return phrase
+
+
+def _hung(event: HealthEvent) -> str:
+    return f"the kernel reported that {event.name} (pid {event.pid}) hangs, as in a read of storage"
+
+
+def _value(value: float | str) -> str:
+    return value if isinstance(value, str) else number(value)
+
+
+_EVENTS: Mapping[What, Callable[[HealthEvent], str]] = {
+    "xid": _xid,
+    "nvswitch-error": lambda event: f"the NVSwitch {event.part} reported a fatal error",
+    "gpu-gone": lambda event: f"{_gpu(event)} was lost: the driver does not reach it any more",
+    "gpu-reset": lambda event: f"{_gpu(event)} was reset by its driver",
+    "ecc-uncorrected": lambda event: (
+        f"the memory of {_gpu(event)} had errors that cannot be corrected"
+    ),
+    "ecc-corrected": lambda event: f"the memory of {_gpu(event)} had many errors, all corrected",
+    "rows-remapped": lambda event: f"bad rows of the memory of {_gpu(event)} were replaced",
+    "gpu-throttled": lambda event: f"{_gpu(event)} lowered its clock because of heat or power",
+    "pcie-error": lambda event: f"PCIe device {event.part} had an error that cannot be corrected",
+    "pcie-error-corrected": lambda event: f"PCIe device {event.part} had errors, all corrected",
+    "pcie-width-fell": lambda event: (
+        f"{_gpu(event)} uses {_value(event.after)} PCIe lanes instead of {_value(event.before)}"
+    ),
+    "memory-error": lambda _: "its memory had an error that cannot be corrected",
+    "memory-error-corrected": lambda _: "its memory had errors, all corrected",
+    "machine-check": lambda _: "its CPU reported a hardware error (machine check)",
+    "oom-kill": _killed,
+    "memory-pressure": _stalled("memory"),
+    "link-down": _went_down,
+    "link-up": lambda event: f"{event.part} came up",
+    "rate-fell": _fell("the rate"),
+    "adapter-error": lambda event: f"the driver reported an error of {event.part}",
+    "errors-rose": _rose,
+    "drops-rose": _rose,
+    "retransmits-rose": _rose,
+    "nfs-silent": _is_silent,
+    "nfs-back": lambda event: f"the file server {event.part} responded again",
+    "io-error": lambda _: "a read or write of its storage failed",
+    "io-pressure": _stalled("storage"),
+    "hung-task": _hung,
+    "cpu-throttled": lambda _: "its CPU lowered its clock because of heat",
+}
+
+_NEXT: Mapping[Fault, str] = {
+    "gpu-fault": "take {node} out of the job and test its GPUs (nvidia-smi -q, dcgmi diag -r 3)",
+    "gpu-memory": (
+        "take {node} out of the job; reset the GPU, and have it replaced if the error comes back"
+        " (nvidia-smi -q -d ECC,ROW_REMAPPER)"
+    ),
+    "thermal": "look at the cooling and the power of {node} (nvidia-smi -q -d PERFORMANCE)",
+    "pcie": "reseat or replace the device on {node} (lspci -vv, dmesg)",
+    "network-down": (
+        "look at {part} on {node}: its cable, its port and the switch behind it (ibstat, ethtool,"
+        " dmesg)"
+    ),
+    "network-errors": "look at {part} on {node}: its cable and its port (perfquery, ethtool -S)",
+    "storage": "look at the storage that {node} uses: mounts, servers, dmesg",
+    "host-memory": "look at the memory of {node}: what else runs there, and its limits (dmesg)",
+}
+
+
+_PROGRAM_STEP = (
+    "look for an illegal access in the program's kernels (compute-sanitizer,"
+    " CUDA_LAUNCH_BLOCKING=1); if it only happens on this GPU, test {node}"
+)
+_MOMENTS: Mapping[type[Cause], str] = {
+    StuckInside: "the last rank came to it",
+    Missing: "the first rank waited",
+    Dead: "the end",
+}
+"""The moment with which the time of a change is compared, by the kind of cause."""
+
+
+def add_hardware(words: Words, cause: Cause) -> Words:
+    """Return the words of a finding with what the hardware did then, and what RAS says."""
+    if not isinstance(cause, OfHardware):
+        return words
+    moment = _MOMENTS.get(type(cause), "this look")
+    shown = [_sentence(each, moment) for each in cause.hardware[:_SHOWN]]
+    evidence = [*words.evidence, *shown]
+    if cause.ras is not None:
+        evidence.append(ras_sentence(cause.ras))
+    first = cause.hardware[0] if cause.hardware else None
+    words = words._replace(evidence=evidence)
+    if first is None or not first.explains:
+        return words
+    if isinstance(cause, Straggler):
+        return words._replace(
+            explanation=f"{words.explanation} {shown[0]}", evidence=[], next_step=next_step(first)
+        )
+    if isinstance(cause, StuckInside):
+        return words._replace(
+            summary=f"{words.summary}; {_places(cause.hardware)}, {_when(first, moment)}",
+            next_step=next_step(first),
+            would_raise_confidence=(
+                "That it happened at the time does not prove that it was the cause; a second"
+                " occurrence would, or a test of the hardware."
+            ),
+        )
+    return words._replace(next_step=f"{words.next_step}; {next_step(first)}".lstrip("; "))
+
+
+def next_step(hardware: Hardware) -> str:
+    """Return what to do about a change of hardware."""
+    event = hardware.event
+    is_program = event.what == "xid" and xid(event.number).effect == "program"
+    step = _PROGRAM_STEP if is_program else _NEXT[event.fault]
+    return step.format(node=hardware.node, part=event.part)
+
+
+def _places(found: Sequence[Hardware]) -> str:
+    """``"on n03, mlx5_1 went down"``, with the other nodes where the same happened."""
+    first = found[0]
+    others = sorted(
+        {
+            each.node
+            for each in found[1:]
+            if each.explains and each.event.what == first.event.what and each.node != first.node
+        }
+    )
+    also = f" (and likewise on {', '.join(others)})" if others else ""
+    return f"on {first.node}, {event_phrase(first.event)}{also}"
+
+
+def _when(hardware: Hardware, moment: str) -> str:
+    """``"2.0 s before the end"``, ``"not earlier than 10 s before the end"``."""
+    early = "not earlier than " if hardware.event.since_ns else ""
+    gap = duration(abs(hardware.before_s) * 1e9)
+    return f"{early}{gap} {'before' if hardware.before_s >= 0 else 'after'} {moment}"
+
+
+def _sentence(hardware: Hardware, moment: str) -> str:
+    event = hardware.event
+    again = f", {count(hardware.times, 'time')}" if hardware.times > 1 else ""
+    clock = time.strftime("%H:%M:%S UTC", time.gmtime(event.at_ns // 1_000_000_000))
+    at = f"by {clock}" if event.since_ns else f"at {clock}"
+    used_by = (
+        f"{ranks_and_verb(hardware.ranks, 'uses', 'use')} it"
+        if hardware.own
+        else f"{ranks_and_verb(hardware.ranks, 'is', 'are')} there"
+    )
+    perhaps = "" if hardware.explains else "; that may be a coincidence"
+    return (
+        f"On {hardware.node}, {event_phrase(event)} {at}{again}, {_when(hardware, moment)}"
+        f" ({used_by}){perhaps}."
+    )
+
+
+def ras_sentence(ras: RasWitness) -> str:
+    """Return what NCCL's RAS service says, and whether it agrees."""
+    told = []
+    if ras.behind:
+        have = ranks_and_verb(ras.behind, "has", "have")
+        told.append(f"{have} launched fewer {ras.op} operations than the others")
+    if ras.not_answering:
+        told.append(f"{ranks_and_verb(ras.not_answering, 'does', 'do')} not answer it")
+    if not told:
+        told.append("it sees no difference between the ranks")
+    verdict = {
+        "agrees": "NCCL's RAS service agrees",
+        "disagrees": "NCCL's RAS service disagrees",
+        "silent": "NCCL's RAS service names no rank",
+    }[ras.says]
+    wrong = " Either it or this verdict is wrong." if ras.says == "disagrees" else ""
+    return f"{verdict}: {'; '.join(told)}.{wrong}"
