@@ -15,6 +15,7 @@ from commlens.errors import CommandError
 if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
     from commlens.dumps.sources import Paths
+    from commlens.model.health import NodeHealth
     from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
@@ -70,6 +71,15 @@ class DiagnoseCommand:
                 " wait least make it slow"
             ),
         )
+        parser.add_argument(
+            "--health",
+            type=Path,
+            metavar="FOLDER",
+            help=(
+                "also use what nodes told of their hardware: a folder for each host with its kernel"
+                " log, /sys, /proc and tables of nvidia-smi"
+            ),
+        )
         _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -89,9 +99,14 @@ class DiagnoseCommand:
         from commlens.dumps.sources import name_paths
 
         paths = name_paths(arguments.paths)
+        health = _read_health(arguments.health) if arguments.health is not None else []
         with ProgressBar("reading dumps") as seen:
             examined = examine_paths(
-                paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen
+                paths,
+                stalled_after_s=arguments.stalled_after,
+                prefix=arguments.prefix,
+                seen=seen,
+                health=health,
             )
         verdict = examined.verdict
         if arguments.json:
@@ -113,6 +128,21 @@ class DiagnoseCommand:
             write_whole(arguments.html, verdict_html(examined))
             print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return exit_status(verdict)
+
+
+def _read_health(folder: Path) -> list[NodeHealth]:
+    from commlens.health.bundle import read_bundle
+
+    try:
+        found = read_bundle(folder)
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be read: {error.strerror or error}.") from None
+    if not found:
+        raise CommandError(
+            f"{folder} holds no files of nodes: it needs kern.log, sys, proc or nvidia-smi.csv, or"
+            " a folder with these for each host, named after it."
+        )
+    return found
 
 
 def exit_status(verdict: Verdict) -> int:

@@ -36,6 +36,11 @@ class StatusCommand:
             help="show where a step's communication time goes instead",
         )
         parser.add_argument(
+            "--health",
+            action="store_true",
+            help="also show the hardware of this node: networks, GPUs, memory, the kernel's log",
+        )
+        parser.add_argument(
             "--json", action="store_true", help="print the verdict and the rows of each job as JSON"
         )
 
@@ -44,7 +49,8 @@ class StatusCommand:
 
         from commlens.config import load_settings
 
-        jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
+        settings = load_settings().settings
+        jobs = find_recorded_jobs(arguments.job, settings.box_dir)
         if arguments.step:
             return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
@@ -67,6 +73,12 @@ class StatusCommand:
         for position, each in enumerate(found):
             print("\n" * bool(position), end="")
             _print(each, everything=arguments.all)
+        if arguments.health:
+            from commlens.commands.health_table import print_health
+            from commlens.watch.node_health import root_of
+
+            print()
+            print_health(root_of(settings))
         return 0
 
 

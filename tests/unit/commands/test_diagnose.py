@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from boxes import busy_box
 from builders import Job, Stay, at, training
+from node_files import NodeFiles
 
 from commlens import commands
 from commlens.dumps.read import Evidence
@@ -182,3 +183,24 @@ class TestEntries:
     )
     def test_bad_values(self, boxes: Path, options: list[str]) -> None:
         assert commands.main(["diagnose", str(boxes), *options]) == 2
+
+
+def test_files_of_nodes_tell_what_the_hardware_did(
+    reads: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    logs = Job(4, host="n03").run(training(at(2, 5, Stay(57, "load_batch")))).logs()
+    stopped_ns = min(log.collectives[-1].announced_ns for log in logs if log.rank != 2)
+    NodeFiles(tmp_path / "n03").log("nfs: server a not responding, timed out", stopped_ns)
+    reads(logs, [])
+    assert commands.main(["diagnose", "dumps", "--health", str(tmp_path)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "On n03, the file server a did not respond at" in text
+    assert "look at the storage that n03 uses" in text
+
+
+def test_a_folder_without_files_of_nodes_is_refused(
+    reads: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    reads([], [])
+    assert commands.main(["diagnose", "dumps", "--health", str(tmp_path)]) == 2
+    assert "holds no files of nodes" in capsys.readouterr().err
