@@ -338,7 +338,7 @@ def _health(value: Any) -> str:
     try:
         return "on" if _boolean(value) else "off"
     except ValueError:
-        return _path(value)
+        return absolute(_path(value))
 
 
 def _port(value: Any) -> str:

@@ -7,7 +7,7 @@ rank with a GPU of its own, and a third GPU of another job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -238,7 +238,7 @@ CAUSES = [
         [2],
     ),
 ]
-"""Each is why the job stopped or is slow. The last is one more than issue and brief ask for."""
+"""Each is why the job stopped, died or is slow."""
 
 NO_CAUSES = [
     Incident("Xid on the wrong GPU", "stuck", lambda scene: scene.xid(1, 2, 31, before_s=1)),
@@ -268,8 +268,8 @@ NO_CAUSES = [
     Incident(
         "errors rising as always",
         "stuck",
-        _port(1, "mlx5_1", symbol_error="2000"),
-        earlier=_port(1, "mlx5_1", symbol_error="1000"),
+        _port(1, "mlx5_1", symbol_error="11000"),
+        earlier=_port(1, "mlx5_1", symbol_error="10000"),
     ),
     Incident("congestion", "stuck", _port(1, "mlx5_1", port_xmit_wait="99999999")),
     Incident(
@@ -385,8 +385,3 @@ def _health(
     first = next(log for log in logs if log.rank == node.ranks[0])
     first.health = msgspec.convert(msgspec.to_builtins(health), NodeHealth)  # as from a dump
     return health
-
-
-def named(hosts: Mapping[str, int] | Sequence[str], incident: Incident) -> list[str]:
-    """The names of the nodes where an incident is."""
-    return [f"n{node}" for node in incident.nodes] if hosts else []
