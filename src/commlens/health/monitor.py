@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,11 @@ class NodeRecord:
     def taken_ns(self) -> int:
         """When the last look was taken, Unix ns; 0: there was none."""
         return self._last.taken_ns if self._last is not None else 0
+
+    @property
+    def faults(self) -> Counter[str]:
+        """How many changes of each fault there were."""
+        return Counter(event.fault for event in self._events if event.what not in _ENDS.values())
 
     def add(self, look: Look, logged: Sequence[HealthEvent]) -> None:
         """Add a look, and what the kernel has logged since the one before.
@@ -205,6 +210,11 @@ class Monitor:
             if environment is not None:
                 self._environment = environment
         self._wanted.set()
+
+    @property
+    def faults(self) -> Counter[str]:
+        """How many changes of each fault were seen so far."""
+        return self._record.faults
 
     def report(self, ranks: Sequence[RankProcess], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
         """Return what is known, with a fresh look if that is soon, and with the answer of RAS.

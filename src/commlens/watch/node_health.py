@@ -65,6 +65,11 @@ class HealthOfNode:
         ]
         return self._monitor.report(ranks)
 
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """How many changes of each fault were seen so far."""
+        return self._monitor.faults if self._monitor is not None else {}
+
     def close(self) -> None:
         """Watch no longer."""
         if self._monitor is not None:

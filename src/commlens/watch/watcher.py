@@ -254,7 +254,13 @@ class Watcher:
         self._add_ended()
         self._meet_nodes()
         missed = self._mismatches.verification.missed
-        self._metrics.update(self._roster.current(), self._stalls.stall, self._slowness, missed)
+        self._metrics.update(
+            self._roster.current(),
+            self._stalls.stall,
+            self._slowness,
+            missed,
+            self._health.faults,
+        )
         if self._deaths.take_due(time.monotonic(), self._roster.current()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:

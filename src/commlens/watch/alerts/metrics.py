@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from commlens.config import Settings
@@ -64,7 +65,12 @@ class Metrics:
                 say(f"no metrics on port {port}: {error.strerror or error}.")
 
     def update(
-        self, members: Sequence[Member], stall: Stall | None, slowness: Slowness, not_compared: int
+        self,
+        members: Sequence[Member],
+        stall: Stall | None,
+        slowness: Slowness,
+        not_compared: int,
+        hardware: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Take new readings, and write the file, if metrics are asked for and it is time.
 
@@ -73,6 +79,7 @@ class Metrics:
             stall: the suspicious wait, if there is one.
             slowness: the ranks' pace.
             not_compared: records that deferred verification left out.
+            hardware: how many changes of the node's hardware were seen, by fault.
         """
         now = time.monotonic()
         if self._registry is None or now < self._due:
@@ -109,6 +116,12 @@ class Metrics:
                 "Records that came too fast to be compared.",
                 "",
                 {"": not_compared},
+            ),
+            self._counter(
+                "hardware_changes",
+                "Changes of the node's hardware that may stop or slow a job.",
+                "fault",
+                hardware,
             ),
             self._gauge(
                 "oldest_wait_seconds", "Age of the oldest suspicious wait.", "", {"": _age_s(stall)}

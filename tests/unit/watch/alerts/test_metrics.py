@@ -35,11 +35,12 @@ def test_the_endpoint(tmp_path: Path) -> None:
     said: list[str] = []
     port = free_port()
     served = metrics(tmp_path, said, metrics_port=str(port))
-    served.update([], None, Slowness(), 7)
+    served.update([], None, Slowness(), 7, {"network-down": 2})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     assert 'commlens_verdicts_total{job="train-1",kind="straggler"} 2.0' in text
     assert 'commlens_records_not_compared_total{job="train-1"} 7.0' in text
+    assert 'commlens_hardware_changes_total{fault="network-down",job="train-1"} 2.0' in text
     taken = metrics(tmp_path, said, metrics_port=str(port))
     assert said == [f"no metrics on port {port}: Address already in use."]
     taken.update([], None, Slowness(), 0)
