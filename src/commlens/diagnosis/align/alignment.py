@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
 from commlens.diagnosis.align.peer_order import is_outvoted, like_other_groups
@@ -48,6 +48,35 @@ class Race(NamedTuple):
     ranks: tuple[int, ...]  # that had collectives of both threads in flight at once
 
 
+class PartingTags(NamedTuple):
+    """The tags with which the two sides of a channel part."""
+
+    last: int  # that both used
+    sent: int
+    received: int
+
+
+class UsualPeer(NamedTuple):
+    """A rank exchanged messages with one peer from this line until then."""
+
+    rank: int
+    peer: int
+
+
+class UsualDistance(NamedTuple):
+    """All others exchange messages with the rank at one distance in the group."""
+
+    places: int  # after the rank's own; negative: before it
+    at_line: bool  # from the same line
+
+
+class Astray(NamedTuple):
+    """A send and a receive that never meet."""
+
+    fault: Literal["other-tag", "wrong-destination", "wrong-source"]
+    reason: PartingTags | UsualPeer | UsualDistance | None
+
+
 @dataclass
 class Mismatch:
     """Ranks that disagree under one sequence number of a channel, or a rank that is out of step
@@ -69,8 +98,7 @@ class Mismatch:
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
     racing: Race | None = None  # what two threads of each rank issue in any order
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
-    # how it is known that the two never meet: their tags differ, or one names the wrong rank
-    astray: str | None = None
+    astray: Astray | None = None  # the two never meet
     refused: bool = False  # strict verification raised on these ranks before anything was sent
 
     @property

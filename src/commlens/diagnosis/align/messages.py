@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise, takewhile
 
-from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.alignment import (
+    Astray,
+    Mismatch,
+    PartingTags,
+    UsualDistance,
+    UsualPeer,
+)
 from commlens.diagnosis.align.routine import follows_history
 from commlens.diagnosis.align.tie_break import UNDECIDED, by_routine
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective
-from commlens.text import count, frame_phrase
 
 _MESSAGES_MAX = 256  # of a ring of thousands of ranks, each has one that is stuck
 _OTHERS_MAX = 16  # ranks whose distances are compared
@@ -64,16 +69,15 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
     if left:
         return _other_tag(job, *pair, *((op, left[0]) if sends else (left[0], op)))
     # This rank names the wrong one: the one that it usually names waits for it, or has sent to it.
-    usual, why = _usual_peer(job, view, op)
+    usual, reason = _usual_peer(job, view, op)
     if usual in job.views and usual != view.rank:
         usually = (view, job.views[usual]) if sends else (job.views[usual], view)
         left = _unmatched(*usually, key, received=sends)
         if left and sends:
-            return _to_wrong_rank(job, view, op, job.views[usual], left[0], why)
+            return _to_wrong_rank(job, view, op, job.views[usual], left[0], reason)
         if left:
-            nothing = f"rank {view.rank} waits for a message from rank {op.peer}, which sends none"
-            detail = f"{nothing}, and does not receive the one from rank {usual}"
-            return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), detail, why)
+            astray = Astray("wrong-source", reason)
+            return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), astray)
     # The other one does: it has sent the message to a rank that does not receive it.
     for peer in sorted(
         peer for of, peer, way in other.pairs if of == key and way == "send" and not sends
@@ -83,9 +87,9 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
             if peer in job.views and _is_stuck(job.views[peer])
             else ()
         ):
-            usual, why = _usual_peer(job, other, send)
+            usual, reason = _usual_peer(job, other, send)
             if usual == view.rank:
-                return _to_wrong_rank(job, other, send, view, op, why)
+                return _to_wrong_rank(job, other, send, view, op, reason)
     return None
 
 
@@ -140,21 +144,16 @@ def _other_tag(
             lambda pair: pair[0].tag == pair[1].tag, zip(*sides.values(), strict=False)
         )
     )
-    left, why = [], ""
+    left: list[int] = []
+    reason = None
     if 1 < same < min(map(len, sides.values())):
         fits = {rank: _fits(ops[: same + 1]) for rank, ops in sides.items()}
         left = [rank for rank, fit in fits.items() if fit is False and True in fits.values()]
         sent, received = sides.values()
-        why = (
-            f"After tag {sent[same - 1].tag}, rank {sender.rank} used {sent[same].tag}, rank"
-            f" {receiver.rank} {received[same].tag}."
-        )
-    detail = (
-        f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank"
-        f" {receiver.rank} receives with tag {recv.tag}"
-    )
+        reason = PartingTags(sent[same - 1].tag, sent[same].tag, received[same].tag)
     odd, _ = by_routine([[rank] for rank in sides], left) or UNDECIDED
-    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), odd, detail, why)
+    astray = Astray("other-tag", reason)
+    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), odd, astray)
 
 
 def _fits(ops: list[Collective]) -> bool | None:
@@ -171,41 +170,26 @@ def _fits(ops: list[Collective]) -> bool | None:
     )
 
 
-def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str]:
+def _usual_peer(
+    job: JobIndex, view: RankView, op: Collective
+) -> tuple[int, UsualPeer | UsualDistance | None]:
     """Return the rank with which a rank used to exchange messages from a line, else the one at the
     distance that the others keep.
 
     Returns:
-        The rank, and a sentence that gives the reason; -1 if there is none, or if the op is with
-        that rank.
+        The rank, and the reason; -1 if there is none, or if the op is with that rank.
     """
     ranks = op.channel.key[2]
     before = [one.peer for one in _at_line(view, op) if one.index < op.index]
-    to = "to" if op.op == "send" else "from"
     if before:
         known = before[0]
         odd = len(before) > 1 and len(set(before)) == 1 and known is not None and known != op.peer
-        return (
-            (known, f"Until then, rank {view.rank} issued this {op.op} {to} rank {known}.")
-            if odd and known is not None
-            else (-1, "")
-        )
+        return (known, UsualPeer(view.rank, known)) if odd and known is not None else (-1, None)
     after, at_line = _usual_distance(job, view, op)
     usual = ranks[(ranks.index(view.rank) + (after or 0)) % len(ranks)]
     if after is None or usual == op.peer:
-        return -1, ""
-    where = (
-        f"{count(after, 'place')} after"
-        if after * 2 <= len(ranks)
-        else f"{count(len(ranks) - after, 'place')} before"
-    )
-    return (
-        usual,
-        (
-            f"{'At this line, each' if at_line else 'Each'} of the others issues a {op.op} {to} the"
-            f" rank {where} its own in the group."
-        ),
-    )
+        return -1, None
+    return usual, UsualDistance(after if after * 2 <= len(ranks) else after - len(ranks), at_line)
 
 
 def _usual_distance(job: JobIndex, view: RankView, op: Collective) -> tuple[int | None, bool]:
@@ -265,13 +249,10 @@ def _to_wrong_rank(
     send: Collective,
     receiver: RankView,
     recv: Collective,
-    why: str,
+    reason: UsualPeer | UsualDistance | None,
 ) -> Mismatch:
-    detail = (
-        f"rank {sender.rank} sent to rank {send.peer}, which does not receive it; rank"
-        f" {receiver.rank} waits for a message from it"
-    )
-    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), (sender.rank,), detail, why)
+    astray = Astray("wrong-destination", reason)
+    return _mismatch(job, (sender.rank, send), (receiver.rank, recv), (sender.rank,), astray)
 
 
 def _mismatch(
@@ -279,15 +260,11 @@ def _mismatch(
     sent: tuple[int, Collective],
     received: tuple[int, Collective],
     culprits: tuple[int, ...],
-    detail: str,
-    why: str,
+    astray: Astray,
 ) -> Mismatch:
     (sender, send), (receiver, recv) = sent, received
-    parties = (
-        Party((sender,), f"sends at {frame_phrase(send.source)}"),
-        Party((receiver,), f"receives at {frame_phrase(recv.source)}"),
-    )
-    answer = Disagree("p2p", Severity.ILLEGAL, culprits, parties, detail)
+    parties = (Party((sender,), "sends"), Party((receiver,), "receives"))
+    answer = Disagree("p2p", Severity.ILLEGAL, culprits, parties, detail="")
     key, ops = recv.channel.key, {sender: send, receiver: recv}
     return Mismatch(
         key,
@@ -298,5 +275,5 @@ def _mismatch(
         culprits or tuple(sorted(ops)),
         "routine" if culprits else "undecided",
         pair=(send, recv),
-        astray=why,
+        astray=astray,
     )

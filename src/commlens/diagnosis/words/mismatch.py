@@ -8,6 +8,7 @@ from commlens.diagnosis.align.call_paths import in_package
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace, has_one_side
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.astray import messages_part, why_astray
 from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import mismatch_step
@@ -245,7 +246,7 @@ def _issued(op: Collective, where: str) -> str:
 
 def _evidence(found: FoundMismatch) -> list[str]:
     mismatch = found.mismatch
-    evidence = [mismatch.astray] if mismatch.astray else []
+    evidence = why_astray(mismatch)
     answer = mismatch.answer if mismatch.astray is None else None
     told = mismatch.blamed_by == "arguments"  # by the summary
     if answer is not None and (
@@ -309,7 +310,7 @@ def _summary(found: FoundMismatch) -> str:
         extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
         return f"{subject} skipped {name}{extra}; everything after it pairs up wrongly"
     if mismatch.astray is not None:
-        return answer.detail
+        return messages_part(mismatch)
     if mismatch.blamed_by == "arguments":
         return f"{answer.detail} in {name}: {answer.parties[-1].phrase}"
     if mismatch.tie or usual is None:
