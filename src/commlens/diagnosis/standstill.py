@@ -19,6 +19,8 @@ LOOKS: Final = 3
 STILL_S: Final = 2.0
 STILL_ON_DEVICE_S: Final = 5.0
 """While collectives are in flight on a device: it tells late that it has completed one."""
+_WHO: Final = frozenset({None, "undecided", "routine-may-change"})
+"""What limits only who is to blame for a mismatch, not that there is one."""
 _PRESSURE: Final = 20.0  # percent of the time in which the rank's cgroup waited for memory
 
 
@@ -117,7 +119,9 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
     cause = verdict.cause
     if not verdict.is_fault or not verdict.certain:
         return False
-    if isinstance(cause, Mismatch) and (cause.silent or not cause.held_up):
+    if isinstance(cause, Mismatch) and (
+        cause.silent or not cause.held_up or cause.doubt not in _WHO
+    ):
         return False
     anywhere = cause.ranks if isinstance(cause, Missing) else []
     return all(log.rank in anywhere or _has_ended(log) or _waits_for_ranks(log) for log in logs)

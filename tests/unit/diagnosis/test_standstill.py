@@ -151,6 +151,14 @@ def test_only_what_blocks_the_ranks_for_good_is_certain() -> None:
     assert not certain([])
 
 
+def test_a_mismatch_of_collectives_whose_order_is_not_known_is_not_certain() -> None:
+    other = at(2, 5, lambda job: collective("all_gather", job.world, 1, line=21))
+    logs = Job(4).run(training(other)).logs()  # type: ignore[arg-type]
+    for log in logs:
+        log.collectives[-1].concurrent = True
+    assert diagnose_logs(logs).certain and not certain(logs)
+
+
 def elsewhere(log: RankLog, *frames: Frame) -> RankLog:
     """Let the main thread of a rank be in other lines than its waits, which another thread does."""
     [main] = log.stacks
