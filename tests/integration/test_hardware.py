@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from emulated_nodes import launch, nodes, wait
 from harness import Harness, JobResult, harness
 from incidents import CAUSES, NO_CAUSES, PER_NODE, RANKS, Incident, tell
 from node_files import NodeFiles
+from test_slow_rank import LAUNCH, TRAIN
 
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
@@ -171,3 +175,39 @@ def test_the_node_that_reports_hears_what_the_other_node_saw(tmp_path: Path) -> 
         said = " ".join(two[0].output.split())
     assert "are inside all_reduce" in said and "on node1, eth0 went down" in said, said
     assert "look at eth0 on node1" in said
+
+
+HEAT = """
+def heat(table):
+    from pathlib import Path
+
+    rows = Path(table).read_text().splitlines()
+    rows[2] = rows[2].replace("0x0000000000000000", "0x0000000000000040")
+    Path(table).write_text("".join(f"{row}\\n" for row in rows))
+
+"""
+
+
+@pytest.mark.long
+def test_heat_is_named_as_the_reason_of_a_slow_rank(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path / "node", gpus=3)
+    table = str(files.root / "nvidia-smi.csv")
+    loop = "    for _ in range(250):\n"
+    assert loop in TRAIN
+    hot = f"    for step in range(250):\n        if step == dist.get_rank() * 50 == 50:\n            heat({table!r})\n"
+    (tmp_path / "train.py").write_text(HEAT + TRAIN.replace(loop, hot))
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    done = subprocess.run(
+        [sys.executable, "launch.py"],
+        cwd=tmp_path,
+        env={**os.environ, "COMMLENS_HEALTH": str(files.root)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "Rank 1 makes the job slow" in said
+    assert "GPU 0000:11:00.0 lowered its clock because of heat or power" in said, said
+    assert "look at the cooling and the power of" in said.lower()
