@@ -103,6 +103,21 @@ def test_off(value):
     assert not is_switched_on({"COMMLENS": value})
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(False, "off"), ("off", "off"), (True, "on"), ("on", "on"), ("/host", "/host")],
+)
+def test_hardware_is_watched_on_off_or_below_a_folder(value, expected):
+    """YAML reads off as false."""
+    assert load(overrides={"health": value}).settings.health == expected
+
+
+def test_a_folder_of_the_hosts_files_is_absolute(tmp_path, monkeypatch):
+    """A script may change its working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert load({"COMMLENS_HEALTH": "host"}).settings.health == str(tmp_path / "host")
+
+
 @pytest.mark.parametrize("value", ["0640", "640", 0o640, 640, " 0640"])
 def test_permissions_in_every_spelling(tmp_path, value):
     """YAML reads 0640 as an octal number."""
