@@ -8,6 +8,7 @@ from pathlib import Path
 import builders
 import pytest
 from builders import Die, Job, Stay, all_reduce, training
+from goldens import hold
 from incidents import CAUSES, NO_CAUSES, PER_NODE, RANKS, Incident, tell
 
 from commlens.diagnosis.causes.hardware import hardware_of_slow
@@ -100,6 +101,7 @@ def explaining(verdict: Verdict) -> list[Hardware]:
 @pytest.mark.parametrize("incident", CAUSES, ids=lambda incident: incident.name)
 def test_the_cause_and_its_place_are_named(incident: Incident, tmp_path: Path) -> None:
     verdict = verdict_on(incident, tmp_path)
+    hold(f"hardware/{incident.name.lower().replace(' ', '-')}", verdict)
     hosts = [f"n{node}" for node in incident.nodes]
     if incident.kind == "slow":
         assert (verdict.why, verdict.culprits) == (incident.fault, incident.blamed)
