@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from commlens.launch.recording import disable, dump, enable, expect_slow, verify
     from commlens.model.verdict import Verdict
+    from commlens.numbers.checks import check_numbers, must_agree, must_differ
     from commlens.traces.trace import Trace
     from commlens.tracing.api import trace
     from commlens.tracing.comm_debug.mode import CommDebugMode
@@ -51,11 +52,14 @@ __all__ = [
     "Trace",
     "Verdict",
     "__version__",
+    "check_numbers",
     "diagnose",
     "disable",
     "dump",
     "enable",
     "expect_slow",
+    "must_agree",
+    "must_differ",
     "preview",
     "trace",
     "verify",
@@ -80,11 +84,14 @@ _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "CommDebugMode": "tracing.comm_debug.mode",
     "Trace": "traces.trace",
     "Verdict": "model.verdict",
+    "check_numbers": "numbers.checks",
     "diagnose": "diagnosis.api",
     "disable": "launch.recording",
     "dump": "launch.recording",
     "enable": "launch.recording",
     "expect_slow": "launch.recording",
+    "must_agree": "numbers.checks",
+    "must_differ": "numbers.checks",
     "preview": "tracing.preview.preview",
     "trace": "tracing.api",
     "verify": "launch.recording",

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from commlens.blackbox.layout import CAPACITY_MAX
 from commlens.errors import ConfigError, MissingDependency, did_you_mean
+from commlens.model.number_checks import parse_number_checks
 from commlens.model.steps import parse_steps
 
 SWITCH: Final = "COMMLENS"
@@ -99,6 +100,9 @@ class Settings:
     # seconds to wait for a peer while verifying; None: the process group's timeout
     verify_timeout: float | None = None
     on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
+    # compare the tensors that ranks must have alike: "every 100 steps", "nan", "tolerance=1e-6"
+    check_numbers: str | None = None
+    on_diverged: str = "warn"  # if they differ: "warn" or "abort"
     # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
     engine: str = "auto"
     # `commlens launch` builds the native engine in the background where none was built
@@ -323,6 +327,13 @@ def _steps(value: Any) -> str | None:
     return text
 
 
+def _number_checks(value: Any) -> str | None:
+    text = str(value).strip()
+    if value is False or text.lower() in ("0", "false", "no", "off"):
+        return None
+    return str(parse_number_checks(text))
+
+
 def _command(value: Any) -> str:
     if callable(value):  # of a module that another process can import
         name = f"{value.__module__}:{value.__qualname__}"
@@ -376,6 +387,11 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "debug": Accepts(_debug, "1 or 0 (true, false, yes, no, on, off), or sample"),
     "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
+    "check_numbers": Accepts(
+        _number_checks,
+        "on, off, every N steps, nan, tolerance=X, or several of these with commas",
+    ),
+    "on_diverged": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),
     "auto_build": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),

@@ -99,7 +99,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "helper_process",
         "launchers",
+        "model",
         "native",
+        "numbers",
         "processes",
         "reports",
         "tap",
@@ -110,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "version",
         "watch",
     },
+    "numbers": {"blackbox", "diagnosis", "errors", "launchers", "model", "tap", "text"},
     "scenarios": {"errors", "model"},
     "testing": {
         "blackbox",
@@ -120,6 +123,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "helper_process",
         "launch",
         "model",
+        "numbers",
         "reports",
         "text",
         "traces",
@@ -154,6 +158,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "launch",
         "model",
+        "numbers",
         "traces",
         "tracing",
         "verification",
@@ -168,6 +173,7 @@ TORCH_USERS = {
     "capture",
     "launch",
     "native",
+    "numbers",
     "scenarios",
     "tap",
     "testing",
@@ -183,7 +189,9 @@ STANDARD_LIBRARY_ONLY = [
     "commlens/version.py",
     "commlens/blackbox/layout.py",
     "commlens/blackbox/job_dirs.py",
+    "commlens/model/number_checks.py",
     "commlens/model/steps.py",
+    "commlens/numbers/job_folder.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -368,6 +376,7 @@ def test_what_a_worker_always_loads_is_standard_library_only(name):
         "commlens.errors",
         "commlens.launchers",
         "commlens.blackbox.layout",
+        "commlens.model.number_checks",
         "commlens.model.steps",
         "commlens.launch.recording",
     }

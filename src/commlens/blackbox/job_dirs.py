@@ -26,6 +26,14 @@ _SILENT_S = 60.0
 ENDED = frozenset("ZXx")
 TOLD: Final = ".told-"
 """Begins the name of a file in a job's folder: a rank, its content, has printed a refusal."""
+NUMBERS: Final = ".numbers-"
+"""Begins the name of a file in a job's folder by which ranks compare their tensors."""
+NUMBERS_HEAD: Final = b"commlens numbers\n"
+"""Begins such a file."""
+NUMBERS_VERDICT: Final = f"{NUMBERS}verdict."
+"""Begins the name of a file by which a rank hands a verdict on tensors to the watcher, which
+removes it.
+"""
 _BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(L.SUFFIX)}")
 
 

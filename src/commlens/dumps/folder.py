@@ -196,5 +196,6 @@ def _is_own(folder: int, name: str) -> bool:
         bool(_TEMPORARY_NAME.fullmatch(name))
         or (name in _JOB_FILES and not head)
         or (name.startswith(job_dirs.TOLD) and head.startswith(b"rank "))
+        or (name.startswith(job_dirs.NUMBERS) and head.startswith(job_dirs.NUMBERS_HEAD))
         or name == refusal_log.NAME
     )

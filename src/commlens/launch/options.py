@@ -40,6 +40,11 @@ OPTIONS: Final = {
         "{warn,abort}",
         "when ranks disagree, only print the verdict, or also end the job (default warn)",
     ),
+    "on_diverged": (
+        "{warn,abort}",
+        "when the tensors of ranks differ, only print the verdict, or also end the job (default"
+        " warn)",
+    ),
     "dump_dir": ("DIR", "save dumps here, in one folder per job (default commlens-dumps)"),
     "keep_dumps": ("N", "keep the dumps of this many jobs (default 10)"),
     "on_verdict": (
@@ -103,12 +108,44 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 flag, dest=f"commlens_{name}", metavar=metavar, help=help_text + accepts
             )
+    _add_check_numbers(parser, group)
     group.add_argument(
         "--config-file",
         dest="commlens_config_file",
         metavar="FILE",
         help="use this settings file (YAML)",
     )
+
+
+def _add_check_numbers(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Add ``--check-numbers``, with or without ``=HOW``. A value of its own would be taken from the
+    program's name, so each form that is given becomes an option to argparse.
+    """
+    flag, dest = "--check-numbers", "commlens_check_numbers"
+    group.add_argument(
+        flag,
+        dest=dest,
+        action="store_const",
+        const="on",
+        help=(
+            "compare the tensors that ranks must have alike after every 100th optimizer step;"
+            " --check-numbers=HOW accepts every N steps, nan, tolerance=X, with commas between them"
+        ),
+    )
+    parse_optional: Any = parser._parse_optional
+
+    def parse(argument: str) -> Any:
+        if argument.startswith(f"{flag}=") and argument not in parser._option_string_actions:
+            parser.add_argument(
+                argument,
+                dest=dest,
+                action="store_const",
+                const=argument.partition("=")[2],
+                help=argparse.SUPPRESS,
+            )
+        return parse_optional(argument)
+
+    vars(parser)["_parse_optional"] = parse
 
 
 def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
@@ -122,6 +159,7 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
         ConfigError: a key is unknown or a value is bad, wherever it is set.
     """
     overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
+    overrides["check_numbers"] = arguments.commlens_check_numbers
     overrides.update(more)
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)
 

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from commlens import config, launchers
 from commlens.capture import session
+from commlens.capture.init_hooks import safely
 from commlens.capture.session import expect_slow
 from commlens.errors import CommandError, ConfigError, MissingDependency
 from commlens.launch import torch_recorder
 from commlens.launch.new_warnings import new_warnings
+from commlens.numbers import job_folder
 
 if TYPE_CHECKING:
     from commlens.verification.verifier import Verifier
@@ -158,6 +160,24 @@ def start(settings: config.Settings) -> None:
     if settings.box_entries:
         torch_recorder.switch_on_here()
     session.start(settings, make_verifier=_make_verifier, dump=_dump)
+    job_folder.set_finder(_job_folder)
+    if settings.check_numbers:
+        safely(_check_numbers, settings.check_numbers)
+
+
+def _job_folder() -> Path | None:
+    current = session.recording()
+    return current.job_dir if current is not None and current.is_open else None
+
+
+def _check_numbers(how: str) -> None:
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from commlens.model.number_checks import parse_number_checks
+        from commlens.numbers import sampling
+
+        sampling.start(parse_number_checks(how))
 
 
 def lone_worker(environ: Mapping[str, str]) -> str | None:

@@ -30,6 +30,7 @@ Kind = Literal[
     "straggler",
     "waiting",
     "hazard",
+    "diverged",
     "healthy",
     "undetermined",
 ]
@@ -58,6 +59,14 @@ Why = Literal[
     "skipped",
     "extra",
     "user-code",
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer-state",
+    "rng",
+    "same-batch",
+    "nan",
+    "value",
     "unknown",
     "gpu-fault",
     "gpu-memory",
@@ -69,7 +78,7 @@ Why = Literal[
     "host-memory",
 ]
 """The class of the cause, from stacks, ``/proc``, cgroup files and what the nodes tell of their
-hardware.
+hardware; of ``diverged``, the kind of tensor.
 """
 
 Confidence = Literal["high", "medium", "low"]
@@ -106,6 +115,7 @@ BlamedBy = Literal[
     "device",
     "exit",
     "lateness",
+    "earliness",
     "arguments",
     "hardware",
     "undecided",
@@ -117,10 +127,10 @@ BlamedBy = Literal[
 ``absence``: they do not arrive, or left no record. ``majority``: most of the group do otherwise.
 ``rounds``: most ranks came to this line, or round their loop, more or less often.
 ``routine``: they left what they did before. ``midway``: they ended inside of what they repeat,
-where the others go on with it. ``arguments``: their calls are wrong, whatever the others do.
-``hardware``: what they run on broke when they stopped. ``undecided``: nothing chooses between the
-sides. ``unknown``: what they waited for is not in the records. ``nobody``: no rank is at fault, or
-known to be.
+where the others go on with it. ``earliness``: a NaN came up there first. ``arguments``: their calls
+are wrong, whatever the others do. ``hardware``: what they run on broke when they stopped.
+``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is not in the
+records. ``nobody``: no rank is at fault, or known to be.
 """
 
 
@@ -580,6 +590,91 @@ class Straggler(OfHardware, tag="straggler", kw_only=True):
     stretch: SlowStretch | None = None
 
 
+TensorKind = Literal[
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer-state",
+    "hyperparameter",
+    "rng",
+    "batch",
+    "value",
+]
+"""The part of a program that a compared tensor has. ``value``: named by the user."""
+
+Departure = Literal[
+    "not-broadcast",
+    "other-gradients",
+    "other-hyperparameters",
+    "one-bit",
+    "one-element",
+    "not-updated",
+    "other-random-numbers",
+    "other-order",
+    "other-tensors",
+    "rounding",
+    "same-data",
+    "not-finite",
+    "unclear",
+]
+"""The cause that fits how values that must agree came to differ.
+
+``not-broadcast``: they differed from the first check on. ``one-bit``, ``one-element``: of one
+tensor, as when hardware fails. ``not-updated``: they stayed what they were at the check before.
+``other-order``: parameters are registered in another order. ``other-tensors``: ranks have tensors
+that others lack. ``rounding``: all of them differ by little. ``same-data``: ranks read the same
+batch. ``not-finite``: they are NaN.
+"""
+
+
+class TensorSide(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Ranks on which a tensor has the same bytes."""
+
+    ranks: list[Rank]
+    digest: str  # of the bytes, 16 hexadecimal digits
+    norm: float | None = None  # None: not finite
+    mean: float | None = None
+    nans: int = 0
+    infs: int = 0
+
+
+class DivergedTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor that ranks must have alike, and do not."""
+
+    kind: TensorKind
+    name: str
+    sides: list[TensorSide]  # the most ranks first
+    element: int | None = None  # the only one that differs, counted from 0
+    bit: int | None = None  # the only one of that element that differs
+
+
+class OwnTensors(msgspec.Struct, frozen=True):
+    """Ranks that have tensors which others of their group lack."""
+
+    ranks: list[Rank]
+    names: list[str]
+
+
+class Diverged(Cause, tag="diverged", kw_only=True):
+    """Tensors that ranks must have alike, and do not."""
+
+    ranks: list[Rank]  # compared
+    source: str  # the check: an optimizer, or a call of the program
+    step: int
+    # the last check before that found no difference; None: there was none
+    equal_at: int | None = None
+    departure: Departure
+    tensors: list[DivergedTensor]  # of the first kind that differs; at most 20
+    differing: int  # number of such tensors
+    compared: int  # tensors of all kinds
+    # the other kinds of the first tensor that were compared: those that agree, those that do not
+    equal_kinds: list[TensorKind] = []
+    unequal_kinds: list[TensorKind] = []
+    only_on: list[OwnTensors] = []
+    module: str | None = None  # the first whose output was NaN
+    op: str | None = None  # or the first collective whose input was
+
+
 class Fewer(Cause, tag="fewer", kw_only=True):
     """Ranks that issued fewer collectives than the others, in a job that ended well."""
 
@@ -805,7 +900,8 @@ class NoneWaits(Cause, tag="none-waits", kw_only=True):
 
 
 AnyCause = (
-    Missing
+    Diverged
+    | Missing
     | Working
     | Unrecorded
     | StuckInside

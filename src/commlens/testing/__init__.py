@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commlens.testing.ranks import run_on_ranks
+    from commlens.testing.replicas import assert_replicas_agree
     from commlens.traces.assertions import assert_collectives, assert_matches_golden
 
-__all__ = ["assert_collectives", "assert_matches_golden", "run_on_ranks"]
+__all__ = [
+    "assert_collectives",
+    "assert_matches_golden",
+    "assert_replicas_agree",
+    "run_on_ranks",
+]
 
 _FROM = {
     "assert_collectives": "traces.assertions",
     "assert_matches_golden": "traces.assertions",
+    "assert_replicas_agree": "testing.replicas",
     "run_on_ranks": "testing.ranks",
 }
 

@@ -31,6 +31,7 @@ from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.death_report import lines_at_end, report_death
+from commlens.watch.diverged import take_verdict
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
@@ -253,6 +254,7 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._meet_nodes()
+        self._report_diverged()
         missed = self._mismatches.verification.missed
         self._metrics.update(
             self._roster.current(),
@@ -292,6 +294,7 @@ class Watcher:
 
     def _close_generation(self) -> None:
         """Report what is left to report of ranks that have ended, and leave the other nodes."""
+        self._report_diverged()
         until = time.monotonic() + 2 * REPORTER_S
         while (
             (self._deaths.first or self._nodes.dead_elsewhere)
@@ -427,6 +430,16 @@ class Watcher:
                 and self._abort("on_mismatch", verdict)
             ):
                 return
+
+    def _report_diverged(self) -> None:
+        """Report tensors that ranks must have alike and do not, which rank 0 has found."""
+        verdict = take_verdict(self.folders) if not self._over else None
+        if verdict is None:
+            return
+        self.reporter.report(verdict)
+        self.reporter.save_dump()
+        if self.settings.on_diverged == "abort":
+            self._abort("on_diverged", verdict)
 
     # --- stalls
 

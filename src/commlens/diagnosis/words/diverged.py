@@ -1,0 +1,262 @@
+"""Words about tensors that ranks must have alike, and do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from commlens.diagnosis.words.finding import Words, finding_of
+from commlens.model.cause import Departure, Diverged, DivergedTensor, TensorSide
+from commlens.model.verdict import Finding, Verdict
+from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase
+
+_SHOWN: Final = 5  # tensors in the evidence
+_NAMES: Final = 8
+_KIND_NAMES: Final = {
+    "parameter": "parameter",
+    "gradient": "gradient",
+    "optimizer-state": "optimizer state",
+    "hyperparameter": "hyperparameters",
+}
+
+
+def verdict_of(cause: Diverged) -> Verdict:
+    """Return the verdict on tensors that ranks have differently."""
+    return Verdict.from_findings([finding(cause)], looked_at=_looked_at(cause))
+
+
+def finding(cause: Diverged) -> Finding:
+    """Return the finding of tensors that ranks have differently."""
+    return finding_of(cause, words(cause))
+
+
+def no_difference(ranks: int, tensors: int) -> Verdict:
+    """Return the verdict of a check that found no difference."""
+    return Verdict(
+        kind="healthy",
+        summary=(
+            f"{count(tensors, 'tensor')} agree on {count(ranks, 'rank')}"
+            if tensors
+            else "no tensor is held by several ranks: there is nothing to compare"
+        ),
+        looked_at=f"{count(ranks, 'rank')}, {count(tensors, 'tensor')}",
+    )
+
+
+def words(cause: Diverged) -> Words:
+    """Return what a finding says about tensors that ranks have differently."""
+    return Words(
+        summary=_summary(cause),
+        explanation=" ".join(filter(None, (_extent(cause), _EXPLAINED[cause.departure](cause)))),
+        next_step=_NEXT[cause.departure](cause),
+        evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
+        would_raise_confidence=(
+            "The ranks differ, and no majority of them agrees." if not cause.culprits else None
+        ),
+    )
+
+
+def _looked_at(cause: Diverged) -> str:
+    tensors = f", {count(cause.compared, 'tensor')}" if cause.compared else ""
+    return f"{count(len(cause.ranks), 'rank')}{tensors}, while the job runs"
+
+
+# --- the summary
+
+
+def _summary(cause: Diverged) -> str:
+    when = _when(cause)
+    if cause.departure == "same-data":
+        same = joined(ranks_phrase(side.ranks) for side in cause.tensors[0].sides)
+        name = "the same batch" if cause.why == "same-batch" else f"the same {_subject(cause)}"
+        return f"{same} have {name} {when}"
+    if cause.departure == "not-finite":
+        where = ranks_phrase(cause.culprits) if cause.culprits else "all ranks"
+        if cause.tensors:
+            return f"{_subject(cause)} of {where} has NaN {when}"
+        what = f"the output of {cause.module}" if cause.module else f"the input of {cause.op}"
+        return f"NaN came up on {where} at step {cause.step}, first in {what}"
+    if cause.departure == "other-tensors":
+        own = cause.only_on[0]
+        return f"only {ranks_phrase(own.ranks)} have {_listed(own.names)} {when}"
+    if cause.departure == "other-order":
+        return (
+            f"{ranks_and_verb(cause.culprits or cause.ranks, 'registers', 'register')} parameters"
+            f" in another order{'' if cause.culprits else ' than one another'}, from"
+            f" {cause.tensors[0].name} on"
+        )
+    if not cause.culprits:
+        sides = joined(ranks_phrase(side.ranks) for side in cause.tensors[0].sides)
+        return f"{_subject(cause)} differs between {sides} {when}"
+    others = ranks_phrase(cause.victims)
+    if len(cause.culprits) == 1:
+        return f"rank {cause.culprits[0]}'s {_subject(cause)} differs from {others} {when}"
+    return f"{_subject(cause)} of {ranks_phrase(cause.culprits)} differs from {others} {when}"
+
+
+def _subject(cause: Diverged) -> str:
+    tensor = cause.tensors[0]
+    return f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
+
+
+def _when(cause: Diverged) -> str:
+    if cause.source == "batch":
+        return f"at step {cause.step}"
+    if not cause.source.startswith("optimizer"):
+        return f"in {cause.source}" if cause.step == 1 else f"in {cause.source}, call {cause.step}"
+    optimizer = f" of {cause.source}" if cause.source != "optimizer 1" else ""
+    before = f" (equal at step {cause.equal_at})" if cause.equal_at is not None else ""
+    if cause.departure == "not-finite":
+        before = f" (not at step {cause.equal_at})" if cause.equal_at is not None else ""
+    since = "since" if cause.equal_at is not None else "at"
+    return f"{since} step {cause.step}{optimizer}{before}"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES
+    return joined(names[:_NAMES] + ([f"{more} more"] if more > 0 else []))
+
+
+# --- the explanation
+
+
+def _extent(cause: Diverged) -> str:
+    """Return how many tensors differ, and how the other kinds of the first one are."""
+    if not cause.compared or cause.departure in ("same-data", "not-finite", "other-order"):
+        return ""
+    if not cause.differing:
+        return ""
+    equal = [_KIND_NAMES[kind] for kind in cause.equal_kinds]
+    unequal = [_KIND_NAMES[kind] for kind in cause.unequal_kinds]
+    parts = []
+    if equal:
+        parts.append(f"its {joined(equal)} {'was' if len(equal) == 1 else 'were'} equal")
+    if unequal:
+        parts.append(f"its {joined(unequal)} {'was' if len(unequal) == 1 else 'were'} not")
+    about = f" {capital(', '.join(parts))}." if parts else ""
+    return f"{cause.differing} of {count(cause.compared, 'tensor')}.{about}"
+
+
+def _element(cause: Diverged) -> str:
+    tensor = cause.tensors[0]
+    if tensor.bit is not None:
+        return (
+            f"One bit alone differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
+            " change a single bit, hardware that fails does."
+        )
+    return (
+        f"One element alone differs, element {tensor.element}: as when hardware changed a bit some"
+        " steps ago."
+    )
+
+
+def _hyperparameters(cause: Diverged) -> str:
+    tensor = cause.tensors[0]
+    values = [f"{side.norm:g} on {ranks_phrase(side.ranks)}" for side in tensor.sides if side.norm]
+    return f"{tensor.name} is {joined(values)}." if len(values) > 1 else ""
+
+
+def _distance(cause: Diverged) -> str:
+    one, other = (side.norm or 0.0 for side in cause.tensors[0].sides[:2])
+    return (
+        f"The values are close: the norm of {cause.tensors[0].name} is {one:.9g} and {other:.9g}."
+    )
+
+
+def _not_updated(cause: Diverged) -> str:
+    ranks = cause.culprits or cause.ranks
+    return (
+        f"On {ranks_phrase(ranks)} the value is still that of step {cause.equal_at}; on the others"
+        " it has changed."
+    )
+
+
+def _own_names(cause: Diverged) -> str:
+    return " ".join(
+        f"Only {ranks_phrase(own.ranks)}: {_listed(own.names)}." for own in cause.only_on[:_SHOWN]
+    )
+
+
+def _is(text: str) -> Callable[[Diverged], str]:
+    return lambda _: text
+
+
+_EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
+    "not-broadcast": _is(
+        "It differs in the first check: the ranks did not start from the same values, or did not"
+        " load the same checkpoint."
+    ),
+    "other-gradients": _is("The ranks update their parameters with different gradients."),
+    "other-hyperparameters": _hyperparameters,
+    "one-bit": _element,
+    "one-element": _element,
+    "not-updated": _not_updated,
+    "other-random-numbers": _is(
+        "The random number generators of these ranks differ, too: dropout takes other elements on"
+        " each of them."
+    ),
+    "other-order": _is(
+        "DDP pairs parameters by position, not by name: it averages the gradients of different"
+        " parameters."
+    ),
+    "other-tensors": _own_names,
+    "rounding": _distance,
+    "same-data": _is("They train on the same data and count it twice."),
+    "not-finite": _is("NaN reaches all ranks with the next reduction."),
+    "unclear": _is(""),
+}
+
+_NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
+    "not-broadcast": _is(
+        "broadcast the values after they are made or loaded, or load the checkpoint on all ranks"
+    ),
+    "other-gradients": _is(
+        "look for a reduction that these ranks left out: no_sync(), a gradient hook, a parameter"
+        " that DDP ignores"
+    ),
+    "other-hyperparameters": _is(
+        "set the optimizer and its scheduler up alike on all ranks, also when a job resumes"
+    ),
+    "one-bit": lambda cause: (
+        f"test the memory of {ranks_phrase(cause.culprits or cause.ranks)}, and resume from a"
+        " checkpoint before this step"
+    ),
+    "one-element": lambda cause: (
+        f"resume from a checkpoint before this step; if it happens again on"
+        f" {ranks_phrase(cause.culprits or cause.ranks)}, test that machine"
+    ),
+    "not-updated": _is("look for the code that changes it on some ranks only"),
+    "other-random-numbers": _is("seed these ranks alike"),
+    "other-order": _is("register the modules in the same order on all ranks: iterate no set"),
+    "other-tensors": _is("make the same model on all ranks"),
+    "rounding": _is(
+        "reduce the gradient over these ranks, or make the kernels deterministic; to allow for"
+        " noise, use --check-numbers=tolerance=1e-6"
+    ),
+    "same-data": _is("give each rank its own part: DistributedSampler, or another seed or shard"),
+    "not-finite": lambda cause: (
+        "run again with --check-numbers=nan, which names the rank and the module that had it first"
+        if cause.tensors
+        else f"look at the data of {ranks_phrase(cause.culprits or cause.ranks)} in this step, and"
+        " at what this module computes"
+    ),
+    "unclear": _is("look at the code that changes it between these two steps"),
+}
+
+
+# --- the evidence
+
+
+def _evidence(tensor: DivergedTensor) -> str:
+    name = f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
+    return f"{name}: {'; '.join(_side(side) for side in tensor.sides)}."
+
+
+def _side(side: TensorSide) -> str:
+    facts = [f"hash {side.digest}"]
+    if side.nans or side.infs:
+        facts.append(f"{side.nans} NaN, {side.infs} infinite")
+    elif side.norm:
+        facts.append(f"norm {side.norm:.9g}")
+        facts.append(f"mean {side.mean or 0.0:.3g}")
+    return f"{ranks_phrase(side.ranks)} {', '.join(facts)}"

@@ -1,0 +1,85 @@
+"""What a rank tells of its tensors, so that they can be compared with those of the other ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from commlens.model.cause import Rank, TensorKind
+
+Relation = Literal["equal", "presumed", "learned", "different"]
+"""What is known of a tensor's values on the ranks of a table.
+
+``equal``: they must be the same, bit for bit. ``presumed``: so they must, unless they differ much
+from the beginning. ``learned``: so they must, if they have been so while they changed.
+``different``: no two ranks may have the same.
+"""
+
+
+class Measure(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor's hash, and the statistics that tell noise from a fault."""
+
+    kind: TensorKind
+    name: str
+    digest: Annotated[int, msgspec.Meta(ge=0)]  # 64 bits, of its bytes
+    items: int = 0
+    dtype: str = ""
+    norm: float = 0.0
+    mean: float = 0.0
+    nans: int = 0
+    infs: int = 0
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that a group of ranks has in common."""
+
+    ranks: tuple[Rank, ...]  # ascending
+    relation: Relation
+    measures: tuple[Measure, ...]  # parameters in the order in which they are registered
+
+
+class TableRef(msgspec.Struct, frozen=True, array_like=True):
+    """A table that is kept elsewhere, under its digest: ranks that agree share it."""
+
+    ranks: tuple[Rank, ...]
+    relation: Relation
+    digest: str
+
+
+class CheckId(msgspec.Struct, frozen=True, array_like=True):
+    """One check, which all of its ranks name alike."""
+
+    source: str  # the optimizer, or the call
+    number: int  # the optimizer's step, or the number of the call
+    tolerance: float = 0.0  # of norms and means, relative; 0: bit for bit
+    # seconds that the ranks wait for the answer. Then a tensor that one of them lacks is a fault.
+    # 0: they do not wait
+    wait_s: float = 0.0
+    ranks: tuple[Rank, ...] = ()  # that take part, if they wait
+    tensors: str = ""  # which an optimizer trains: ranks number their optimizers differently
+
+    @property
+    def subject(self) -> str:
+        """The optimizer, or the place in a program, that is checked again and again."""
+        return f"{self.source} {self.tensors}"
+
+
+class NanEvent(msgspec.Struct, frozen=True, array_like=True):
+    """The first NaN of a rank: in the input of a collective, or in the output of a module."""
+
+    step: int  # of the first optimizer
+    number: int  # collectives of this step so far
+    op: str = ""
+    module: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """All that one rank tells in one check."""
+
+    rank: Rank
+    check: CheckId
+    tables: tuple[TableRef, ...]
+    nans: tuple[Measure, ...] = ()  # parameters and optimizer states with NaN, shared or not
+    skipped: tuple[str, ...] = ()  # tensors that are not compared, and why
+    first_nan: NanEvent | None = None

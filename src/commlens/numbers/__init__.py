@@ -1,0 +1,1 @@
+"""Compare the tensors that ranks must have alike, while the job runs."""

@@ -1,0 +1,404 @@
+"""Compare what the ranks of a job report of their tensors, check by check: a pure function of the
+reports so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from commlens.model.cause import Diverged, DivergedTensor, OwnTensors, TensorKind, Why
+from commlens.model.numbers import CheckId, Measure, Report
+from commlens.numbers.departures import (
+    TRAINED,
+    all_ranks,
+    blame,
+    confidence_of,
+    find_departure,
+    find_lone_word,
+    other_kinds,
+    roots_of,
+    side_of,
+    tensor_of,
+)
+from commlens.numbers.differences import (
+    SHOWN,
+    SMALL,
+    Difference,
+    Key,
+    Load,
+    Part,
+    are_close,
+    count_tensors,
+    differences_of,
+    digest_of,
+    equal_sides,
+    find_differences,
+    find_other_order,
+    find_own_tensors,
+    is_telling,
+    must_be_equal,
+    parts_of,
+)
+
+OPTIMIZER: Final = "optimizer"
+"""Begins the source of a check that follows an optimizer's step."""
+
+NAN: Final = "nan"
+"""The source of the check that follows a NaN."""
+
+BATCH: Final = "batch"
+"""The source of a check of the inputs of a model."""
+
+_AGREED_CHANGES: Final = 2  # after which tensors that agree count as replicas
+_NEVER: Final = -(1 << 30)  # changes: they differed
+_WHY: Final[Mapping[TensorKind, Why]] = {
+    "hyperparameter": "optimizer-state",
+    "gradient": "gradient",
+    "optimizer-state": "optimizer-state",
+    "parameter": "parameter",
+    "buffer": "buffer",
+    "value": "value",
+    "batch": "same-batch",
+}
+
+
+class Learned(NamedTuple):
+    """A tensor that agreed on all ranks at the last check."""
+
+    digest: int
+    changes: int  # in which it agreed
+    step: int
+
+
+class Comparison:
+    """What was compared so far, and what was found."""
+
+    def __init__(self) -> None:
+        # of each source and set of ranks: the last check without a difference, and its digests
+        self._equal_at: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._agreed: dict[tuple[str, tuple[int, ...]], dict[Key, int]] = {}
+        self._learned: dict[tuple[str, tuple[int, ...], Key], Learned] = {}
+        self._batches: dict[tuple[int, ...], dict[int, int]] = {}
+        self._without_nan: dict[str, int] = {}
+        self._found: set[tuple[str, tuple[int, ...]]] = set()
+
+    def compare(self, check: CheckId, reports: Mapping[int, Report], load: Load) -> list[Diverged]:
+        """Return what ranks have differently in this check, and had alike before. A difference is
+        returned once.
+        """
+        parts = parts_of(reports, load)
+        equal = [part for part in parts if must_be_equal(part, check)]
+        found = [
+            *(
+                _first_nan(check, reports)
+                if check.source == NAN
+                else self._not_finite(check, reports)
+            ),
+            *self._unequal(check, reports, equal, parts),
+            *self._same(check, [part for part in parts if part.relation == "different"]),
+        ]
+        for part in equal:
+            if part.agrees:
+                self._remember(check, part)
+        return found
+
+    def compared(self, reports: Mapping[int, Report], load: Load) -> int:
+        """Return the number of tensors that several ranks have reported."""
+        return count_tensors(parts_of(reports, load))
+
+    def _remember(self, check: CheckId, part: Part) -> None:
+        at = check.subject, part.ranks
+        self._equal_at[at] = check.number
+        table = next(iter(part.tables.values()))
+        self._agreed[at] = {(each.kind, each.name): each.digest for each in table.measures}
+
+    # --- tensors that must be equal
+
+    def _unequal(
+        self,
+        check: CheckId,
+        reports: Mapping[int, Report],
+        equal: Sequence[Part],
+        parts: Sequence[Part],
+    ) -> list[Diverged]:
+        untold = [part for part in parts if part.relation in ("presumed", "learned")]
+        untold = [part for part in untold if not must_be_equal(part, check)]
+        differences = [*find_differences(equal, check.tolerance), *self._unlearned(check, untold)]
+        found = []
+        for kinds in (TRAINED, ("buffer",), ("value",)):
+            some = [each for each in differences if each.key[0] in kinds]
+            order, own = (
+                (find_other_order(equal), find_own_tensors(check, reports, equal))
+                if kinds is TRAINED
+                else (None, [])
+            )
+            ranks = sorted(reports) if own else all_ranks([*some, *([order] if order else [])])
+            label = check.source if kinds == ("value",) else kinds[-1]
+            if not ranks or self._is_known(label, ranks, check):
+                continue
+            rng = [each for each in differences if each.key[0] == "rng"]
+            found.append(self._diverged(check, ranks, some, order, own, rng, parts, equal))
+        return found
+
+    def _is_known(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
+        """Return whether a difference on these ranks was found before, and remember it. A check for
+        whose answer the ranks wait finds it again.
+        """
+        known = any(
+            each == label and not set(ranks).isdisjoint(before) for each, before in self._found
+        )
+        self._found.add((label, tuple(ranks)))
+        return known and not check.wait_s
+
+    def _diverged(
+        self,
+        check: CheckId,
+        ranks: Sequence[int],
+        differences: Sequence[Difference],
+        order: Difference | None,
+        own: list[OwnTensors],
+        rng: Sequence[Difference],
+        parts: Sequence[Part],
+        equal: Sequence[Part],
+    ) -> Diverged:
+        roots = [order] if order is not None else roots_of(differences)
+        ranks = all_ranks(roots) if roots else list(ranks)
+        equal_at = self._last_equal(check, ranks)
+        lone = find_lone_word(roots)
+        stale = self._stale(check, roots)
+        departure = find_departure(roots, own, order, lone, stale, rng, equal_at)
+        culprits, blamed_by = blame(roots, own, ranks, stale)
+        learned = any(each.learned for each in roots)
+        kind = roots[0].key[0] if roots else "parameter"
+        others = other_kinds(roots, differences, equal)
+        return Diverged(
+            kind="diverged",
+            why=_WHY[kind] if departure != "other-random-numbers" else "rng",
+            root_cause=True,
+            culprits=culprits,
+            blamed_by=blamed_by,
+            victims=sorted(set(ranks) - set(culprits)),
+            certain=not learned,
+            confidence=confidence_of(blamed_by, learned),
+            ranks=ranks,
+            source=check.source,
+            step=check.number,
+            equal_at=equal_at,
+            departure=departure,
+            tensors=[tensor_of(each, lone) for each in roots[:SHOWN]],
+            differing=len(roots),
+            compared=count_tensors(parts),
+            equal_kinds=others[0],
+            unequal_kinds=others[1],
+            only_on=own,
+        )
+
+    def _last_equal(self, check: CheckId, ranks: Sequence[int]) -> int | None:
+        steps = [
+            step
+            for (source, compared), step in self._equal_at.items()
+            if source == check.subject and not set(compared).isdisjoint(ranks)
+        ]
+        return max((step for step in steps if step < check.number), default=None)
+
+    def _stale(self, check: CheckId, roots: Sequence[Difference]) -> list[int]:
+        """Return the ranks on which the tensors are still those of the last check, while they have
+        changed on the others.
+        """
+        stale: set[int] = set()
+        for root in roots:
+            before = self._agreed_before(check, root)
+            old = [side for side in root.sides if next(iter(side.values())).digest in before]
+            if len(root.sides) != 2 or len(old) != 1:
+                return []
+            [changed] = [side for side in root.sides if side is not old[0]]
+            # With as many ranks on both sides: an optimizer's step changes parameters and states.
+            is_odd = len(old[0]) < len(changed) or (
+                len(old[0]) == len(changed)
+                and check.source.startswith(OPTIMIZER)
+                and root.key[0] in ("parameter", "optimizer-state")
+            )
+            if not is_odd:
+                return []
+            stale |= set(old[0])
+        return sorted(stale)
+
+    def _agreed_before(self, check: CheckId, root: Difference) -> set[int]:
+        """Return the hashes of a tensor when its ranks agreed last."""
+        return {
+            digests[root.key]
+            for (source, ranks), digests in self._agreed.items()
+            if source == check.subject
+            and root.key in digests
+            and not set(ranks).isdisjoint(root.ranks)
+        }
+
+    # --- tensors that count as replicas because they have been
+
+    def _unlearned(self, check: CheckId, parts: Sequence[Part]) -> list[Difference]:
+        """Return tensors that have agreed while they changed, and now differ."""
+        found = []
+        for part in parts:
+            if len(part.tables) < len(part.ranks):
+                continue
+            for key, measures in part.by_key().items():
+                if len(measures) == len(part.ranks):
+                    found += self._compare_untold(check, part, key, measures)
+        return found
+
+    def _compare_untold(
+        self, check: CheckId, part: Part, key: Key, measures: Mapping[int, Measure]
+    ) -> list[Difference]:
+        at = check.subject, part.ranks, key
+        first, *others = measures.values()
+        before = self._learned.get(at)
+        if all(each.digest == first.digest for each in others):
+            changed = before is not None and before.digest != first.digest
+            changes = (before.changes if before is not None else 0) + changed
+            self._learned[at] = Learned(first.digest, changes, check.number)
+            return []
+        self._learned[at] = Learned(0, _NEVER, check.number)
+        if part.relation == "presumed":
+            is_replica = (
+                before.changes >= 0
+                if before is not None
+                else all(are_close(first, each, SMALL) for each in others)
+            )
+        else:
+            is_replica = before is not None and before.changes >= _AGREED_CHANGES
+        if not is_replica or not is_telling(first):
+            return []
+        if before is not None:
+            at_all = check.subject, part.ranks
+            self._equal_at[at_all] = before.step
+            self._agreed.setdefault(at_all, {})[key] = before.digest
+        return differences_of(key, [measures], check.tolerance, learned=True)
+
+    # --- values that must differ
+
+    def _same(self, check: CheckId, parts: Sequence[Part]) -> list[Diverged]:
+        found = []
+        for part in parts:
+            sides = equal_sides(part)
+            is_batch = check.source == BATCH
+            if is_batch:
+                sides = self._read_twice(part, sides)
+            if not sides:
+                continue
+            ranks = sorted(rank for side in sides for rank in side)
+            if self._is_known("batch" if is_batch else check.source, ranks, check):
+                continue
+            key: Key = next(iter(part.by_key()))
+            found.append(
+                Diverged(
+                    kind="diverged",
+                    why=_WHY[key[0]],
+                    root_cause=True,
+                    blamed_by="undecided",
+                    victims=ranks,
+                    confidence="low",
+                    ranks=sorted(part.tables),
+                    source=check.source,
+                    step=check.number,
+                    departure="same-data",
+                    tensors=[DivergedTensor(*key, [side_of(side) for side in sides])],
+                    differing=1,
+                    compared=1,
+                )
+            )
+        return found
+
+    def _read_twice(
+        self, part: Part, sides: Sequence[dict[int, Measure]]
+    ) -> list[dict[int, Measure]]:
+        """Return the ranks that had the same batch at the check before, too, and then another one.
+        A program that always computes the same batch is a benchmark.
+        """
+        last = self._batches.get(part.ranks, {})
+        self._batches[part.ranks] = {rank: digest_of(part, rank) for rank in part.tables}
+        return [
+            side
+            for side in sides
+            if len({last.get(rank, rank) for rank in side}) == 1
+            and all(last.get(rank) != digest_of(part, rank) for rank in side)
+        ]
+
+    # --- NaN
+
+    def _not_finite(self, check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
+        """Return the first parameters or optimizer states that are NaN."""
+        having = {rank: report.nans for rank, report in reports.items() if report.nans}
+        before = self._without_nan.get(check.subject)
+        if not having:
+            self._without_nan[check.subject] = check.number
+            return []
+        if self._is_known("nan", sorted(reports), check):
+            return []
+        first = next(iter(having.values()))[0]
+        key = first.kind, first.name
+        with_it = {
+            rank: measure
+            for rank, nans in having.items()
+            for measure in nans
+            if (measure.kind, measure.name) == key
+        }
+        everywhere = len(having) == len(reports)
+        culprits = [] if everywhere else sorted(having)
+        self._is_known("parameter", sorted(reports), check)  # what differs now is a consequence
+        return [
+            Diverged(
+                kind="diverged",
+                why="nan",
+                root_cause=True,
+                culprits=culprits,
+                blamed_by="nobody" if everywhere else "majority",
+                victims=sorted(set(reports) - set(culprits)),
+                certain=True,
+                confidence="low" if everywhere else "medium",
+                ranks=sorted(reports),
+                source=check.source,
+                step=check.number,
+                equal_at=before,
+                departure="not-finite",
+                tensors=[DivergedTensor(*key, [side_of(with_it)])],
+                differing=max(len(nans) for nans in having.values()),
+                compared=0,
+            )
+        ]
+
+
+def _first_nan(check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
+    """Return where NaN came up first: all ranks issue the same collectives in each step."""
+    events = {
+        rank: event
+        for rank, report in sorted(reports.items())
+        if (event := report.first_nan) is not None
+    }
+    if not events:
+        return []
+    first = min((event.step, event.number) for event in events.values())
+    culprits = [rank for rank, event in events.items() if (event.step, event.number) == first]
+    event = events[culprits[0]]
+    everywhere = len(culprits) == len(events)
+    return [
+        Diverged(
+            kind="diverged",
+            why="nan",
+            root_cause=True,
+            culprits=[] if everywhere else culprits,
+            blamed_by="nobody" if everywhere else "earliness",
+            victims=sorted(events) if everywhere else sorted(set(events) - set(culprits)),
+            certain=True,
+            confidence="low" if everywhere else "high",
+            ranks=sorted(events),
+            source=check.source,
+            step=event.step,
+            departure="not-finite",
+            tensors=[],
+            differing=0,
+            compared=0,
+            module=event.module or None,
+            op=event.op or None,
+        )
+    ]

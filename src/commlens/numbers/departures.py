@@ -1,0 +1,173 @@
+"""The cause that fits how tensors came to differ, and the ranks to blame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Final
+
+from commlens.model.cause import (
+    BlamedBy,
+    Confidence,
+    Departure,
+    DivergedTensor,
+    OwnTensors,
+    TensorKind,
+    TensorSide,
+)
+from commlens.model.numbers import Measure
+from commlens.numbers.differences import SMALL, Difference, Part, are_close
+from commlens.numbers.weights import LoneWord, lone_word
+
+TRAINED: Final[tuple[TensorKind, ...]] = (
+    "hyperparameter",
+    "gradient",
+    "optimizer-state",
+    "parameter",
+)
+"""What an optimizer's step depends on, causes before effects."""
+
+
+def roots_of(differences: Sequence[Difference]) -> list[Difference]:
+    """Return the differences of the first kind that differs: the others follow from it."""
+    for kind in (*TRAINED, "buffer", "value"):
+        if some := [each for each in differences if each.key[0] == kind]:
+            return some
+    return []
+
+
+def all_ranks(differences: Iterable[Difference]) -> list[int]:
+    """Return the ranks that have any of the differences."""
+    return sorted({rank for each in differences for rank in each.ranks})
+
+
+def find_lone_word(roots: Sequence[Difference]) -> LoneWord | None:
+    """Return the only word that differs, if only one tensor does, or its states in the same
+    word.
+    """
+    if len({_without_state(root.key[1]) for root in roots}) != 1 or len(roots) > _STATES_MAX:
+        return None
+    words = [_lone_word_of(root) for root in roots]
+    if len({word.position if word is not None else None for word in words}) != 1:
+        return None
+    return words[0]
+
+
+def _lone_word_of(root: Difference) -> LoneWord | None:
+    one, other = (next(iter(side.values())) for side in root.sides[:2])
+    if len(root.sides) != 2 or (one.items, one.dtype) != (other.items, other.dtype):
+        return None
+    words = -(-one.items * _WORDS.get(one.dtype, 0) // 4)
+    return lone_word(one.digest - other.digest, words) if words > 1 else None
+
+
+def _without_state(name: str) -> str:
+    """Return the parameter of an optimizer's state: ``"exp_avg of a" -> "a"``."""
+    return name.partition(" of ")[2] or name
+
+
+_STATES_MAX: Final = 4
+_WORDS: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+"""Bytes of an element, of the types whose elements are told."""
+
+
+def find_departure(
+    roots: Sequence[Difference],
+    own: Sequence[OwnTensors],
+    order: Difference | None,
+    lone: LoneWord | None,
+    stale: Sequence[int],
+    rng: Sequence[Difference],
+    equal_at: int | None,
+) -> Departure:
+    """Return the cause that fits."""
+    kind = roots[0].key[0] if roots else "parameter"
+    if order is not None:
+        return "other-order"
+    if own:
+        return "other-tensors"
+    if kind == "hyperparameter":
+        return "other-hyperparameters"
+    if stale:
+        return "not-updated"
+    if lone is not None:
+        return "one-bit" if lone.bit is not None else "one-element"
+    if kind == "gradient":
+        return "other-random-numbers" if rng else "other-gradients"
+    if equal_at is None and kind != "value":
+        return "not-broadcast"
+    is_noise = kind == "parameter" and all(map(_is_small, roots))
+    return "rounding" if is_noise else "unclear"
+
+
+def _is_small(difference: Difference) -> bool:
+    measures = [next(iter(side.values())) for side in difference.sides]
+    return all(are_close(one, other, SMALL) for one, other in combinations(measures, 2))
+
+
+def blame(
+    roots: Sequence[Difference], own: Sequence[OwnTensors], ranks: Sequence[int], stale: list[int]
+) -> tuple[list[int], BlamedBy]:
+    """Return the ranks to blame, and by what."""
+    culprits = sorted({rank for each in roots for rank in each.minority})
+    if not roots:
+        fewest = min(own, key=lambda each: len(each.ranks)).ranks
+        culprits = fewest if 2 * len(fewest) < len(ranks) else []
+    if culprits:
+        return culprits, "majority"
+    return (stale, "routine") if stale else ([], "undecided")
+
+
+def confidence_of(blamed_by: BlamedBy, learned: bool) -> Confidence:
+    """Return how sure it is which ranks are to blame."""
+    if blamed_by == "undecided":
+        return "low"
+    return "medium" if learned or blamed_by == "routine" else "high"
+
+
+def other_kinds(
+    roots: Sequence[Difference], differences: Sequence[Difference], equal: Sequence[Part]
+) -> tuple[list[TensorKind], list[TensorKind]]:
+    """Return the other kinds of the first tensor that were compared: equal ones, and others."""
+    if not roots or roots[0].key[0] not in ("gradient", "optimizer-state", "parameter"):
+        return [], []
+    kind, name = roots[0].key
+    name = _without_state(name)
+    differing = {each.key for each in differences}
+    keys = {
+        (measure.kind, measure.name)
+        for part in equal
+        for measure in next(iter(part.tables.values())).measures
+        if measure.kind in TRAINED and _without_state(measure.name) == name
+    }
+    unequal = {each[0] for each in keys if each in differing} - {kind}
+    same = {each[0] for each in keys} - unequal - {kind}
+    return [kind for kind in TRAINED if kind in same], [kind for kind in TRAINED if kind in unequal]
+
+
+def tensor_of(difference: Difference, lone: LoneWord | None) -> DivergedTensor:
+    """Return a difference as data for the verdict."""
+    element = bit = None
+    if lone is not None:
+        size = _WORDS[next(iter(difference.sides[0].values())).dtype]
+        element = lone.position * 4 // size
+        if lone.bit is not None:
+            at = lone.position * 32 + lone.bit
+            element, bit = at // (8 * size), at % (8 * size)
+    return DivergedTensor(
+        *difference.key, [side_of(side) for side in difference.sides], element=element, bit=bit
+    )
+
+
+def side_of(measures: Mapping[int, Measure]) -> TensorSide:
+    """Return the ranks of one side, as data for the verdict."""
+    measure = next(iter(measures.values()))
+    return TensorSide(
+        sorted(measures),
+        f"{measure.digest:016x}",
+        measure.norm if math.isfinite(measure.norm) else None,
+        measure.mean if math.isfinite(measure.mean) else None,
+        measure.nans,
+        measure.infs,
+    )

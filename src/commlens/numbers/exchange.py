@@ -1,0 +1,283 @@
+"""Sends what this rank has measured to the lowest of the ranks that take part, which compares what
+all of them have sent: in a thread of its own, so that no rank waits for another one. Nothing here
+is sent through a process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import multiprocessing.util
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from commlens.diagnosis.words.diverged import no_difference, verdict_of
+from commlens.model.cause import Diverged
+from commlens.model.numbers import CheckId, Report, Table, TableRef
+from commlens.model.verdict import Verdict
+from commlens.numbers.comparison import Comparison
+from commlens.numbers.inspection import Inspection
+from commlens.numbers.meeting import Meeting
+from commlens.text import ranks_and_verb
+
+log = logging.getLogger("commlens")
+
+_POLL_S: Final = 0.25
+_NAP_S: Final = 0.01  # while ranks wait for an answer
+_AT_END_S: Final = 3.0  # for the last checks to be compared
+_WAITING_MAX: Final = 256  # checks that ranks have not reported yet
+_LATE_S: Final = 60.0  # after the first report, a check is compared without the other ranks
+
+_encode = msgspec.msgpack.encode
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the ranks that wait for a check are told."""
+
+    causes: list[Diverged]
+    ranks: int
+    tensors: int
+    absent: list[int]
+
+
+class Exchange:
+    """The thread.
+
+    Args:
+        meeting: where the ranks' reports meet.
+        rank: of this process.
+        ranks: that take part. The first of them compares.
+        on_diverged: is called there with each verdict, once.
+        world: the default group, with which the exchange ends.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        ranks: Sequence[int],
+        on_diverged: Callable[[Verdict], None],
+        world: object,
+    ) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        self._pid = os.getpid()
+        self._world = weakref.ref(world)
+        self._queue: queue.SimpleQueue[tuple[CheckId, Inspection] | None] = queue.SimpleQueue()
+        self._collector = Collector(meeting, ranks, on_diverged) if rank == min(ranks) else None
+        self._off = False
+        self._thread = threading.Thread(target=self._run, name="commlens-numbers", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        # A child of multiprocessing leaves by os._exit, without atexit handlers.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=-900)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not failed or ended, in this very process."""
+        return not self._off and self._thread.is_alive() and self._pid == os.getpid()
+
+    def is_for(self, world: object) -> bool:
+        """Return whether it is of this default group, in this very process."""
+        return self._world() is world and self._pid == os.getpid()
+
+    def send(self, check: CheckId, inspection: Inspection) -> None:
+        """Send what was measured. Returns at once."""
+        if self.is_running:
+            self._queue.put((check, inspection))
+
+    def answer(self, check: CheckId) -> Answer | None:
+        """Wait for the answer to a check; None if none comes."""
+        until = time.monotonic() + check.wait_s + _AT_END_S
+        while self.is_running and time.monotonic() < until:
+            if (content := self._meeting.value(answer_name(check))) is not None:
+                return msgspec.msgpack.decode(content, type=Answer)
+            time.sleep(_NAP_S)
+        return None
+
+    def close(self) -> None:
+        """Send what is left, compare it if this rank does so, and end the thread."""
+        if self.is_running:
+            self._queue.put(None)
+            self._thread.join(_AT_END_S + 1.0)
+        self._off = True
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                timeout = None if self._collector is None else self._collector.pause_s
+                try:
+                    item = self._queue.get(timeout=timeout)
+                except queue.Empty:
+                    pass
+                else:
+                    if item is None:
+                        break
+                    self._send(*item)
+                if self._collector is not None:
+                    self._collector.poll(time.monotonic())
+            if self._collector is not None:
+                self._collector.finish()
+        except Exception as error:
+            self._off = True
+            log.warning(
+                "commlens stops comparing numbers; the job goes on: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            log.debug("the exchange's error", exc_info=True)
+
+    def _send(self, check: CheckId, inspection: Inspection) -> None:
+        tables, nans = inspection.read()
+        refs = []
+        for table in tables:
+            content = _encode(table)
+            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            self._meeting.keep(table_name(check, digest), content)
+            refs.append(TableRef(table.ranks, table.relation, digest))
+        report = Report(
+            self._rank,
+            check,
+            tuple(refs),
+            tuple(nans),
+            tuple(inspection.skipped[:_WAITING_MAX]),
+            inspection.first_nan,
+        )
+        self._meeting.post(_encode(report))
+
+
+class Collector:
+    """The reports of all ranks, by check, until all ranks of a check have reported."""
+
+    def __init__(
+        self, meeting: Meeting, ranks: Sequence[int], on_diverged: Callable[[Verdict], None]
+    ) -> None:
+        self._meeting = meeting
+        self._ranks = set(ranks)
+        self._on_diverged = on_diverged
+        self._comparison = Comparison()
+        self._waiting: dict[CheckId, dict[int, Report]] = {}
+        self._since: dict[CheckId, float] = {}
+        self._answered: list[str] = []
+
+    @property
+    def pause_s(self) -> float:
+        """How long until the next poll."""
+        return _NAP_S if any(check.wait_s for check in self._waiting) else _POLL_S
+
+    def poll(self, now: float) -> None:
+        """Take new reports, and compare the checks of which none is missing or that are due."""
+        for content in self._meeting.take():
+            report = msgspec.msgpack.decode(content, type=Report)
+            if answer_name(report.check) in self._answered:
+                continue  # it comes too late
+            self._waiting.setdefault(report.check, {})[report.rank] = report
+            self._since.setdefault(report.check, now)
+        for check in list(self._waiting):
+            absent = self._absent(check)
+            if not absent:
+                self._compare(check, [])
+            elif check.wait_s and now - self._since[check] > check.wait_s:
+                self._compare(check, absent)
+            elif not check.wait_s and now - self._since[check] > _LATE_S:
+                self._compare(check, absent)  # a rank that has finished before the others
+            elif len(self._waiting) > _WAITING_MAX:
+                self._forget(check)
+
+    def finish(self) -> None:
+        """Compare the checks that all ranks have reported by the end of the job, for a short
+        while.
+        """
+        until = time.monotonic() + _AT_END_S
+        while True:
+            self.poll(time.monotonic())
+            if not self._waiting or time.monotonic() > until:
+                break
+            time.sleep(_NAP_S)
+        for check in list(self._waiting):
+            self._compare(check, self._absent(check))
+        self._meeting.discard(self._answered)
+
+    def _absent(self, check: CheckId) -> list[int]:
+        """Return the ranks that have not reported a check."""
+        reports = self._waiting[check]
+        told: set[int] = set()
+        learned: set[int] = set()
+        for report in reports.values():
+            for table in report.tables:
+                (learned if table.relation in ("presumed", "learned") else told).update(table.ranks)
+        expected = set(check.ranks) or told or learned or self._ranks
+        return sorted(expected - reports.keys())
+
+    def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
+        reports = self._waiting[check]
+        loaded: dict[str, Table | None] = {}
+
+        def load(digest: str) -> Table | None:
+            if digest not in loaded:
+                content = self._meeting.value(table_name(check, digest))
+                loaded[digest] = (
+                    msgspec.msgpack.decode(content, type=Table) if content is not None else None
+                )
+            return loaded[digest]
+
+        causes = self._comparison.compare(check, reports, load)
+        if check.wait_s:
+            answer = Answer(
+                causes, len(reports), self._comparison.compared(reports, load), list(absent)
+            )
+            self._meeting.keep(answer_name(check), _encode(answer))
+            self._answered.append(answer_name(check))
+            self._meeting.discard(self._answered[:-8])
+            self._answered = self._answered[-8:]
+            if absent:
+                log.warning(
+                    "commlens: %s not reach %s within %g s: it is not compared.",
+                    ranks_and_verb(absent, "did", "did"),
+                    check.source,
+                    check.wait_s,
+                )
+        self._forget(check)
+        for cause in causes:
+            self._on_diverged(verdict_of(cause))
+
+    def _forget(self, check: CheckId) -> None:
+        reports = self._waiting.pop(check)
+        del self._since[check]
+        digests = {table.digest for report in reports.values() for table in report.tables}
+        with contextlib.suppress(OSError, RuntimeError):
+            self._meeting.discard([table_name(check, digest) for digest in digests])
+
+
+def verdict_of_answer(answer: Answer) -> Verdict:
+    """Return the verdict of a check that ranks have waited for."""
+    if not answer.causes:
+        return no_difference(answer.ranks, answer.tensors)
+    verdicts = [verdict_of(cause) for cause in answer.causes]
+    findings = [finding for verdict in verdicts for finding in verdict.findings]
+    return Verdict.from_findings(findings, looked_at=verdicts[0].looked_at)
+
+
+def table_name(check: CheckId, digest: str) -> str:
+    """Return the name under which a table of a check is kept."""
+    return f"table.{_short(check)}.{digest}"
+
+
+def answer_name(check: CheckId) -> str:
+    """Return the name under which the answer to a check is kept."""
+    return f"answer.{_short(check)}"
+
+
+def _short(check: CheckId) -> str:
+    about = f"{check.source} {check.ranks}".encode()
+    return f"{hashlib.blake2b(about, digest_size=4).hexdigest()}.{check.number}"

@@ -1,0 +1,168 @@
+"""What one check looks at: the tensors of a model and its optimizer that other ranks hold, too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from commlens.model.numbers import Measure, NanEvent, Table
+from commlens.numbers.measuring import Named, Unread, reason_to_skip
+from commlens.numbers.replicas import (
+    Model,
+    Place,
+    Replicas,
+    has_fsdp,
+    local_part,
+    replicas_of_dtensor,
+)
+
+_HYPERPARAMETERS = ("lr", "momentum", "weight_decay", "eps", "alpha", "dampening", "betas")
+_WATCHED_FOR_NAN = ("parameter", "optimizer-state")
+
+
+class Looked(NamedTuple):
+    """A tensor of this rank, and the ranks that hold it, too."""
+
+    named: Named
+    kept_by: tuple[Replicas, ...]
+
+
+class Inspection:
+    """The tensors of one check, which are being measured.
+
+    Args:
+        looked: the tensors. They may change as soon as this returns.
+        nans: tell of parameters and optimizer states that are NaN.
+        first_nan: where NaN came up.
+    """
+
+    def __init__(
+        self,
+        looked: Iterable[Looked] = (),
+        *,
+        nans: bool = True,
+        first_nan: NanEvent | None = None,
+    ) -> None:
+        self.skipped: list[str] = []
+        self.first_nan = first_nan
+        self._nans = nans
+        self._kept_by: list[tuple[Replicas, ...]] = []
+        named = []
+        for each in looked:
+            kind, name, tensor = each.named
+            if (reason := reason_to_skip(tensor)) is not None:
+                self.skipped.append(f"{name} ({reason})")
+                continue
+            named.append(Named(kind, name, tensor))
+            self._kept_by.append(each.kept_by)
+        self._unread = Unread(named)
+
+    def read(self) -> tuple[list[Table], list[Measure]]:
+        """Return the tables, and the parameters and optimizer states that are NaN. Waits for the
+        device.
+        """
+        tables: dict[Replicas, list[Measure]] = {}
+        nans = []
+        for measure, kept_by in zip(self._unread.read(), self._kept_by, strict=True):
+            if self._nans and measure.nans and measure.kind in _WATCHED_FOR_NAN:
+                nans.append(measure)
+            for replicas in kept_by:
+                tables.setdefault(replicas, []).append(measure)
+        return [
+            Table(replicas.ranks, replicas.relation, tuple(measures))
+            for replicas, measures in tables.items()
+        ], nans
+
+
+def look_at(
+    model: Model,
+    optimizer: Any = None,
+    *,
+    only: Collection[int] | None = None,
+    buffers: bool = True,
+) -> Iterator[Looked]:
+    """Yield what a check looks at.
+
+    Args:
+        model: whose parameters, gradients and buffers are looked at.
+        optimizer: whose states and hyperparameters are, too.
+        only: the ids of the parameters to look at; None: all.
+        buffers: look at the buffers, and at the parameters that are not trained, too.
+    """
+    kept_by_all: set[Replicas] = set()
+    for place, parameter in model.parameters():
+        is_frozen = buffers and not parameter.requires_grad
+        if only is not None and id(parameter) not in only and not is_frozen:
+            continue
+        kept_by_all.update(place.kept_by)
+        yield Looked(Named("parameter", place.name, local_part(parameter)), place.kept_by)
+        if parameter.grad is not None:
+            gradient = Named("gradient", place.name, local_part(parameter.grad))
+            yield Looked(gradient, _kept_like(parameter, parameter.grad, place))
+        if optimizer is not None:
+            yield from _states(optimizer, place, parameter)
+    if buffers:
+        yield from _buffers(model)
+    if optimizer is not None:
+        yield from _hyperparameters(optimizer, model)
+    if any(hasattr(parameter, "placements") for _, parameter in model.parameters()):
+        yield from _generators(model, kept_by_all)
+
+
+def _buffers(model: Model) -> Iterator[Looked]:
+    for name, buffer, kept_by in model.buffers():
+        yield Looked(Named("buffer", name, local_part(buffer)), kept_by)
+
+
+def _kept_like(parameter: Any, other: Any, place: Place) -> tuple[Replicas, ...]:
+    """Return the ranks that hold the same part of a gradient or a state of a parameter."""
+    if not hasattr(other, "placements"):
+        return place.kept_by
+    by_placement = replicas_of_dtensor(parameter)
+    return (
+        *replicas_of_dtensor(other),
+        *(each for each in place.kept_by if each not in by_placement),
+    )
+
+
+def _states(optimizer: Any, place: Place, parameter: Any) -> Iterator[Looked]:
+    state = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
+    for name, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
+        if isinstance(value, torch.Tensor):
+            yield Looked(
+                Named("optimizer-state", f"{name} of {place.name}", local_part(value)),
+                _kept_like(parameter, value, place),
+            )
+
+
+def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
+    for index, group in enumerate(optimizer.param_groups):
+        kept_by = next(
+            (
+                place.kept_by
+                for parameter in group["params"]
+                if (place := model.places.get(id(parameter))) is not None and place.kept_by
+            ),
+            (),
+        )
+        for name in _HYPERPARAMETERS:
+            values = group.get(name)
+            for number, value in enumerate(values if isinstance(values, tuple) else (values,)):
+                if isinstance(value, (int, float)) and not isinstance(value, bool) and kept_by:
+                    title = f"{name}[{number}]" if isinstance(values, tuple) else name
+                    tensor = torch.tensor(float(value), dtype=torch.float64)
+                    yield Looked(
+                        Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
+                    )
+
+
+def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Looked]:
+    """Yield the state of the random number generator, which tells why other tensors differ: with
+    tensor parallel, ranks that hold the same tensors compute the same.
+    """
+    if not any(map(has_fsdp, model.alive())):
+        state = torch.get_rng_state()
+        kept_by = tuple(each for each in sorted(kept_by_all) if each.relation != "learned")
+        yield Looked(Named("rng", "the CPU's generator", state), kept_by)

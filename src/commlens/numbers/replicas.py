@@ -1,0 +1,234 @@
+"""Which ranks must hold the same bytes of a tensor: told by DDP, and by the placements and the mesh
+of a DTensor.
+
+A model is found from its parameters. torch's private names are used here only: DDP's
+``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, and a DTensor's ``_local_tensor``
+(tried with torch 2.13).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlens.model.numbers import Relation
+
+_WRAPPERS: Final = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# of DDP: with these, ranks train apart from each other on purpose
+_HOOKS_THAT_PART: Final = frozenset({"post_localSGD_hook", "noop_hook"})
+
+
+class Replicas(NamedTuple):
+    """Ranks that hold the same bytes of a tensor."""
+
+    ranks: tuple[int, ...]  # ascending
+    relation: Relation
+
+
+class Place(NamedTuple):
+    """Where a parameter or buffer is in its model."""
+
+    name: str
+    order: int  # in which it is registered
+    kept_by: tuple[Replicas, ...]
+
+
+def local_part(tensor: Any) -> Any:
+    """Return the part of a DTensor that is on this rank; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def replicas_of_dtensor(tensor: Any) -> tuple[Replicas, ...]:
+    """Return the ranks that hold the same part of a DTensor as this one; nothing for other tensors.
+
+    They are those at the same place along each mesh dimension that it is sharded over. A partial
+    sum is nobody else's.
+    """
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None or any(each.is_partial() for each in placements):
+        return ()
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    index = tuple(
+        slice(None) if placement.is_replicate() else here[dim]
+        for dim, placement in enumerate(placements)
+    )
+    ranks = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
+    return (Replicas(ranks, "equal"),) if len(ranks) > 1 else ()
+
+
+class Model:
+    """The modules that hold some parameters.
+
+    Args:
+        roots: the outermost modules.
+        group: the ranks that hold replicas of what neither DDP nor a placement tells about; None:
+            they are learned from whether they agree.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], group: tuple[int, ...] | None = None) -> None:
+        self._roots = [weakref.ref(root) for root in roots]
+        self._group = group
+        self.first_of: Any = None  # the optimizer whose checks include the buffers
+        self.places: dict[int, Place] = {}  # by the id of a parameter
+        self._find_places()
+
+    def alive(self) -> list[nn.Module]:
+        """Return the outermost modules that still exist."""
+        return [root for ref in self._roots if (root := ref()) is not None]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all of the outermost modules still exist."""
+        return all(ref() is not None for ref in self._roots)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether any tensor is known to be replicated."""
+        return any(
+            each.relation != "learned" for place in self.places.values() for each in place.kept_by
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all parameters are parts of larger tensors, of which no other rank has a copy."""
+        return all(not place.kept_by for place in self.places.values())
+
+    def parameters(self) -> Iterator[tuple[Place, nn.Parameter]]:
+        """Yield all parameters, in the order in which they are registered."""
+        for root in self.alive():
+            for parameter in root.parameters():
+                if (place := self.places.get(id(parameter))) is not None:
+                    yield place, parameter
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor, tuple[Replicas, ...]]]:
+        """Yield all buffers, but those of batch norms, which each rank may keep for itself."""
+        for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
+            for path, module in root.named_modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
+                    module, nn.SyncBatchNorm
+                ):
+                    continue
+                for name, buffer in module.named_buffers(recurse=False):
+                    if (known := replicas_of_dtensor(buffer)) or buffer is None:
+                        yield plain_name(f"{prefix}{path}.{name}"), buffer, known
+                    else:
+                        told = (Replicas(self._group, "equal"),) if self._group else None
+                        kept = told or (Replicas(_everyone(), "learned"),)
+                        yield plain_name(f"{prefix}{path}.{name}"), buffer, kept
+
+    def _prefixes(self) -> list[str]:
+        roots = self.alive()
+        if len(roots) < 2:
+            return [""] * len(roots)
+        return [f"{type(root).__name__} {number}." for number, root in enumerate(roots)]
+
+    def _find_places(self) -> None:
+        order = 0
+        for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
+            by_ddp = _replicas_by_ddp(root)
+            untold = self._untold(root)
+            for name, parameter in root.named_parameters():
+                known = (*replicas_of_dtensor(parameter), *by_ddp.get(id(parameter), ()))
+                is_part = hasattr(parameter, "placements") or _is_flat(parameter)
+                kept = known or (() if is_part else untold)
+                self.places[id(parameter)] = Place(plain_name(prefix + name), order, kept)
+                order += 1
+
+    def _untold(self, root: nn.Module) -> tuple[Replicas, ...]:
+        """Return the ranks that hold replicas of plain parameters outside of DDP, perhaps."""
+        if self._group is not None:
+            return (Replicas(self._group, "equal"),) if len(self._group) > 1 else ()
+        meshes = {
+            tuple(parameter.device_mesh.mesh.reshape(-1).tolist())
+            for parameter in root.parameters()
+            if hasattr(parameter, "device_mesh")
+        }
+        # Tensor parallel leaves the parameters as they are that it does not shard.
+        if len(meshes) == 1 and not has_fsdp(root):
+            return (Replicas(tuple(sorted(meshes.pop())), "presumed"),)
+        return (Replicas(_everyone(), "learned"),)
+
+
+def has_fsdp(root: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded a module or any below it."""
+    return any(
+        any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+        for module in root.modules()
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers around its modules."""
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in _WRAPPERS) or name
+
+
+def find_roots(parameters: Iterable[Any]) -> list[nn.Module]:
+    """Return the outermost modules that hold any of these parameters, in a stable order."""
+    wanted = {id(parameter): number for number, parameter in enumerate(parameters)}
+    first: dict[int, int] = {}  # the first parameter of each module
+    modules: dict[int, nn.Module] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module) and "_parameters" in each.__dict__:
+            modules[id(each)] = each
+            held = [wanted[id(own)] for own in each._parameters.values() if id(own) in wanted]
+            if held:
+                first[id(each)] = min(held)
+    children = {
+        id(child): id(module)
+        for module in modules.values()
+        for child in module.__dict__.get("_modules", {}).values()
+        if child is not None
+    }
+    roots: dict[int, int] = {}
+    for module, number in first.items():
+        top, seen = module, {module}
+        while (above := children.get(top)) is not None and above not in seen:
+            top = above
+            seen.add(above)
+        roots[top] = min(number, roots.get(top, number))
+    return [modules[root] for root in sorted(roots, key=lambda root: roots[root])]
+
+
+def _everyone() -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()))
+
+
+def _is_flat(parameter: nn.Parameter) -> bool:
+    """Return whether FSDP1 has made one flat parameter of several."""
+    return hasattr(parameter, "_fqns") or hasattr(parameter, "_is_flat_param")
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
+    """Return the replicas of the parameters that DDP keeps alike, by the parameters' ids."""
+    found: dict[int, tuple[Replicas, ...]] = {}
+    for module in root.modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        ranks = group_ranks(module.process_group)
+        if len(ranks) < 2:
+            continue
+        relation: Relation = "learned" if _parts_on_purpose(module) else "equal"
+        ignored = set(module.parameters_to_ignore)
+        for name, parameter in module.module.named_parameters():
+            if name not in ignored and id(parameter) not in found:
+                found[id(parameter)] = (Replicas(ranks, relation),)
+    return found
+
+
+def _parts_on_purpose(ddp: Any) -> bool:
+    hooks: Iterable[tuple[Callable[..., Any], Any]] = getattr(ddp, "_comm_hooks", None) or ()
+    return any(getattr(hook, "__name__", "") in _HOOKS_THAT_PART for hook, _ in hooks)

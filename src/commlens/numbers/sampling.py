@@ -1,0 +1,190 @@
+"""Checks that happen by themselves after an optimizer's steps (the setting ``check_numbers``).
+
+torch calls the hook after each step of each optimizer. Without the setting, nothing is installed.
+The models are found from the parameters, once. Code that torch compiles is not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from commlens.model.number_checks import NumberChecks
+from commlens.model.numbers import CheckId
+from commlens.numbers.checks import everyone, exchange_of
+from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
+from commlens.numbers.inspection import Inspection, Looked, look_at
+from commlens.numbers.measuring import Named, reason_to_skip
+from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
+from commlens.numbers.replicas import Model, Replicas, find_roots, group_ranks
+
+log = logging.getLogger("commlens")
+
+_SEARCHES_MAX: Final = 16
+_sampler: Sampler | None = None
+
+
+def start(plan: NumberChecks) -> None:
+    """Check from the next optimizer step on. A second call changes the plan."""
+    global _sampler
+    if _sampler is None:
+        _sampler = Sampler(plan)
+        register_optimizer_step_post_hook(_after_step)
+        _note_inputs_of_ddp()
+    _sampler.plan = plan
+    if plan.nan and _sampler.watch is None:
+        _sampler.watch = NanWatch()
+        _sampler.watch.start()
+
+
+class Sampler:
+    """The optimizers and models of this process."""
+
+    def __init__(self, plan: NumberChecks) -> None:
+        self.plan = plan
+        self._followed: weakref.WeakKeyDictionary[Any, Followed] = weakref.WeakKeyDictionary()
+        self._optimizers = 0
+        self._models: list[Model] = []
+        self._searches = 0
+        self._noted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._steps = 0  # of the first optimizer
+        self.watch: NanWatch | None = None  # until it has told the first NaN
+        self.off = False
+
+    def after_step(self, optimizer: Any) -> None:
+        """Count a step, and check what must be alike if it is due."""
+        followed = self._followed.get(optimizer)
+        if followed is None:
+            self._optimizers += 1
+            followed = self._followed[optimizer] = Followed(self._optimizers)
+        followed.steps += 1
+        if followed.number == 1:
+            self._steps = followed.steps
+            if self.watch is not None:
+                self._look_for_nan(self.watch, optimizer)
+        if not self._is_due(followed.steps) or not _is_distributed():
+            return
+        exchange = exchange_of(everyone())
+        if exchange is None:
+            return
+        looked: list[Looked] = []
+        names: list[str] = []
+        for model in self._models_of(followed, optimizer):
+            only = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            names += [model.places[each].name for each in only if each in model.places]
+            looked += look_at(model, optimizer, only=only, buffers=model.first_of is followed)
+        check = CheckId(
+            f"{OPTIMIZER} {followed.number}",
+            followed.steps,
+            self.plan.tolerance,
+            tensors=hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest(),
+        )
+        exchange.send(check, Inspection(looked, nans=not self.plan.nan))
+
+    def _look_for_nan(self, watch: NanWatch, optimizer: Any) -> None:
+        """Tell where NaN came up, once it is in a parameter."""
+        if watch.event is not None and _is_distributed():
+            exchange = exchange_of(everyone())
+            if has_nan_parameter(optimizer) and exchange is not None:
+                exchange.send(CheckId(NAN, 1), Inspection(first_nan=watch.event))
+                self.watch = None
+                return
+            watch.event = None  # the step was left out
+        watch.next_step(self._steps + 1)
+
+    def note_inputs(self, ddp: DistributedDataParallel, inputs: Any) -> None:
+        """Check that the ranks of DDP have different inputs, in the step before a check."""
+        step = self._steps + 1
+        if (
+            not self._is_due(step)
+            or self._noted.get(ddp) == step
+            or not (ddp.training and torch.is_grad_enabled() and _is_distributed())
+        ):
+            return
+        self._noted[ddp] = step
+        ranks = group_ranks(ddp.process_group)
+        exchange = exchange_of(everyone())
+        if exchange is None or len(ranks) < 2:
+            return
+        kept_by = (Replicas(ranks, "different"),)
+        tensors = [
+            each for each in torch.utils._pytree.tree_leaves(inputs) if reason_to_skip(each) is None
+        ]
+        looked = [
+            Looked(Named("batch", f"input {number}", tensor), kept_by)
+            for number, tensor in enumerate(tensors)
+        ]
+        if any(tensor.numel() > 1 for tensor in tensors):
+            exchange.send(CheckId(BATCH, step), Inspection(looked))
+
+    def _is_due(self, step: int) -> bool:
+        return step == 1 or step % self.plan.every == 0
+
+    def _models_of(self, followed: Followed, optimizer: Any) -> list[Model]:
+        """Return the models that hold the optimizer's parameters; search for them if need be."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._models = [model for model in self._models if model.is_alive]
+        known = [model for model in self._models if any(id(p) in model.places for p in parameters)]
+        if not known and self._searches < _SEARCHES_MAX:
+            self._searches += 1
+            model = Model(find_roots(parameters))
+            model.first_of = followed
+            self._models.append(model)
+            known = [model]
+        return known
+
+
+class Followed:
+    """An optimizer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number  # in the order of their first steps, from 1
+        self.steps = 0
+
+
+def _is_distributed() -> bool:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def _safely(method: Callable[..., None], *args: Any) -> None:
+    """Call a method of the sampler; an error of it is logged and ends all checks."""
+    try:
+        method(*args)
+    except Exception as error:
+        if _sampler is not None:
+            _sampler.off = True
+        log.warning(
+            "commlens stops comparing numbers; the job goes on: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        log.debug("the check's error", exc_info=True)
+
+
+def _after_step(optimizer: Any, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    if torch.compiler.is_compiling() or _sampler is None or _sampler.off:
+        return
+    _safely(_sampler.after_step, optimizer)
+
+
+def _note_inputs_of_ddp() -> None:
+    original = DistributedDataParallel.forward
+
+    @functools.wraps(original)
+    def forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _sampler is not None and not _sampler.off:
+            _safely(_sampler.note_inputs, self, (inputs, kwargs))
+        return original(self, *inputs, **kwargs)
+
+    DistributedDataParallel.forward = forward

@@ -1,0 +1,179 @@
+"""Training jobs in which the tensors of one rank part from the others': ``python number_faults.py
+OUT ddp-bit:4 hsdp-lr:4 ...``. With ``@`` behind the size, the ranks meet in the job's store, as on
+several nodes.
+
+The fault strikes the last rank before optimizer step ``AT``, unless the program has it from the
+beginning. Rank 0 writes the verdicts that it logs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from verify_forked import Job, Jobs, init, prepare, write
+
+AT = 7
+STEPS = 10
+EVERY = 2
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A block of a transformer, without attention."""
+
+    def __init__(self, *, swapped: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        for name in ("right", "left") if swapped else ("left", "right"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.right(torch.relu(self.left(self.dropout(self.norm(x)))))
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def make(how: str, fault: str, size: int, *, is_odd: bool) -> nn.Module:
+    """The model, wrapped in this way."""
+    torch.manual_seed(0)
+    dropout = 0.5 if fault == "seed" else 0.0
+    swapped = fault == "order" and is_odd
+    model = nn.Sequential(*(Block(swapped=swapped, dropout=dropout) for _ in range(2)))
+    if how == "ddp":
+        return DistributedDataParallel(model, broadcast_buffers=False)
+    if how in ("fsdp", "hsdp", "2d"):
+        shape, names = ((size,), ("dp",)) if how == "fsdp" else ((size // 2, 2), ("dp", "inner"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if how == "2d":
+            tensor_parallel(model, mesh["inner"])
+            mesh = mesh["dp"]
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if how == "tp":
+        tensor_parallel(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    plan = {"left": ColwiseParallel(), "right": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh, plan)
+
+
+def batch(how: str, fault: str, step: int, rank: int, *, is_odd: bool) -> torch.Tensor:
+    """What a rank reads."""
+    part = {"tp": 0, "2d": rank // 2}.get(how, rank)
+    if fault == "same-batch" and rank == 1:
+        part = 0
+    values = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1000 * step + part))
+    if fault in ("nan", "nan-first") and step == AT and is_odd:
+        values[3, 3] = float("nan")
+    return values
+
+
+def strike(fault: str, block: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Damage something of this rank."""
+    weight = block.norm.weight
+    if fault == "bit":
+        local(weight.data).view(torch.int32)[0] ^= 1 << 12
+    elif fault == "state":
+        local(optimizer.state[weight]["exp_avg"]).view(torch.int32)[0] ^= 1 << 20
+    elif fault == "gradient":
+        local(weight.grad).view(torch.int32)[0] ^= 1 << 15
+    elif fault == "reduction":
+        for parameter in block.parameters():
+            local(parameter.grad).mul_(1.5)
+    elif fault == "lr":
+        optimizer.param_groups[0]["lr"] *= 2
+    elif fault == "resume":
+        for state in optimizer.state.values():
+            local(state["exp_avg"]).zero_()
+
+
+def train(rank: int, size: int, how: str, fault: str) -> nn.Module:
+    """Train, and return the model."""
+    is_odd = rank == size - 1
+    model = make(how, fault, size, is_odd=is_odd)
+    blocks = list(getattr(model, "module", model))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(is_odd if how == "tp" and fault == "seed" else 0 if how == "tp" else rank)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        model(batch(how, fault, step, rank, is_odd=is_odd)).square().mean().backward()
+        if how == "plain":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        for block in blocks:
+            if not (fault == "buffer" and is_odd and step >= AT):
+                block.seen += step
+        if step == AT and is_odd:
+            strike(fault, blocks[1], optimizer)
+        optimizer.step()
+    return model
+
+
+def run(rank: int, size: int, result: Path, case: str) -> None:
+    """Train, and write what rank 0 logs."""
+    from commlens.numbers import checks
+
+    verdicts: list[Any] = []
+    lines: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            if (verdict := getattr(record, "verdict", None)) is not None:
+                verdicts.append(verdict)
+
+    logging.getLogger("commlens").addHandler(Listen())
+    init(result.parent, rank, size, 30.0)
+    how, _, fault = case.partition("-")
+    model = train(rank, size, how, fault)
+    checks.finish()
+    bits = [local(each).detach().view(torch.int32).tolist() for each in model.parameters()]
+    written = [str(each.to_json(), "utf-8") for each in verdicts]
+    write(result, {"verdicts": written, "lines": lines, "bits": bits})
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    import commlens.numbers.sampling  # noqa: F401 - once, before the forks
+
+    jobs = []
+    for which in sys.argv[2:]:
+        case, _, size = which.rstrip("@").partition(":")
+
+        def body(rank: int, world: int, result: Path, case: str = case) -> None:
+            run(rank, world, result, case)
+
+        how = f"every {EVERY} steps" + ",nan" * ("-nan-first" in case)
+        settings = {"debug": False, "check_numbers": how, "engine": "python"}
+        if case.endswith("-unchecked"):
+            settings["check_numbers"] = False
+        nodes = 2 if which.endswith("@") else 1
+        jobs.append(Job(which, int(size), body, settings, timeout_s=240.0, nodes=nodes))
+    prepare()
+    for job in itertools.chain(jobs):
+        Jobs(out).run([job])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Words about tensors that ranks must have alike, and do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from number_reports import Job
+
+from commlens.diagnosis.words.diverged import no_difference, verdict_of, words
+from commlens.model.cause import Diverged, DivergedTensor, TensorSide
+
+NORM = "layers.4.norm.weight"
+MODEL = {
+    f"gradient {NORM}": 0.1,
+    f"optimizer-state exp_avg of {NORM}": 0.2,
+    f"parameter {NORM}": 1.0,
+    "hyperparameter lr of group 0": 1e-3,
+}
+
+
+def diverged(*changed: str, size: int = 4, value: float = 7.0) -> Diverged:
+    """What is found at step 400 if the last rank has these tensors differently."""
+    job = Job(size=size)
+    for step in (200, 300):
+        assert not job.check(step, {name: step + number for name, number in MODEL.items()})
+    values = {name: 400 + number for name, number in MODEL.items()}
+    [found] = job.check(400, values, {size - 1: dict.fromkeys(changed, value)})
+    return found
+
+
+def test_the_rank_the_tensor_and_the_steps() -> None:
+    said = words(diverged(f"optimizer-state exp_avg of {NORM}", f"parameter {NORM}"))
+    assert said.summary == (
+        f"rank 3's exp_avg of {NORM} differs from ranks 0-2 since step 400 (equal at step 300)"
+    )
+    assert said.explanation == "1 of 4 tensors. Its gradient was equal, its parameter was not."
+
+
+def test_two_replicas() -> None:
+    said = words(diverged(f"parameter {NORM}", size=2))
+    assert said.summary == (
+        f"{NORM} differs between rank 0 and rank 1 since step 400 (equal at step 300)"
+    )
+    assert said.would_raise_confidence == "The ranks differ, and no majority of them agrees."
+
+
+def test_a_learning_rate() -> None:
+    said = words(diverged("hyperparameter lr of group 0", value=0.25))
+    assert "lr of group 0 is 400.001 on ranks 0-2 and 0.25 on rank 3." in said.explanation
+
+
+def test_a_bit() -> None:
+    sides = [TensorSide([0, 1, 2], "0" * 16, 1.0), TensorSide([3], "1" * 16, 1.0)]
+    found = diverged(f"parameter {NORM}")
+    found.departure = "one-bit"
+    found.tensors = [DivergedTensor("parameter", NORM, sides, element=12345, bit=30)]
+    assert "bit 30 of element 12345" in words(found).explanation
+    assert words(found).next_step.startswith("test the memory of rank 3")
+
+
+def test_nan_everywhere() -> None:
+    job = Job()
+    job.check(300, MODEL)
+    nan = {rank: {f"parameter {NORM}": math.nan} for rank in range(4)}
+    [found] = job.check(400, MODEL, nan)
+    assert words(found).summary == f"{NORM} of all ranks has NaN since step 400 (not at step 300)"
+    assert "--check-numbers=nan" in words(found).next_step
+
+
+def test_a_call_of_the_program() -> None:
+    [found] = Job().check(
+        2, MODEL, {1: {f"parameter {NORM}": 3.0}}, source="commlens.check_numbers()", wait_s=1.0
+    )
+    assert words(found).summary.endswith(
+        "differs from ranks 0,2-3 in commlens.check_numbers(), call 2"
+    )
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 292])
+def test_no_difference(tensors: int) -> None:
+    verdict = no_difference(4, tensors)
+    assert not verdict.is_fault
+    assert ("nothing to compare" in verdict.summary) == (tensors == 0)
+
+
+def test_the_verdict_has_the_cause_as_data() -> None:
+    verdict = verdict_of(diverged(f"parameter {NORM}"))
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("diverged", "parameter", [3])
+    assert isinstance(verdict.cause, Diverged)
+    assert verdict.is_fault

@@ -1,0 +1,71 @@
+"""Reports of simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from commlens.model.cause import Diverged, TensorKind
+from commlens.model.numbers import CheckId, Measure, Relation, Report, Table, TableRef
+from commlens.numbers.comparison import Comparison
+
+Values = Mapping[str, float]
+"""A number for each tensor, ``"parameter a"``, which stands for its bytes."""
+
+
+def measure(key: str, value: float, *, items: int = 100) -> Measure:
+    kind, _, name = key.partition(" ")
+    digest = hash((name, value)) & (1 << 64) - 1
+    nans = int(value != value)
+    norm = value if kind != "batch" else 1.0
+    return Measure(kind, name, digest, items, "float32", norm, 0.0, nans)  # type: ignore[arg-type]
+
+
+@dataclass
+class Job:
+    """Ranks whose tensors are compared."""
+
+    size: int = 4
+    relation: Relation = "equal"
+    comparison: Comparison = field(default_factory=Comparison)
+
+    def check(
+        self,
+        step: int,
+        values: Values,
+        odd: Mapping[int, Values] | None = None,
+        *,
+        source: str = "optimizer 1",
+        groups: Sequence[tuple[int, ...]] | None = None,
+        order: Mapping[int, Sequence[str]] | None = None,
+        without: Mapping[int, Sequence[str]] | None = None,
+        ranks: Sequence[int] | None = None,
+        wait_s: float = 0.0,
+        tolerance: float = 0.0,
+    ) -> list[Diverged]:
+        """Compare ``values``, which all ranks have but for what the odd ones have instead."""
+        check = CheckId(source, step, tolerance, wait_s)
+        tables: dict[str, Table] = {}
+        reports = {}
+        for rank in ranks if ranks is not None else range(self.size):
+            own = {**values, **(odd or {}).get(rank, {})}
+            names = [
+                name
+                for name in (order or {}).get(rank, own)
+                if name not in (without or {}).get(rank, ())
+            ]
+            measures = tuple(measure(name, own[name]) for name in names)
+            refs = []
+            for group in groups or [tuple(range(self.size))]:
+                if rank in group:
+                    table = Table(group, self.relation, measures)
+                    digest = str(hash((group, measures)))
+                    tables[digest] = table
+                    refs.append(TableRef(group, self.relation, digest))
+            nans = tuple(each for each in measures if each.nans and each.kind == "parameter")
+            reports[rank] = Report(rank, check, tuple(refs), nans)
+        return self.comparison.compare(check, reports, tables.get)
+
+
+def kinds(*names: TensorKind) -> list[TensorKind]:
+    return list(names)
