@@ -267,7 +267,8 @@ class Comparison:
             )
         else:
             is_replica = before is not None and before.changes >= _AGREED_CHANGES
-        if not is_replica or not is_telling(first):
+        is_set_up_alike = part.relation == "presumed" and first.kind == "hyperparameter"
+        if not is_replica or not (is_telling(first) or is_set_up_alike):
             return []
         if before is not None:
             at_all = check.subject, part.ranks

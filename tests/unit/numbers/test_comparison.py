@@ -237,6 +237,14 @@ def test_presumed_replicas_that_drift_by_rounding() -> None:
     assert (found.culprits, found.confidence) == ([3], "medium")
 
 
+def test_presumed_replicas_with_another_learning_rate() -> None:
+    job = Job(relation="presumed")
+    job.check(1, later(1))
+    odd = {3: {"hyperparameter lr of group 0": 0.5, "gradient a": 9.0, "parameter a": 8.0}}
+    found = only(job.check(2, later(2), odd))
+    assert (found.departure, found.culprits) == ("other-hyperparameters", [3])
+
+
 def test_presumed_replicas_that_never_were() -> None:
     job = Job(relation="presumed")
     for step in (1, 2, 3):
