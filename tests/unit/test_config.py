@@ -338,6 +338,30 @@ def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path,
     assert resolved.origins["debug"] == ("command line" if given else "COMMLENS_DEBUG_MODE")
 
 
+@pytest.mark.parametrize(
+    ("given", "checks"),
+    [
+        (["train.py"], None),
+        (["--check-numbers", "train.py"], "every 100 steps"),
+        (["--check-numbers=every 20 steps,nan", "train.py"], "every 20 steps,nan"),
+        (["--check-numbers", "--check-numbers=7", "train.py"], "every 7 steps"),
+        (["train.py", "--check-numbers=7"], None),
+    ],
+)
+def test_check_numbers_takes_a_value_after_an_equals_sign_only(given, checks):
+    import argparse
+
+    from commlens.launch.options import add_settings, settings_from
+
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parsed = parser.parse_args(given)
+    assert parsed.program == "train.py"
+    assert settings_from(parsed).settings.check_numbers == checks
+
+
 @pytest.mark.parametrize("value", ["sample", " Sample"])
 def test_debug_takes_sample_from_the_environment_and_passes_it_on(value):
     from commlens.config import settings_environment

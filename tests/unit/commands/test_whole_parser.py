@@ -212,8 +212,8 @@ def test_torchruns_options_after_the_script_need_no_line(
         (
             ["run", "--on=abort"],
             (
-                "commlens run has no option '--on'. Did you mean --on-stall, --on-mismatch or"
-                " --on-verdict?"
+                "commlens run has no option '--on'. Did you mean --on-stall, --on-mismatch,"
+                " --on-diverged or --on-verdict?"
             ),
         ),
         (
