@@ -41,11 +41,8 @@ NOT_YET = {
         commands/launch launch/torchrun launch/worker
     """,
     "integration/test_numbers.py": """
-        model/numbers numbers/checks numbers/departures
-        numbers/differences
-        numbers/exchange numbers/inspection numbers/job_folder numbers/nan_watch
-        numbers/replicas numbers/sampling
-        testing/replicas
+        model/numbers numbers/checks numbers/differences numbers/exchange numbers/inspection
+        numbers/job_folder numbers/nan_watch numbers/replicas numbers/sampling testing/replicas
     """,
     "integration/test_native_records.py": """
         capture/native_recorder tap/interned_args

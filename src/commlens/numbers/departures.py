@@ -59,7 +59,17 @@ def _lone_word_of(root: Difference) -> LoneWord | None:
     if len(root.sides) != 2 or (one.items, one.dtype) != (other.items, other.dtype):
         return None
     words = -(-one.items * _WORDS.get(one.dtype, 0) // 4)
-    return lone_word(one.digest - other.digest, words) if words > 1 else None
+    found = lone_word(one.digest - other.digest, words) if words > 1 else None
+    return found if found is not None and not _is_rounding(found, one.dtype) else None
+
+
+def _is_rounding(word: LoneWord, dtype: str) -> bool:
+    """Return whether only the last bits of an element differ, as rounding makes them."""
+    if dtype in ("bfloat16", "float16"):  # two elements in a word
+        return word.change < _LAST_OF_HALF or (
+            word.change % (1 << 16) == 0 and word.change >> 16 < _LAST_OF_HALF
+        )
+    return dtype == "float32" and word.change < _LAST_OF_SINGLE
 
 
 def _without_state(name: str) -> str:
@@ -68,6 +78,8 @@ def _without_state(name: str) -> str:
 
 
 _STATES_MAX: Final = 4
+_LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
+_LAST_OF_HALF: Final = 1 << 2  # of 7 or 10 bits
 _WORDS: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 """Bytes of an element, of the types whose elements are told."""
 

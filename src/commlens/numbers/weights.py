@@ -25,6 +25,7 @@ class LoneWord(NamedTuple):
 
     position: int
     bit: int | None  # the only bit of it that differs
+    change: int = 0  # of the word as an integer, without its sign
 
 
 def column_weights() -> list[int]:
@@ -74,7 +75,8 @@ def lone_word(difference: int, words: int) -> LoneWord | None:
     # Of many differing words, each position would ask for a random change of 64 bits.
     if change >= 1 << 32 or words * (2 * change + 1) > _BY_CHANCE * 2.0**64:
         return None
-    return LoneWord(position, change.bit_length() - 1 if change & (change - 1) == 0 else None)
+    bit = change.bit_length() - 1 if change & (change - 1) == 0 else None
+    return LoneWord(position, bit, change)
 
 
 def _weight(number: int) -> int:

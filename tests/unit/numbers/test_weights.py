@@ -32,11 +32,11 @@ def test_weights_are_odd_and_different() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_single_bit_is_found(position: int, bit: int, sign: int) -> None:
     difference = contribution(position, sign << bit)
-    assert lone_word(difference, 4 * ROW) == LoneWord(position, bit)
+    assert lone_word(difference, 4 * ROW) == LoneWord(position, bit, 1 << bit)
 
 
 def test_a_single_element_is_found() -> None:
-    assert lone_word(contribution(70_000, 123_457), 4 * ROW) == LoneWord(70_000, None)
+    assert lone_word(contribution(70_000, 123_457), 4 * ROW) == LoneWord(70_000, None, 123_457)
 
 
 def test_several_elements_are_not_taken_for_one() -> None:
