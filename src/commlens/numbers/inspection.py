@@ -139,14 +139,7 @@ def _states(optimizer: Any, place: Place, parameter: Any) -> Iterator[Looked]:
 
 def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
     for index, group in enumerate(optimizer.param_groups):
-        kept_by = next(
-            (
-                place.kept_by
-                for parameter in group["params"]
-                if (place := model.places.get(id(parameter))) is not None and place.kept_by
-            ),
-            (),
-        )
+        kept_by = next(filter(None, (_set_up_alike(model, each) for each in group["params"])), ())
         for name in _HYPERPARAMETERS:
             values = group.get(name)
             for number, value in enumerate(values if isinstance(values, tuple) else (values,)):
@@ -156,6 +149,15 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
                     yield Looked(
                         Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
                     )
+
+
+def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
+    """Return the ranks that train a parameter or parts of it, with the same settings."""
+    if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+        ranks = tuple(sorted(int(rank) for rank in mesh.mesh.reshape(-1).tolist()))
+        return (Replicas(ranks, "equal"),) if len(ranks) > 1 else ()
+    place = model.places.get(id(parameter))
+    return place.kept_by if place is not None else ()
 
 
 def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Looked]:
