@@ -86,8 +86,13 @@ def _summary(cause: Diverged) -> str:
             f" {cause.tensors[0].name} on"
         )
     if not cause.culprits:
-        sides = joined(ranks_phrase(side.ranks) for side in cause.tensors[0].sides)
-        return f"{_subject(cause)} differs between {sides} {when}"
+        first = cause.tensors[0]
+        between = [
+            f"between {joined(ranks_phrase(side.ranks) for side in tensor.sides)}"
+            for tensor in cause.tensors
+            if (tensor.kind, tensor.name) == (first.kind, first.name)
+        ]
+        return f"{_subject(cause)} differs {joined(between)} {when}"
     others = ranks_phrase(cause.victims)
     if len(cause.culprits) == 1:
         return f"rank {cause.culprits[0]}'s {_subject(cause)} differs from {others} {when}"

@@ -45,6 +45,15 @@ def test_two_replicas() -> None:
     assert said.would_raise_confidence == "The ranks differ, and no majority of them agrees."
 
 
+def test_two_pairs_of_replicas() -> None:
+    odd = {rank: {f"gradient {NORM}": 5.0} for rank in (1, 3)}
+    [found] = Job().check(1, MODEL, odd, groups=[(0, 1), (2, 3)])
+    assert words(found).summary == (
+        f"gradient of {NORM} differs between rank 0 and rank 1 and between rank 2 and rank 3"
+        " at step 1"
+    )
+
+
 def test_a_learning_rate() -> None:
     said = words(diverged("hyperparameter lr of group 0", value=0.25))
     assert "lr of group 0 is 400.001 on ranks 0-2 and 0.25 on rank 3." in said.explanation
