@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seen_stacks import call, sample, stay
+from seen_ranks import call, sample, stay
 
 from commlens.model.stack_classes import merge_stacks
 
