@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,8 @@ Values = Mapping[str, float]
 
 def measure(key: str, value: float, *, items: int = 100) -> Measure:
     kind, _, name = key.partition(" ")
-    digest = hash((name, value)) & (1 << 64) - 1
+    content = repr((name, value)).encode()
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
     nans = int(value != value)
     norm = value if kind != "batch" else 1.0
     return Measure(kind, name, digest, items, "float32", norm, 0.0, nans)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from goldens import hold
 from number_reports import Job
 
 from commlens.diagnosis.words.diverged import no_difference, verdict_of, words
@@ -35,6 +36,10 @@ def test_the_rank_the_tensor_and_the_steps() -> None:
         f"rank 3's exp_avg of {NORM} differs from ranks 0-2 since step 400 (equal at step 300)"
     )
     assert said.explanation == "1 of 4 tensors. Its gradient was equal, its parameter was not."
+
+
+def test_a_whole_verdict() -> None:
+    hold("diverged/parameter", verdict_of(diverged(f"parameter {NORM}")))
 
 
 def test_two_replicas() -> None:
