@@ -14,8 +14,7 @@ DIAGNOSIS = SOURCE / "commlens" / "diagnosis"
 OUTSIDE = SOURCE / "commlens" / "outside"
 DECIDING = [
     *sorted((DIAGNOSIS / "causes").glob("*.py")),
-    DIAGNOSIS / "align" / "rounds.py",
-    DIAGNOSIS / "align" / "tie_break.py",
+    *sorted((DIAGNOSIS / "align").glob("*.py")),
     *(OUTSIDE / f"{name}.py" for name in ("causes", "seen", "waits")),
 ]
 WORDLESS = {

@@ -5,7 +5,7 @@ or are out of step.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import Literal, NamedTuple
@@ -38,6 +38,9 @@ from commlens.model.collective import Channel, ChannelKey, Collective, Collectiv
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
 # whose records are looked at closely: each takes a while, and there may be thousands
 _RANKS_OF_A_SIDE = 16
+
+_Overlaps = Mapping[Hashable, tuple[Collective, Collective]]
+"""By place: a collective of another thread, and one of the main thread that was in flight then."""
 
 
 class Race(NamedTuple):
@@ -370,32 +373,62 @@ def _racing(
     ]
     seen = {rank: dict(_overlaps(job.views[rank], key, number)) for side in sides for rank in side}
     on = tuple(sorted(rank for rank, pairs in seen.items() if pairs))
-    places = [set().union(*(seen[rank] for rank in side)) for side in sides]
-    both = next(
-        (
-            lines
-            for rank in on
-            for lines in seen[rank]
-            if all(lines in of_side for of_side in places)
-        ),
-        None,
-    )
+    both = _in_flight_on_all_sides(sides, seen)
     if both is not None:
-        return Race(*next(pairs[both] for pairs in seen.values() if both in pairs), on)
-    first = {rank: met[rank] for rank in seen if rank in met}
-    beside = [op for rank, op in first.items() if op.issue_thread != job.views[rank].main_thread]
-    main = [op for rank, op in first.items() if op.issue_thread == job.views[rank].main_thread]
+        return Race(*both, on)
+    beside, main = _by_thread(job, {rank: met[rank] for rank in seen if rank in met})
     if not (beside and main):
         return None
     # a library's runs on all ranks, perhaps later
-    if not any(op.call_lines for op in beside) and all(map(_in_own_thread, beside)):
+    if all(map(_is_librarys, beside)) or _runs_beside_main(
+        job, key, number, seen, {_place(op) for op in beside}
+    ):
         return Race(beside[0], main[0], on)
-    ahead = {_place(op) for op in beside}
-    running = [
-        rank for rank in seen if not ahead.isdisjoint(_beside_main(job.views[rank], key, number))
+    return None
+
+
+def _by_thread(
+    job: JobIndex, ops: Mapping[int, Collective]
+) -> tuple[list[Collective], list[Collective]]:
+    """Return the collectives that other threads issued, and those that main threads did."""
+    main = {rank for rank, op in ops.items() if op.issue_thread == job.views[rank].main_thread}
+    return [ops[rank] for rank in ops if rank not in main], [
+        ops[rank] for rank in ops if rank in main
     ]
-    overlapped = any(_place(pair[0]) in ahead for rank in on for pair in seen[rank].values())
-    return Race(beside[0], main[0], on) if overlapped and len(running) * 2 >= len(seen) else None
+
+
+def _in_flight_on_all_sides(
+    sides: Sequence[Sequence[int]], seen: Mapping[int, _Overlaps]
+) -> tuple[Collective, Collective] | None:
+    """Return two collectives that ranks of every side had in flight at once."""
+    of_sides = [set().union(*(seen[rank] for rank in side)) for side in sides]
+    places = (place for _, pairs in sorted(seen.items()) for place in pairs)
+    both = next((place for place in places if all(place in side for side in of_sides)), None)
+    return next((pairs[both] for pairs in seen.values() if both in pairs), None)
+
+
+def _runs_beside_main(
+    job: JobIndex,
+    key: ChannelKey,
+    number: int,
+    seen: Mapping[int, _Overlaps],
+    places: Collection[Hashable],
+) -> bool:
+    """Return whether at least half of the ranks run a thread that issues collectives at one of
+    these places, and one of them had such a collective in flight beside one of the main thread.
+    """
+    running = [
+        rank for rank in seen if not _beside_main(job.views[rank], key, number).isdisjoint(places)
+    ]
+    overlapped = any(
+        _place(other) in places for pairs in seen.values() for other, _ in pairs.values()
+    )
+    return overlapped and len(running) * 2 >= len(seen)
+
+
+def _is_librarys(op: Collective) -> bool:
+    """Return whether a library's own thread issued an op, without a line of the user's."""
+    return not op.call_lines and _in_own_thread(op)
 
 
 def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:

@@ -47,24 +47,29 @@ def find_taken(job: JobIndex, view: RankView, receive: Collective) -> Taken | No
     it was not, or if the program may have learned the sender from the receive from any source.
     """
     key, sender = receive.channel.key, job.views.get(-1 if receive.peer is None else receive.peer)
-    takers = [
-        op
-        for op in _from_any(view, key)
-        if op.took_from == receive.peer and op.tag == receive.tag and op.index < receive.index
-    ]
-    if sender is None or not takers or view.wrapped or sender.wrapped:
+    if sender is None or view.wrapped or sender.wrapped or not _sources_known(view, key):
         return None
-    if not _sources_known(view, key) or _names_latest_source(view, receive):
+    taker = _latest_taker(view, receive)
+    if taker is None or _names_latest_source(view, receive):
         return None
-    pairs = pair_with_any_source(sender, view, key)
-    sent = next((send for send, taker in pairs if taker is takers[-1]), None)
-    if sent is None or any(send is not None and taker is receive for send, taker in pairs):
+    senders = {id(by): send for send, by in pair_with_any_source(sender, view, key) if by and send}
+    sent = senders.get(id(taker))
+    if sent is None or id(receive) in senders:
         return None
     for rank, rival in _left_over(job, view, receive):
         ordered = _is_before(job, (sender.rank, sent), (rank, rival)) or _is_before(
             job, (rank, rival), (sender.rank, sent)
         )
-        return Taken(receive, takers[-1], sent, rival, rank, not ordered)
+        return Taken(receive, taker, sent, rival, rank, not ordered)
+    return None
+
+
+def _latest_taker(view: RankView, receive: Collective) -> Collective | None:
+    """Return the last receive from any source before ``receive`` that took such a message."""
+    wanted = (receive.peer, receive.tag)
+    for op in reversed(_from_any(view, receive.channel.key)):
+        if op.index < receive.index and (op.took_from, op.tag) == wanted:
+            return op
     return None
 
 
@@ -134,10 +139,9 @@ def _ordered_by(job: JobIndex, view: RankView, index: int) -> Iterator[tuple[int
     which they first did.
     """
     for key, track in view.tracks.items():
-        numbers = [number for number, op in track.ops.items() if op.index > index]
-        for member in key[2] if numbers else ():
-            theirs = job.views[member].tracks.get(key) if member in job.views else None
-            met = theirs.ops.get(min(numbers)) if theirs is not None else None
+        number = min((number for number, op in track.ops.items() if op.index > index), default=0)
+        for member, theirs in job.tracks_on(key).items():
+            met = theirs.ops.get(number)
             if met is not None and member != view.rank:
                 yield member, met.index
     for key, peer, direction in list(view.pairs):

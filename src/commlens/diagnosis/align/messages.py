@@ -78,18 +78,23 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
         if left:
             astray = Astray("wrong-source", reason)
             return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), astray)
-    # The other one does: it has sent the message to a rank that does not receive it.
-    for peer in sorted(
-        peer for of, peer, way in other.pairs if of == key and way == "send" and not sends
-    ):
-        for send in (
-            _unmatched(other, job.views[peer], key, received=False)[:1]
-            if peer in job.views and _is_stuck(job.views[peer])
-            else ()
-        ):
-            usual, reason = _usual_peer(job, other, send)
-            if usual == view.rank:
-                return _to_wrong_rank(job, other, send, view, op, reason)
+    return None if sends else _sent_elsewhere(job, other, view, op)
+
+
+def _sent_elsewhere(
+    job: JobIndex, sender: RankView, receiver: RankView, recv: Collective
+) -> Mismatch | None:
+    """Return the mismatch of a receive whose message was sent to a rank that does not receive
+    it.
+    """
+    key = recv.channel.key
+    for peer in sorted(peer for of, peer, way in sender.pairs if (of, way) == (key, "send")):
+        if peer not in job.views or not _is_stuck(job.views[peer]):
+            continue
+        for send in _unmatched(sender, job.views[peer], key, received=False)[:1]:
+            usual, reason = _usual_peer(job, sender, send)
+            if usual == receiver.rank:
+                return _to_wrong_rank(job, sender, send, receiver, recv, reason)
     return None
 
 

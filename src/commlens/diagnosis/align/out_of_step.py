@@ -109,10 +109,8 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
         return "either" if any((op.op, op.source) == (own.op, own.source) for op in history) else ""
     wanted = (expected.op, expected.channel.key)
     previous = same[-2] if len(same) > 1 else -1
-    between, since = (
-        sum((op.op, op.channel.key) == wanted for op in ops)
-        for ops in (history[previous + 1 : same[-1]], history[same[-1] + 1 :])
-    )
+    is_wanted = [(op.op, op.channel.key) == wanted for op in history]
+    between, since = sum(is_wanted[previous + 1 : same[-1]]), sum(is_wanted[same[-1] + 1 :])
     if since >= between:
         return ""
     last = history[same[-1]].step
@@ -254,43 +252,55 @@ def _find_shift(
     )
     if start is None:
         return None
-    only_line = matcher.same_args(track.ops[start], usual[start])
-    last_mine, last_theirs = max(track.ops), max(usual)
-    for distance in range(1, _FURTHEST + 1):
-        found: list[Shift] = []
-        for by in (distance, -distance):
-            first = start if by > 0 else _first_extra(track, usual, start, by)
-            matches, places = _count_matches(track, usual, first, by, matcher)
-            if only_line and first == start:
-                # a line may legally meet several lines of the others
-                enough = matches >= 3 and places >= 2
-            else:
-                # One match may be chance, unless no more collectives are recorded, and the lines
-                # differ.
-                last = min(last_mine, last_theirs - by) <= first + 1 and line_of(
-                    track.ops[start]
-                ) != line_of(usual[start])
-                enough = matches >= 2 or (distance == 1 and matches == 1 and last and not cut)
-            if enough:
-                own = track.ops[first]
-                found.append(
-                    Shift(
-                        rank,
-                        first,
-                        by,
-                        usual[first] if by > 0 else own,
-                        own,
-                        matches,
-                        "skipped" if by > 0 else "extra",
-                    )
-                )
-        if len(found) == 2:
-            return _likelier(found[0], found[1], track, usual)
+    furthest = min(_FURTHEST, max(max(track.ops), max(usual)) - start + 1)
+    for distance in range(1, furthest + 1):
+        by_distance = (
+            _shift_by(by, rank, track, usual, start, matcher, cut=cut)
+            for by in (distance, -distance)
+        )
+        found = [shift for shift in by_distance if shift is not None]
         if found:
-            return found[0]
-        if start + distance > max(last_mine, last_theirs):
-            break
+            return found[0] if len(found) == 1 else _likelier(found[0], found[1], track, usual)
     return None
+
+
+def _shift_by(
+    by: int,
+    rank: int,
+    track: Track,
+    usual: Mapping[int, Collective],
+    start: int,
+    matcher: _Matcher,
+    *,
+    cut: bool,
+) -> Shift | None:
+    """Return the shift by so many collectives, if enough of those that follow fit then.
+
+    Args:
+        by: positive if the rank skipped collectives, negative if it issued extra ones.
+        rank: that may be out of step.
+        track: of the rank.
+        usual: the collectives of the others, by number.
+        start: the first number under which the rank and the others differ.
+        matcher: has learned the lines that met before.
+        cut: whether the rank issued more than its records show.
+    """
+    first = start if by > 0 else _first_extra(track, usual, start, by)
+    matches, places = _count_matches(track, usual, first, by, matcher)
+    if first == start and matcher.same_args(track.ops[start], usual[start]):
+        # a line may legally meet several lines of the others
+        enough = matches >= 3 and places >= 2
+    else:
+        # One match may be chance, unless no more collectives are recorded, and the lines differ.
+        is_last = min(max(track.ops), max(usual) - by) <= first + 1
+        differs = line_of(track.ops[start]) != line_of(usual[start])
+        enough = matches >= (1 if abs(by) == 1 and is_last and differs and not cut else 2)
+    if not enough:
+        return None
+    own = track.ops[first]
+    if by > 0:
+        return Shift(rank, first, by, usual[first], own, matches, "skipped")
+    return Shift(rank, first, by, own, own, matches, "extra")
 
 
 def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: int) -> int:

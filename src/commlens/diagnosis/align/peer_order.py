@@ -9,11 +9,11 @@ one line, should continue with the same.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from commlens.diagnosis.align.routine import position_in
 from commlens.diagnosis.align.tie_break import is_majority
-from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView
+from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView, Track
 from commlens.model.collective import ChannelKey, Collective, Frame
 
 _BEFORE, _AFTER = 32, 128  # records of a rank to compare, around its first collective in flight
@@ -121,43 +121,89 @@ def _find(
     used: Collection[GroupKind],
     line: Line | None,
 ) -> dict[int, tuple[Collective, Collective]]:
+    own = _channels_of_ranks(kinds, used)
+    found: dict[int, tuple[Collective, Collective]] = {}
+    members = {member for key in keys for member in key[2]} & job.views.keys()
+    for ops in _continued(job, sorted(members), own, len(used), line):
+        of_rank = {rank: _kind_of(op, kinds) for rank, op in ops.items()}
+        usual = _usual(of_rank, len(job.views) if line is not None else len(ops))
+        if usual is None:
+            continue
+        theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
+        for rank, op in ops.items():
+            is_first = rank not in found or op.index < found[rank][0].index
+            channel = own[rank].get(usual)
+            if of_rank[rank] == usual or not is_first:
+                continue
+            if _left_out(job.views[rank], op, theirs, channel, line):
+                found[rank] = (op, theirs)
+    return found
+
+
+def _channels_of_ranks(
+    kinds: Mapping[ChannelKey, GroupKind], used: Collection[GroupKind]
+) -> Mapping[int, Mapping[GroupKind, ChannelKey]]:
     own: dict[int, dict[GroupKind, ChannelKey]] = defaultdict(dict)
     for key, kind in kinds.items():
         for rank in key[2] if kind in used else ():
             own[rank][kind] = key
+    return own
+
+
+def _continued(
+    job: JobIndex,
+    ranks: Iterable[int],
+    own: Mapping[int, Mapping[GroupKind, ChannelKey]],
+    kinds: int,
+    line: Line | None,
+) -> Iterable[dict[int, Collective]]:
+    """Return, for each state that ranks with channels of all these kinds were in, the op with which
+    each rank continued.
+    """
     following: dict[tuple[int, ...], dict[int, Collective]] = defaultdict(dict)
-    members = {member for key in keys for member in key[2]} & job.views.keys()
-    for rank in sorted(members):
-        if len(own[rank]) == len(used):
+    for rank in ranks:
+        if len(own[rank]) == kinds:
             for state, op in _states(job.views[rank], own[rank], line):
                 following[state].setdefault(rank, op)
-    found: dict[int, tuple[Collective, Collective]] = {}
-    for ops in following.values():
-        of_rank = {
-            rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
-            for rank, op in ops.items()
-        }
-        [(usual, most), *others] = Counter(of_rank.values()).most_common()
-        # Not all ranks come to a line: those that do may all be of one half of the job.
-        alone = most > 2 and len(ops) - most == 1
-        voters = ops if line is None or alone else job.views
-        if not others or not is_majority(most, len(voters)):
-            continue
-        theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
-        for rank, op in ops.items():
-            if of_rank[rank] == usual or (rank in found and op.index >= found[rank][0].index):
-                continue
-            view = job.views[rank]
-            if usual == _MESSAGE:
-                odd = 0 < _last_from(view, line) < theirs.sequence_number
-            else:
-                track = view.tracks.get(own[rank][usual])
-                odd = track is None or track.completed < theirs.sequence_number
-            # A rank may be the only one that has to exchange this message: its first one says
-            # nothing in the first steps.
-            if odd and (not op.is_point_to_point or op.sequence_number > 1 or view.has_routine(op)):
-                found[rank] = (op, theirs)
-    return found
+    return following.values()
+
+
+def _kind_of(op: Collective, kinds: Mapping[ChannelKey, GroupKind]) -> GroupKind:
+    return _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
+
+
+def _usual(of_rank: Mapping[int, GroupKind], voters: int) -> GroupKind | None:
+    """Return the kind with which most ranks continue; None if all do, or if no kind has a majority
+    of the voters.
+    """
+    [(usual, most), *others] = Counter(of_rank.values()).most_common()
+    # Not all ranks come to a line: those that do may all be of one half of the job.
+    is_one_alone = most > 2 and len(of_rank) - most == 1
+    is_usual = is_majority(most, len(of_rank) if is_one_alone else voters)
+    return usual if others and is_usual else None
+
+
+def _left_out(
+    view: RankView, op: Collective, theirs: Collective, key: ChannelKey | None, line: Line | None
+) -> bool:
+    """Return whether a rank that continued with ``op`` has not done what its peers continued with.
+
+    Args:
+        view: of the rank.
+        op: with which it continued.
+        theirs: a peer's op.
+        key: the rank's own channel of that kind; None: it is a message.
+        line: of the messages.
+    """
+    if key is None:
+        is_behind = 0 < _last_from(view, line) < theirs.sequence_number
+    else:
+        track = view.tracks.get(key)
+        is_behind = track is None or track.completed < theirs.sequence_number
+    # A rank may be the only one that has to exchange this message: its first one says nothing in
+    # the first steps.
+    is_telling = not op.is_point_to_point or op.sequence_number > 1 or view.has_routine(op)
+    return is_behind and is_telling
 
 
 def _last_from(view: RankView, line: Line | None) -> int:
@@ -173,50 +219,30 @@ def _states(
     """Return the ops of these channels, and the messages from the line, near the rank's first op in
     flight.
 
-    With each op come the numbers of ops issued before, by kind.
+    With each op come the numbers of ops issued before, by kind; the messages are the last.
     """
     keys = [own[kind] for kind in sorted(own)]
     tracks = [view.tracks.get(key) for key in keys]
-    opened = [track.ops[track.open[0]] for track in tracks if track is not None and track.open]
-    first = min(opened, key=lambda op: op.index, default=None)
-    if (
-        line is not None
-        and view.blocks
-        and all(block.op.is_point_to_point for block in view.blocks.values())
-    ):
-        first = min(
-            [block.op for block in view.blocks.values()]
-            + [op for op in (first,) if op is not None],
-            key=lambda op: op.index,
-        )
+    first = _first_in_flight(view, tracks, line)
     position = position_in(view.history, first) if first is not None else len(view.history)
     if position is None:
         return []
-    end = min(len(view.history), position + _AFTER)
-    places: dict[ChannelKey | None, int] = {key: place for place, key in enumerate(keys)}
-
-    def place_of(op: Collective) -> int | None:
-        if op.is_point_to_point:
-            return len(keys) if (op.op, op.source) == line else None
-        return places.get(op.channel.key)
-
-    start = max(0, position - _BEFORE)
-    ops = [(place, op) for op in view.history[start:end] if (place := place_of(op)) is not None]
-    counts = [-1] * len(keys) + [-1] * (line is not None)
+    start, end = max(0, position - _BEFORE), min(len(view.history), position + _AFTER)
+    kinds: list[ChannelKey | tuple[str, Frame | None]] = [*keys, *filter(None, [line])]
+    places = {kind: place for place, kind in enumerate(kinds)}
+    ops = [
+        (place, op)
+        for op in view.history[start:end]
+        if (place := places.get(_place_key(op))) is not None
+    ]
+    counts = [-1] * len(places)
     for place, op in reversed(ops):
         counts[place] = op.sequence_number - 1
     for place, track in enumerate(tracks):
-        if counts[place] < 0 and track is None and not view.wrapped:
-            counts[place] = 0
-        elif counts[place] < 0 and track is not None and end == len(view.history):
-            counts[place] = track.last
+        if counts[place] < 0:
+            counts[place] = _issued(view, track, at_end=end == len(view.history))
     if line is not None and not (view.wrapped and counts[-1] >= 0):
-        earlier = (
-            op.sequence_number
-            for op in reversed(view.history[:start])
-            if (op.op, op.source) == line
-        )
-        counts[-1] = next(earlier, -1 if view.wrapped else 0)
+        counts[-1] = _issued_from(view, line, start)
     if -1 in counts:
         return []
     states = []
@@ -224,3 +250,43 @@ def _states(
         states.append((tuple(counts), op))
         counts[place] = op.sequence_number
     return states
+
+
+def _place_key(op: Collective) -> ChannelKey | tuple[str, Frame | None]:
+    return (op.op, op.source) if op.is_point_to_point else op.channel.key
+
+
+def _first_in_flight(
+    view: RankView, tracks: Iterable[Track | None], line: Line | None
+) -> Collective | None:
+    """Return the rank's first op in flight of these tracks; with a line, also the message that it
+    is blocked in.
+    """
+    opened = [track.ops[track.open[0]] for track in tracks if track is not None and track.open]
+    blocks = [block.op for block in view.blocks.values()]
+    if line is not None and all(op.is_point_to_point for op in blocks):
+        opened += blocks
+    return min(opened, key=lambda op: op.index, default=None)
+
+
+def _issued(view: RankView, track: Track | None, *, at_end: bool) -> int:
+    """Return how many ops of a track the rank issued before those that are compared, of which none
+    is of this track; -1 if that is not known.
+
+    Args:
+        view: of the rank.
+        track: None: the rank issued none, as far as its records go.
+        at_end: whether the rank's last records are among those compared.
+    """
+    if track is None:
+        return -1 if view.wrapped else 0
+    return track.last if at_end else -1
+
+
+def _issued_from(view: RankView, line: Line, start: int) -> int:
+    """Return the number of the last message from a line before record ``start``; 0 if there is
+    none, -1 if that is not known.
+    """
+    earlier = (op for op in reversed(view.history[:start]) if (op.op, op.source) == line)
+    last = next(earlier, None)
+    return last.sequence_number if last is not None else -1 if view.wrapped else 0

@@ -119,23 +119,11 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     before them.
     """
     lines = ops[position].call_lines
-    passed = ops[position - 1].call_lines
-    at = [i for i in range(position - 1) if ops[i].call_lines == passed]
-    left = [
-        ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step
-    ]
-    # Two lines may take turns several times in a step.
-    if len(set(left) if ops[position].step else left) >= _PASSED_OFTEN:
+    if _has_passed_often(ops, position):
         # It passed this place in many steps and never went there. But what the function with the
         # loop does after it is new as well.
-        outside = len(passed) - len(lines)
-        ends_loop = (
-            bool(lines)
-            and outside > 0
-            and lines[0] != passed[outside]
-            and lines[1:] == passed[outside + 1 :]
-        )
-        return ends_loop and all(op.call_lines != lines for op in ops[:position])
+        is_new = all(op.call_lines != lines for op in ops[:position])
+        return is_new and _is_after_loop(lines, ops[position - 1].call_lines)
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
     if (
         not lines
@@ -145,6 +133,28 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
         return False
     since = {ops[i].call_lines for i in range(first, position + 1)}
     return first > 0 and all(ops[i].call_lines not in since for i in range(first))
+
+
+def _has_passed_often(ops: Sequence[Collective], position: int) -> bool:
+    """Return whether a rank often went on from the lines of the op before ``position``."""
+    passed = ops[position - 1].call_lines
+    at = [i for i in range(position - 1) if ops[i].call_lines == passed]
+    left = [
+        ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step
+    ]
+    # Two lines may take turns several times in a step.
+    return len(set(left) if ops[position].step else left) >= _PASSED_OFTEN
+
+
+def _is_after_loop(lines: Sequence[tuple[str, int]], passed: Sequence[tuple[str, int]]) -> bool:
+    """Return whether a call comes from a function whose loop made the call before."""
+    outside = len(passed) - len(lines)
+    return (
+        bool(lines)
+        and outside > 0
+        and lines[0] != passed[outside]
+        and lines[1:] == passed[outside + 1 :]
+    )
 
 
 def _follows(text: str, position: int, *, sure: bool) -> bool | None:

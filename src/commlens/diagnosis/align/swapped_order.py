@@ -88,10 +88,7 @@ def _compare(
     """
     numbers = sorted(set(track.ops) & set(reference))
     met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)
-    # a line of the rank, and the line of the reference that it meets most often
-    usual: dict[Hashable, Hashable] = {}
-    for (mine, theirs), _ in met.most_common():
-        usual.setdefault(mine, theirs)
+    usual = _usual_lines(met)
     if len(set(usual.values())) < len(usual):
         return None  # a line of the reference meets several of the rank
     odd = [
@@ -99,16 +96,24 @@ def _compare(
         for number in numbers
         if usual[line_of(track.ops[number])] != line_of(reference[number])
     ]
-    if len(odd) < 2 or odd[-1] - odd[0] != len(odd) - 1 or len(odd) > _LONGEST:
+    if not 2 <= len(odd) <= _LONGEST or odd[-1] - odd[0] != len(odd) - 1:
         return None  # not in a row: a line of the rank meets several of the reference
     own, others = [track.ops[number] for number in odd], [reference[number] for number in odd]
     if Counter(usual[line_of(op)] for op in own) != Counter(line_of(op) for op in others):
         return None
-    if not all(_same_args(mine, theirs) for mine, theirs in zip(own, others, strict=True)):
+    if not all(map(_same_args, own, others)):
         return None  # a disagreement, or a shift
     if any(met[(line_of(op), usual[line_of(op)])] < _MET_BEFORE or op.concurrent for op in own):
         return None
     return SwappedOrder(rank, odd[0], own, others)
+
+
+def _usual_lines(met: Counter[tuple[Hashable, Hashable]]) -> dict[Hashable, Hashable]:
+    """Return, by line of a rank, the line of the reference that it meets most often."""
+    usual: dict[Hashable, Hashable] = {}
+    for (mine, theirs), _ in met.most_common():
+        usual.setdefault(mine, theirs)
+    return usual
 
 
 def _same_args(mine: Collective, theirs: Collective) -> bool:
