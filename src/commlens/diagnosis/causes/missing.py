@@ -107,15 +107,23 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
     waits for them, together.
     """
     groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
+    in_time = {node for node in nodes if _is_in_time(context, node)}
+    coming = {
+        id(edge.op)
+        for node in in_time
+        for edge in context.graph.edges_into(node)
+        if edge.is_from_any
+    }
     for node in nodes:
+        # Only receives from any source wait for it, and a rank that works may send the messages.
+        if node not in in_time and all(
+            id(edge.op) in coming for edge in context.graph.edges_into(node)
+        ):
+            continue
         doing = context.doing(context.job.views[node.rank])
         first = most_waited(context.graph.edges_into(node))
-        in_time = (
-            doing.works
-            and not _is_too_late(doing, first.op)
-            and not _is_too_long(context, node, doing)
-        )
-        groups[(first.instance, in_time, doing.why, doing.frame)].append((node, doing))
+        awaited = id(first.op) if first.is_from_any else first.instance
+        groups[(awaited, node in in_time, doing.why, doing.frame)].append((node, doing))
     for (_, works, _, _), members in sorted(
         groups.items(), key=lambda item: [member[0] for member in item[1]]
     ):
@@ -126,17 +134,28 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
             _add_missing(context, absence)
 
 
+def _is_in_time(context: Context, node: Node) -> bool:
+    """Return whether an absent rank works, and may still arrive."""
+    doing = context.doing(context.job.views[node.rank])
+    op = most_waited(context.graph.edges_into(node)).op
+    return doing.works and not _is_too_late(doing, op) and not _is_too_long(context, node, doing)
+
+
 def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Absence:
     absent = [node for node, _ in members]
     edges = [edge for node in absent for edge in context.graph.edges_into(node)]
     edge = most_waited(edges)
-    same = [other for other in edges if other.instance == edge.instance]
+    same = [
+        other
+        for other in edges
+        if other.instance == edge.instance or (other.op is edge.op and edge.is_from_any)
+    ]
     return Absence(
         [node.rank for node in absent],
         [doing for _, doing in members],
         edge,
         same,
-        [other for other in edges if other.instance != edge.instance],
+        [other for other in edges if other not in same],
         sorted({other.rank for other in same}),
         context.blocked_by(absent),
     )

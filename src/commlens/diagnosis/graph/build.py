@@ -359,14 +359,15 @@ class _Builder:
 
     def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
         """Follow a receive from any source: it waits for all other ranks of its group, though one
-        would do.
+        would do. For those that have finished only if all have.
         """
         key = op.channel.key
-        for member in key[2]:
-            other = self.job.views.get(member)
-            if member != view.rank and other is not None:
-                edge = Edge(op, Instance(key, op.sequence_number, member, view.rank), view.rank)
-                self._wait_for_rank(node, other, key, edge)
+        views = self.job.views
+        others = [views[member] for member in key[2] if member != view.rank and member in views]
+        running = [other for other in others if other.exit.kind not in ("clean", "leaving")]
+        for other in running or others:
+            edge = Edge(op, Instance(key, op.sequence_number, other.rank, view.rank), view.rank)
+            self._wait_for_rank(node, other, key, edge)
 
     # --- absent ranks
 

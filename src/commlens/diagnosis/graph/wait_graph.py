@@ -54,6 +54,11 @@ class Edge:
     instance: Instance
     rank: int  # the waiting rank
 
+    @property
+    def is_from_any(self) -> bool:
+        """Whether it is a receive from any source, which waits for each rank that may send."""
+        return self.op.is_point_to_point and self.op.peer is None
+
 
 @dataclass
 class Graph:

@@ -64,6 +64,11 @@ def _summary(found: FoundMissing) -> str:
         )
     if cause.outcome == "key-missing":
         return f"{_unwritten(cause)} the {key_phrase(op)}; {they_wait} for it in {op.op}"
+    if cause.outcome == "message-missing" and absence.edge.is_from_any:
+        return (
+            f"{ranks_phrase(ranks)} sent no message to rank {absence.edge.rank}, which waits for"
+            " one from any rank"
+        )
     if cause.outcome == "message-missing":
         message = numbered("message" if op.sequence_number else "the message", op.sequence_number)
         did = f"sent {message} to" if op.op == "recv" else f"received {message} from"

@@ -160,10 +160,8 @@ def waits(context: Context, edges: Sequence[Edge], singular: str, plural: str) -
     """
     by_name: dict[tuple[str, int, str, bool], list[Edge]] = defaultdict(list)
     for edge in edges:
-        from_any = edge.op.is_point_to_point and edge.op.peer is None
-        by_name[edge.op.op, edge.op.sequence_number, edge.op.channel.group.label, from_any].append(
-            edge
-        )
+        op = edge.op
+        by_name[op.op, op.sequence_number, op.channel.group.label, edge.is_from_any].append(edge)
     parts: list[str] = []
     for of_name in sorted(
         by_name.values(), key=lambda some: (-len({edge.rank for edge in some}), some[0].rank)

@@ -128,3 +128,43 @@ def test_a_sum_from_any_source_is_legal() -> None:
 
     verdict = judge(4, program)
     assert (verdict.kind, verdict.culprits) == ("missing", [1])
+
+
+WORKS = Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.8, stack_moved=True)
+
+
+def test_no_rank_sends() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=9)
+        yield recv(job.world, None, line=10) if rank == 0 else Stay(57, "load_batch")
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.culprits) == ("missing", [1, 2, 3])
+    hold("missing/message-of-any-rank", verdict)
+
+
+def test_a_rank_that_works_may_send_what_others_do_not() -> None:
+    """Rank 1 has finished, rank 2 sleeps; the message of rank 3 would do."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=9)
+        if rank == 0:
+            yield recv(job.world, None, line=10)
+        if rank > 1:
+            yield Stay(57, "load_batch", WORKS) if rank == 3 else Stay(58, "sleeps")
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.certain) == ("waiting", False)
+    assert [finding.kind for finding in verdict.findings] == ["waiting"]
+
+
+def test_ranks_that_have_finished_do_not_open_a_circle() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=9)
+        if rank != 1:
+            yield recv(job.world, None if rank == 0 else 0, line=10 + rank)
+
+    verdict = judge(3, program)
+    assert (verdict.kind, verdict.certain) == ("cycle", True)
+    assert verdict.findings[0].cause is not None
+    assert verdict.findings[0].cause.victims == [0, 2]
