@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import operator
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
 
+_T = TypeVar("_T")
 MAX_FRAMES = 96
 _MAX_NATIVE_FRAMES = 128
 _CACHE_LIMIT = 20_000
@@ -156,11 +159,33 @@ def _is_user_code(file: str) -> bool:
 # restores its setting (on torch 2.6 that broke compilations). So we must drop another thread's
 # frames before the GIL is released, which may happen between any two bytecodes. Each of the two
 # functions below therefore walks the frames in a single C call, and keeps only code objects and
-# line numbers.
+# line numbers. Up to Python 3.11, the garbage collector may start within such a call and run
+# finalizers, which are bytecode: so it is switched off and on again in the same call.
+
+
+def _in_one_call(items: Iterable[_T]) -> list[_T]:
+    """Return all items, made in a single C call during which no bytecode runs.
+
+    Args:
+        items: iterators of C functions, lazily evaluated.
+    """
+    was_enabled: list[bool] = []
+    before = itertools.chain(
+        map(was_enabled.append, itertools.starmap(gc.isenabled, [()])),
+        itertools.starmap(gc.disable, [()]),
+    )
+    after = itertools.starmap(gc.enable, itertools.compress([()], was_enabled))
+    try:
+        made: list[Any] = list(itertools.chain(before, items, after))
+    except BaseException:
+        if was_enabled and was_enabled[0]:
+            gc.enable()
+        raise
+    return made[2 : len(made) - was_enabled[0]]
 
 
 def _threads_with_frames() -> list[int]:
-    return list(itertools.chain.from_iterable(itertools.starmap(sys._current_frames, [()])))
+    return _in_one_call(itertools.chain.from_iterable(itertools.starmap(sys._current_frames, [()])))
 
 
 def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
@@ -173,7 +198,7 @@ def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
     frame_by_frame = itertools.accumulate(
         itertools.chain(innermost, itertools.repeat("f_back")), getattr
     )
-    return list(
+    return _in_one_call(
         map(
             operator.attrgetter("f_code", "f_lineno", "f_lasti"),
             iter(frame_by_frame.__next__, None),

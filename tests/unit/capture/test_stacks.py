@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -32,8 +33,20 @@ class Guard:
             Guard.ended_elsewhere += 1
 
 
+class Garbage:
+    """Something that the garbage collector has to find, and to end in Python."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        for _ in range(50):
+            pass
+
+
 def nested(depth: int) -> None:
     guard = Guard()  # noqa: F841
+    Garbage()
     if depth:
         nested(depth - 1)
 
@@ -69,6 +82,17 @@ def test_locals_of_a_thread_that_is_looked_at_end_with_their_function() -> None:
         over.set()
         watching.join()
     assert Guard.ended_elsewhere == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_stays_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        all_threads()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() -> None:
