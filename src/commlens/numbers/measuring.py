@@ -131,20 +131,20 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     return _weighed(_sums_of_rows(words, columns), weights[:rows])
 
 
-def _sums_of_rows(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    whole = words.numel() // ROW
+def _sums_of_rows(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    whole = values.numel() // ROW
     sums = []
-    if words.device.type == "cpu":
+    if values.device.type == "cpu":
         scratch = torch.empty(ROW, dtype=torch.int64)
         for row in range(whole):  # a row stays in the processor's cache
-            sums.append(torch.dot(scratch.copy_(words[row * ROW : (row + 1) * ROW]), columns))
+            sums.append(torch.dot(scratch.copy_(values[row * ROW : (row + 1) * ROW]), columns))
     else:
         for first in range(0, whole, _ROWS_AT_ONCE):
             last = min(whole, first + _ROWS_AT_ONCE)
-            block = words[first * ROW : last * ROW].view(-1, ROW)
+            block = values[first * ROW : last * ROW].view(-1, ROW)
             sums += (block * columns).sum(1).unbind()
-    if rest := words.numel() - whole * ROW:
-        sums.append(_weighed(words[whole * ROW :], columns[:rest]))
+    if rest := values.numel() - whole * ROW:
+        sums.append(_weighed(values[whole * ROW :], columns[:rest]))
     return torch.stack(sums)
 
 

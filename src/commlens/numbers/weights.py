@@ -44,25 +44,25 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def lone_word(difference: int, words: int) -> LoneWord | None:
+def lone_word(difference: int, length: int) -> LoneWord | None:
     """Return the only word that explains the difference of two hashes; None if several must differ,
     or it cannot be told.
 
     Args:
         difference: of the hashes, modulo 2**64.
-        words: number of words of the tensors.
+        length: of the tensors, in words.
     """
     import numpy as np
 
-    if not 0 < words <= _WORDS_MAX:
+    if not 0 < length <= _WORDS_MAX:
         return None
-    columns = np.array(column_weights()[: min(words, ROW)], dtype=np.uint64)
+    columns = np.array(column_weights()[: min(length, ROW)], dtype=np.uint64)
     inverse = _inverse(np, columns)
     best: tuple[int, int] | None = None
-    for row in range(-(-words // ROW)):
+    for row in range(-(-length // ROW)):
         weight = row_weights(1)[0] if row == 0 else _weight(ROW + row)
         wanted = np.uint64(difference * pow(weight, -1, 1 << 64) & MASK)
-        here = min(ROW, words - row * ROW)
+        here = min(ROW, length - row * ROW)
         with np.errstate(over="ignore"):
             found = (inverse[:here] * wanted).view(np.int64)
         at = int(np.argmin(np.abs(found.view(np.int64)).view(np.uint64)))
@@ -73,7 +73,7 @@ def lone_word(difference: int, words: int) -> LoneWord | None:
         return None
     position, change = best
     # Of many differing words, each position would ask for a random change of 64 bits.
-    if change >= 1 << 32 or words * (2 * change + 1) > _BY_CHANCE * 2.0**64:
+    if change >= 1 << 32 or length * (2 * change + 1) > _BY_CHANCE * 2.0**64:
         return None
     bit = change.bit_length() - 1 if change & (change - 1) == 0 else None
     return LoneWord(position, bit, change)
