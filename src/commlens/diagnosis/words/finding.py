@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.causes.context import collective_of, group_of
@@ -16,7 +17,7 @@ class Words(NamedTuple):
     summary: str
     explanation: str = ""
     next_step: str = ""
-    evidence: list[str] = []  # noqa: RUF012 (never changed)
+    evidence: Sequence[str] = ()
     would_raise_confidence: str | None = None
     # the part of the summary about other ranks than the culprits: those that wait
     waits: str = ""
@@ -24,8 +25,6 @@ class Words(NamedTuple):
 
 def finding_of(cause: AnyCause, words: Words) -> Finding:
     """Return the finding of a cause. :func:`locate` adds its group, collective and source line."""
-    said = words._asdict()
-    del said["waits"]
     return Finding(
         kind=cause.kind,
         why=cause.why,
@@ -35,7 +34,11 @@ def finding_of(cause: AnyCause, words: Words) -> Finding:
         confidence=cause.confidence,
         certain=cause.certain,
         cause=cause,
-        **said,
+        summary=words.summary,
+        explanation=words.explanation,
+        next_step=words.next_step,
+        evidence=[*words.evidence],
+        would_raise_confidence=words.would_raise_confidence,
     )
 
 
