@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
 
 _T = TypeVar("_T")
+_OWN_THREADS = "commlens-"
 MAX_FRAMES = 96
 _MAX_NATIVE_FRAMES = 128
 _CACHE_LIMIT = 20_000
@@ -102,8 +103,8 @@ def frames_of(frame: FrameType | None) -> list[list[Any]]:
 
 
 def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of all other threads, the main thread first, and a hash that changes when
-    the main thread moves.
+    """Return the stacks of all other threads but those of commlens, the main thread first, and a
+    hash that changes when the main thread moves.
 
     If the main thread runs only library code, as in Ray's workers, the hash also covers the stack
     of the thread that issues collectives.
@@ -117,12 +118,12 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
     main_hash = issuing_hash = 0
     main_runs_user_code = True
     for ident in _threads_with_frames():
-        if ident == own:
+        thread = known.get(ident)
+        if ident == own or (thread is not None and thread.name.startswith(_OWN_THREADS)):
             continue
         walked = _walked(ident)
         if not walked:
             continue  # it has ended
-        thread = known.get(ident)
         is_main = thread is threading.main_thread()
         if is_main:
             main_hash = _hash(walked)

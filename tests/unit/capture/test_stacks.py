@@ -107,17 +107,19 @@ def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() ->
         waiting.set()
         over.wait(30)
 
-    names = ("idler", "looker")
-    idler, looker = (
+    names = ("idler", "looker", "commlens-link")
+    idler, looker, own = (
         threading.Thread(target=target, name=name)
-        for target, name in zip((idle, outer), names, strict=True)
+        for target, name in zip((idle, outer, idle), names, strict=True)
     )
+    own.start()
     idler.start()
     assert waiting.wait(30)
     looker.start()
     looker.join(30)
     over.set()
     idler.join(30)
+    own.join(30)
     threads, main_hash = seen[0]
     assert [thread["name"] for thread in threads if thread["name"] in ("MainThread", *names)] == [
         "MainThread",
