@@ -305,11 +305,12 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     outcome: Outcome
     activity: Doing  # of the ranks, which all do the same
     waits: list[Wait]  # for these ranks, the most waited for first
-    timed_out: bool  # the wait ended at its timeout
-    over: bool  # the culprits' processes have ended
-    works_too_long: bool  # they visibly work, but for too long
-    blames_waiting: bool  # the missing ranks are right, and those that wait for them are not
-    new_line: bool  # the waiting rank issued nothing from this line before
+    timed_out: bool = False  # the wait ended at its timeout
+    over: bool = False  # the culprits' processes have ended
+    works_too_long: bool = False  # they visibly work, but for too long
+    # the missing ranks are right, and those that wait for them are not
+    blames_waiting: bool = False
+    new_line: bool = False  # the waiting rank issued nothing from this line before
     doubt: Doubt | None
 
 
@@ -318,9 +319,9 @@ class Working(Cause, tag="working", kw_only=True):
 
     ranks: list[Rank]
     activity: Doing  # of the ranks, which all do the same
-    expected: bool  # they are in a block marked as slow
+    expected: bool = False  # they are in a block marked as slow
     waits: list[Wait]
-    patience_s: float | None  # they count as stuck after this; None: there is no limit
+    patience_s: float | None = None  # they count as stuck after this; None: there is no limit
 
 
 NoRecord = Literal[
@@ -517,8 +518,8 @@ class Mismatch(Cause, tag="mismatch", kw_only=True):
     matches: int = 0  # later collectives that agree with the shift
     steps_ahead: int = 0  # optimizer steps that the first of the culprits did more than the others
     never_meets: bool = False  # the message goes astray: its tags differ, or a rank is wrong
-    silent: bool  # no rank hangs because of it
-    refused: bool  # strict verification raised before anything was sent
+    silent: bool = False  # no rank hangs because of it
+    refused: bool = False  # strict verification raised before anything was sent
     race: ThreadRace | None = None
     held_up: list[Rank] = []  # wait because of it
     ended_by_it: list[Rank] = []  # their processes died of it
@@ -741,7 +742,7 @@ class Dead(OfHardware, tag="dead", kw_only=True):
     ranks: list[Rank]
     processes: list[ProcessState]  # in the order of the ranks
     waits: list[Wait]  # for these ranks
-    ended_by_it: list[Rank]  # their processes ended after these
+    ended_by_it: list[Rank] = []  # their processes ended after these
     doubt: DeathDoubt | None = None
 
 

@@ -80,7 +80,6 @@ def _dead(job: SeenJob) -> Found:
             ranks=ranks,
             processes=["gone" for _ in ranks],
             waits=job.waits(),
-            ended_by_it=[],
             doubt="unobserved",
         )
     )
@@ -139,9 +138,7 @@ def _absence(
             confidence="low",
             ranks=ranks,
             activity=doing_of(doing),
-            expected=False,
             waits=job.waits(),
-            patience_s=None,
         )
         return FoundAbsent(working, members, doubt, frame=frame)
     missing = Missing(
@@ -157,11 +154,6 @@ def _absence(
         outcome="never-reached",
         activity=doing_of(doing),
         waits=job.waits(),
-        timed_out=False,
-        over=False,
-        works_too_long=False,
-        blames_waiting=False,
-        new_line=False,
         came=ranks_of(job.stuck),
         doubt=doubt,
     )
@@ -198,8 +190,6 @@ def _moving(job: SeenJob) -> Found:
             confidence="low",
             ranks=ranks_of(job.moving),
             activity=Doing("in-collective", works=True, observed=True, unclear=False),
-            expected=False,
             waits=job.waits(),
-            patience_s=None,
         )
     )

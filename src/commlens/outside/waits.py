@@ -117,11 +117,6 @@ def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
         came=[one.rank],
         activity=Doing("in-collective", False, True, False, source_of(other)),
         waits=job.waits(),
-        timed_out=False,
-        over=False,
-        works_too_long=False,
-        blames_waiting=False,
-        new_line=False,
         doubt="undecided",
     )
 
@@ -181,8 +176,6 @@ def _disagreement(
             for side in sides[:-9:-1]
             if side[0].call is not None
         ],
-        silent=False,
-        refused=False,
         other_round=ahead,
         doubt="groups-may-differ" if decided else "undecided",
     )
@@ -238,8 +231,6 @@ def _out_of_round(job: SeenJob) -> Found | None:
             Issued(ranks_of(job.stuck), collective_of(call), Arguments(), source_of(odd)),
         ],
         departure="either",
-        silent=False,
-        refused=False,
         other_round=ahead,
         doubt="groups-may-differ",
     )
