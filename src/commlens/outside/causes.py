@@ -24,7 +24,6 @@ from commlens.model.cause import (
 )
 from commlens.outside.sample import RankSample
 from commlens.outside.seen import (
-    CANNOT_RUN,
     Found,
     FoundAbsent,
     FoundDead,
@@ -126,8 +125,7 @@ def _absence(
 ) -> FoundAbsent:
     doing, ranks = job.doing[members[0].rank], ranks_of(members)
     frame = doing.frame or members[0].line
-    works = doing.works and doing.why not in CANNOT_RUN
-    if works:
+    if doing.works:
         working = Working(
             kind="waiting",
             why=doing.why,

@@ -28,8 +28,8 @@ from commlens.model.collective import Frame
 from commlens.model.ranklog import End
 from commlens.outside.sample import DEFAULT_GROUP, Call, HostSamples, RankSample
 
-CANNOT_RUN: Final = ("stopped", "holding-gil")
-"""A rank that does so counts as outside of calls, whatever its stack is."""
+_CANNOT_RUN: Final = ("stopped", "holding-gil")
+"""Reasons for which a rank counts as outside of calls, whatever its stack is."""
 
 
 class SeenJob:
@@ -58,7 +58,7 @@ class SeenJob:
     def _sort_in(self, one: RankSample) -> None:
         if one.log.observation.end is End.GONE:
             self.absent.append(one.rank)
-        elif self._cannot_run(one):
+        elif self.doing[one.rank].why in _CANNOT_RUN:
             self.outside.append(one)
         elif not one.stack:
             self.unread.append(one)
@@ -68,9 +68,6 @@ class SeenJob:
             self.stuck.append(one)
         else:
             self.moving.append(one)
-
-    def _cannot_run(self, one: RankSample) -> bool:
-        return self.doing[one.rank].why in CANNOT_RUN
 
     def waits(self) -> list[Wait]:
         """Return where the ranks wait, as data, the most ranks first."""
