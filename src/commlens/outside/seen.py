@@ -164,7 +164,6 @@ class FoundSides(Found):
 
     cause: Mismatch | Cycle
     sides: Sequence[Sequence[RankSample]]  # that wait in one call, the fewest ranks first
-    ahead: LoopRound | None  # of the first and the last side
 
 
 @dataclass

@@ -132,15 +132,12 @@ def _sides(job: SeenJob) -> Found:
     sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
     if len(sides) == 1:
         return _out_of_round(job) or _inside(job)
-    ahead = _ahead(sides[0][0], sides[-1][0])
-    cause = _disagreement(job, sides, ahead)
-    return FoundSides(cause, sides, ahead, frame=sides[0][0].line)
+    return FoundSides(_disagreement(job, sides), sides, frame=sides[0][0].line)
 
 
-def _disagreement(
-    job: SeenJob, sides: Sequence[Sequence[RankSample]], ahead: LoopRound | None
-) -> Mismatch | Cycle:
+def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismatch | Cycle:
     odd, most = sides[0], sides[-1]
+    ahead = _ahead(odd[0], most[0])
     decided = _is_decided(sides)
     kind = _kind_of(odd[0], most[0], decided=decided)
     if kind == "cycle":

@@ -219,7 +219,8 @@ def _sides(job: SeenJob, found: FoundSides) -> Words:
             "Which ranks are in which group, and in which order they called them, cannot be seen"
             " from outside, so no rank is named."
         )
-    step = f" {capital(_round(found.ahead))}." if found.ahead is not None else ""
+    ahead = found.cause.other_round
+    step = f" {capital(_round(ahead))}." if ahead is not None else ""
     return Words(
         summary="; ".join(_stands(side) for side in sides),
         explanation=(
