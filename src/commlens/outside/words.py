@@ -49,8 +49,9 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
 
 
 def describe(job: SeenJob, found: Found) -> Finding:
-    """Return the finding of what was found."""
+    """Return the finding of what was found. Its evidence ends with where all ranks stand."""
     words = _WORDS[type(found)](job, found)
+    words = words._replace(evidence=[*words.evidence, *_places(job)])
     return locate(finding_of(found.cause, words), None, found.frame)
 
 
@@ -99,7 +100,6 @@ def _dead(job: SeenJob, found: FoundDead) -> Words:
             f"look at the end of {ranks_phrase(ranks)}'s output; dmesg shows whether the kernel"
             " ended it for its memory"
         ),
-        evidence=places(job),
         would_raise_confidence="Nobody saw how it ended.",
     )
 
@@ -123,7 +123,6 @@ def _absent(job: SeenJob, found: FoundAbsent) -> Words:
             f" {joined(sign_words(doing.signs[:3]))}. {_unmoved(job)}"
         ),
         next_step=_absence_step(job, found),
-        evidence=places(job),
         would_raise_confidence=doubt,
     )
 
@@ -154,7 +153,6 @@ def _unread(job: SeenJob, found: FoundUnread) -> Words:
             f" {_unmoved(job)}"
         ),
         next_step="look again, or as root",
-        evidence=places(job),
         would_raise_confidence="The stacks that could not be read would show it.",
     )
 
@@ -165,7 +163,6 @@ def _moving(job: SeenJob, found: FoundMoving) -> Words:
             f"{ranks_and_verb(found.cause.ranks, 'moves', 'move')} on{_waiting(job, ', while ')}"
         ),
         next_step="look again with --window 30: if the same ranks still wait, they are stuck",
-        evidence=places(job),
         would_raise_confidence="A longer look would show whether the ranks that wait move on, too.",
     )
 
@@ -180,7 +177,6 @@ def _ring(job: SeenJob, found: FoundRing) -> Words:
         ),
         explanation=f"{skipped}{_unmoved(job)}",
         next_step=f"compare the order of sends and receives up to {frame_phrase(found.frame)}",
-        evidence=places(job),
         would_raise_confidence=_MORE,
     )
 
@@ -199,7 +195,6 @@ def _unmet(job: SeenJob, found: FoundUnmet) -> Words:
             f"compare the messages between ranks {one.rank} and {other.rank} before"
             f" {frame_phrase(one.line)}"
         ),
-        evidence=places(job),
         would_raise_confidence=_MORE,
     )
 
@@ -230,7 +225,6 @@ def _sides(job: SeenJob, found: FoundSides) -> Words:
             f"find out how rank {odd[0].rank} comes to {frame_phrase(odd[0].line)} while rank"
             f" {most[0].rank} is at {frame_phrase(most[0].line)}"
         ),
-        evidence=places(job),
         would_raise_confidence=_MORE,
     )
 
@@ -240,7 +234,6 @@ def _out_of_round(job: SeenJob, found: FoundOutOfRound) -> Words:
         summary=f"{_round(found.ahead)}; {_stands(job.stuck)}",
         explanation=f"Its loop is not in step with the others'. {_unmoved(job)}",
         next_step=f"find out which round of its loop rank {found.ahead.rank} left out or added",
-        evidence=places(job),
         would_raise_confidence=_MORE,
     )
 
@@ -258,7 +251,7 @@ def _inside(job: SeenJob, found: FoundInside) -> Words:
             "look again with --window 30; if they still stand there, compare the tensors' shapes,"
             " and look at the network"
         ),
-        evidence=[*work, *places(job)],
+        evidence=work,
         would_raise_confidence=_MORE,
     )
 
@@ -276,7 +269,7 @@ _WORDS: Final[Mapping[type, Callable[[SeenJob, Any], Words]]] = {
 }
 
 
-def places(job: SeenJob) -> list[str]:
+def _places(job: SeenJob) -> list[str]:
     """Return where each class of ranks stands, the smallest first."""
     found: dict[str, list[int]] = defaultdict(list)
     for one in job.samples:
