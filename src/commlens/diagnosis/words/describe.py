@@ -104,12 +104,11 @@ def _add_usual_wait(context: Context, findings: list[Finding]) -> None:
     ]
     if waits:
         usual = max(waits, key=lambda each: each.times)
-        first.evidence = [
-            *first.evidence,
+        first.evidence.append(
             f"This {first.collective.op} usually completes in"
             f" {duration(usual.median_s * 1e9)}; the longest of {usual.times} took"
-            f" {duration(usual.longest_s * 1e9)}.",
-        ]
+            f" {duration(usual.longest_s * 1e9)}."
+        )
 
 
 def _add_refusals(context: Context, findings: list[Finding]) -> None:
@@ -125,8 +124,7 @@ def _add_refusals(context: Context, findings: list[Finding]) -> None:
         if op is not None and known
         else "the collective in which the others waited"
     )
-    cause.evidence = [
-        *cause.evidence,  # which may be a list that other findings share
+    cause.evidence.append(
         f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised"
-        " DistributedOperationException.",
-    ]
+        " DistributedOperationException."
+    )
