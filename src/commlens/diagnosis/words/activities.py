@@ -24,7 +24,7 @@ def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
     is_, has = verb(ranks, "is", "are"), verb(ranks, "has", "have")
     match doing.state:
         case "runs":
-            return _running(doing, ranks)
+            return _running(doing, ranks, inside, since)
         case "not-initialised":
             return f"{has} not called init_process_group yet"
         case "expected-slow":
@@ -50,14 +50,11 @@ def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
             return f"{verb(ranks, 'was', 'were')}{inside or ' elsewhere'}"
 
 
-def _running(doing: Activity, ranks: Sequence[int]) -> str:
-    where = frame_phrase(doing.frame)
-    inside = f" in {where}" if where else ""
-    is_, has = verb(ranks, "is", "are"), verb(ranks, "has", "have")
-    since = f" for {duration(doing.for_ns)}" if doing.for_ns else ""
+def _running(doing: Activity, ranks: Sequence[int], inside: str, since: str) -> str:
+    is_ = verb(ranks, "is", "are")
     if doing.stack.why == "initialising":
         return f"{is_} still initialising{inside}{since}"
-    been = f"{has} been" if since else is_
+    been = verb(ranks, "has been", "have been") if since else is_
     if doing.stack.why == "compilation":
         return f"{been} compiling{inside}{since}"
     return f"{been}{inside or ' outside any collective'}{since}"
@@ -66,6 +63,10 @@ def _running(doing: Activity, ranks: Sequence[int]) -> str:
 def sign_words(signs: Sequence[Sign]) -> list[str]:
     """``["its stack does not move", "it uses no CPU"]``."""
     return [_SIGNS[sign.kind](sign) for sign in signs]
+
+
+def _used_cpu(sign: Sign) -> str:
+    return f"it used {sign.amount:.1f} s of CPU in {sign.window_s:.0f} s"
 
 
 _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
@@ -85,7 +86,7 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "in-init": lambda _: "it has not returned from init_process_group",
     "stack-moves": lambda _: "its stack moves",
     "stack-still": lambda _: "its stack does not move",
-    "used-cpu": lambda sign: _used_cpu(sign),
+    "used-cpu": _used_cpu,
     "spins": lambda sign: f"{_used_cpu(sign)}, as a thread does that waits for a device",
     "waits-for-core": lambda _: "it waits for a core",
     "no-cpu": lambda _: "it uses no CPU",
@@ -95,7 +96,3 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "net-bytes": lambda sign: f"it sent or received {size(sign.amount)} in {sign.window_s:.0f} s",
     "io-bytes": lambda sign: f"it read or wrote {size(sign.amount)} in {sign.window_s:.0f} s",
 }
-
-
-def _used_cpu(sign: Sign) -> str:
-    return f"it used {sign.amount:.1f} s of CPU in {sign.window_s:.0f} s"
