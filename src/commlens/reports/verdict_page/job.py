@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index.job_index import Block, ChannelKey, JobIndex, RankView
 from commlens.diagnosis.words.exits import exit_words
-from commlens.model.collective import Collective
+from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role
 from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label, op_phrase
@@ -168,15 +168,14 @@ class Job:
         if view.exit.kind == "clean":
             return _same(role, "finished")
         if view.exit.kind in ("own", "gone") or (view.exit.ended and block is None):
-            where = frame_phrase(view.exit.source) or _main_line(view)
+            where = frame_phrase(view.exit.source or _main_frame(view))
             one, several = exit_words(view.exit), exit_words(view.exit, _SEVERAL)
             return Doing(role, one, several, where if placed else "")
         if block is not None:
             one, several = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
             name, where = _phrase(block.op, detail), frame_phrase(block.op.source)
             return Doing(role, f"{one} {name}", f"{several} {name}", where if placed else "")
-        stack = view.log.main_stack
-        frame = stack.source if stack is not None else None
+        frame = _main_frame(view)
         if frame is not None:
             where = frame.function or frame.where
             place = frame_phrase(frame) if placed else ""
@@ -207,8 +206,9 @@ class Job:
         )
 
 
-def _main_line(view: RankView) -> str:
-    return frame_phrase(view.log.main_stack.source) if view.log.main_stack is not None else ""
+def _main_frame(view: RankView) -> Frame | None:
+    stack = view.log.main_stack
+    return stack.source if stack is not None else None
 
 
 def phrase(op: Collective) -> str:
