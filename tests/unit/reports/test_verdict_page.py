@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv, send
 from flight_recorder_dumps import dump, entry
+from starting_ranks import in_store
 from verdict_pages import classes, edges, page_of, stays
 
 from commlens.diagnosis.api import examine_paths
@@ -110,6 +111,13 @@ def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
     assert page.timeline.left_out == ranks - len(page.timeline.lanes)
     assert sum(len(lane.ops.start) for lane in page.timeline.lanes) <= 16_000
     assert len(page.ranks.rank) == ranks
+
+
+def test_ranks_that_wait_for_many_keys_are_one_class() -> None:
+    logs = [
+        msgspec.structs.replace(in_store(rank, f"part-{rank}"), world_size=12) for rank in range(12)
+    ]
+    assert ("0-11", "wait in the store") in {one[1:] for one in classes(page_of(logs))}
 
 
 def test_a_flight_recorders_dump_shows_where_a_collective_completed_and_no_time_in_flight(

@@ -224,7 +224,7 @@ def _phrase(op: Collective, detail: int) -> str:
             return "a send or receive" if detail < 2 else f"a {op.op}"
         return op_phrase(op)
     if op.is_store_wait:
-        return op_phrase(op) if detail else "waits in the store"
+        return op_phrase(op) if detail else "the store"
     if detail == 0:
         return f"collectives of {label(op)}"
     return (
