@@ -36,6 +36,7 @@ from commlens.text import (
     joined,
     ranks_and_verb,
     ranks_phrase,
+    verb,
 )
 
 _MORE: Final = (
@@ -92,15 +93,18 @@ def _steps(job: SeenJob) -> str:
 
 def _dead(job: SeenJob, found: FoundDead) -> Words:
     ranks = found.cause.ranks
-    one = "process" if len(ranks) == 1 else "processes"
+    one = verb(ranks, "process", "processes")
+    it, its = verb(ranks, "it", "they"), verb(ranks, "its", "their")
     return Words(
         summary=f"{ranks_and_verb(ranks, 'has', 'have')} no {one} any more{_waiting(job, '; ')}",
-        explanation="Its launcher's environment says that it should run on this machine.",
+        explanation=(
+            f"{capital(its)} launcher's environment says that {it} should run on this machine."
+        ),
         next_step=(
             f"look at the end of {ranks_phrase(ranks)}'s output; dmesg shows whether the kernel"
-            " ended it for its memory"
+            f" ended {verb(ranks, 'it', 'them')} for {its} memory"
         ),
-        would_raise_confidence="Nobody saw how it ended.",
+        would_raise_confidence=f"Nobody saw how {it} ended.",
     )
 
 
@@ -115,12 +119,14 @@ def _absent(job: SeenJob, found: FoundAbsent) -> Words:
             did += f" at {at}"
     doubt = _DOUBTS[found.doubt] if found.doubt is not None else None
     if doubt is None and found.cause.kind == "waiting":
-        doubt = "It works, so it may still arrive."
+        it = verb(ranks, "it works, so it", "they work, so they")
+        doubt = f"{capital(it)} may still arrive."
+    are = capital(ranks_and_verb(ranks, "is", "are"))
+    first = verb(ranks, "", f". Rank {found.members[0].rank}")
     return Words(
         summary=f"{did}{_waiting(job, '; ')}",
         explanation=(
-            f"{capital(ranks_and_verb(ranks, 'is', 'are'))} in no collective:"
-            f" {joined(sign_words(doing.signs[:3]))}. {_unmoved(job)}"
+            f"{are} in no collective{first}: {joined(sign_words(doing.signs[:3]))}. {_unmoved(job)}"
         ),
         next_step=_absence_step(job, found),
         would_raise_confidence=doubt,
@@ -131,7 +137,9 @@ def _absence_step(job: SeenJob, found: FoundAbsent) -> str:
     one = found.members[0]
     doing, log = job.doing[one.rank], one.log
     if doing.why == "stopped":
-        return f"find out who stopped it; `kill -CONT {log.pid}` lets it run"
+        them = verb(found.cause.ranks, "it", "them")
+        pids = verb(found.cause.ranks, f" {log.pid}`", "` with their pids")
+        return f"find out who stopped {them}; `kill -CONT{pids} lets {them} run"
     if found.cause.kind == "waiting":
         return (
             "look again with --window 60: a rank that works for very long may be in an endless loop"

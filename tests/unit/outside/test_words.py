@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from seen_ranks import call, frame, sample, seen_on, stay
 
+from commlens.model.verdict import Finding
 from commlens.outside.calls import SeenFrame
 from commlens.outside.causes import find_causes, none_waits
-from commlens.outside.sample import HostSamples
+from commlens.outside.sample import HostSamples, RankSample
 from commlens.outside.seen import SeenJob
 from commlens.outside.words import describe, describe_none_waits
 
@@ -57,6 +58,30 @@ def test_a_stopped_rank_has_its_line() -> None:
     assert describe(job, found).summary.startswith(
         "rank 1 is stopped (by SIGSTOP or a debugger) at train.py:81 step; rank 0 waits in"
     )
+
+
+def test_the_words_about_several_ranks_are_plural() -> None:
+    waits = [sample(rank, WAITS) for rank in range(2)]
+    stopped = [sample(rank, WAITS, state="T") for rank in (2, 3)]
+    works = [sample(rank, stay("evaluate", 57), cpu_s=2.4) for rank in (2, 3)]
+
+    def of(samples: list[RankSample]) -> Finding:
+        job = SeenJob([HostSamples("n1", samples, 4, [0, 1, 2, 3])])
+        (found,) = find_causes(job)
+        return describe(job, found)
+
+    dead = of(waits)
+    assert dead.explanation.startswith("Their launcher's environment says that they should run")
+    assert dead.next_step.endswith("whether the kernel ended them for their memory")
+    assert dead.would_raise_confidence == "Nobody saw how they ended."
+    said = of([*waits, *stopped])
+    assert said.next_step == (
+        "find out who stopped them; `kill -CONT` with their pids lets them run"
+    )
+    assert said.explanation.startswith(
+        "Ranks 2-3 are in no collective. Rank 2: its process is in state T. "
+    )
+    assert of([*waits, *works]).would_raise_confidence == ("They work, so they may still arrive.")
 
 
 @pytest.mark.parametrize(
