@@ -124,11 +124,15 @@ def ended_step(op: Collective, ended: Sequence[int], came: Sequence[int], path: 
 def midway_step(loop: Loop, culprits: Sequence[int]) -> str:
     """Recommend a step for ranks that ended inside of what they repeat."""
     last, coming = loop.round[loop.more - 1], loop.next
-    after, at = (f" at {frame_phrase(op.source)}" if op.source else "" for op in (last, coming))
     return (
-        f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{after}, without"
-        f" the {coming.op}{at} that followed before"
+        f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{_at(last)},"
+        f" without the {coming.op}{_at(coming)} that followed before"
     )
+
+
+def _at(op: Collective) -> str:
+    """``" at train.py:57 step"``; empty if the line is unknown."""
+    return f" at {frame_phrase(op.source)}" if op.source is not None else ""
 
 
 def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
@@ -178,19 +182,17 @@ def compare_step(op: Collective, aspects: str) -> str:
     """Recommend a step for ranks that may disagree on a collective: their records do not tell these
     aspects of it.
     """
-    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
     return (
-        f"compare the {aspects} that these ranks pass to {op.op}{where} (run under `commlens"
+        f"compare the {aspects} that these ranks pass to {op.op}{_at(op)} (run under `commlens"
         " launch`, which records and compares them)"
     )
 
 
 def not_started_step(op: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks whose device has not begun a collective that they enqueued."""
-    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
     devices = verb(ranks, "its device", "their devices")
     return (
-        f"look at the work that {ranks_phrase(ranks)} gave {devices} before {op.op}{where}: "
+        f"look at the work that {ranks_phrase(ranks)} gave {devices} before {op.op}{_at(op)}: "
         "a kernel that does not end, or a wait for another stream (py-spy dump, cuda-gdb)"
     )
 
@@ -253,11 +255,9 @@ def _astray_step(mismatch: Mismatch, send: Collective, recv: Collective) -> str:
 
 def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None) -> str:
     """Recommend a step for ranks that wait for each other."""
-    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+    where = _at(op)
     if usual is not None and usual.op == "send":
-        return f"find out why rank {culprits[0]} skipped its send" + (
-            f" at {frame_phrase(usual.source)}" if usual.source is not None else ""
-        )
+        return f"find out why rank {culprits[0]} skipped its send{_at(usual)}"
     if op.op == "recv":
         return f"find out which send should match the receive{where} on rank {culprits[0]}"
     return (
@@ -282,18 +282,10 @@ def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
     """Recommend a step for a message whose other side comes only after a collective that its rank
     has not reached.
     """
-    before = stands_in.op
-    if stands_in.source is not None:
-        before += f" at {frame_phrase(stands_in.source)}"
-    line = f" at {frame_phrase(op.source)}" if op.source is not None else ""
-    if op.op == "send":
-        return (
-            f"receive it on rank {op.peer} before {before}, or send it on rank {rank} after that:"
-            f" compare the numbers of messages{line}"
-        )
+    do, other = ("send", "receive") if op.op == "send" else ("receive", "send")
     return (
-        f"send it on rank {op.peer} before {before}, or receive it on rank {rank} after that:"
-        f" compare the numbers of messages{line}"
+        f"{other} it on rank {op.peer} before {stands_in.op}{_at(stands_in)}, or {do} it on rank"
+        f" {rank} after that: compare the numbers of messages{_at(op)}"
     )
 
 
