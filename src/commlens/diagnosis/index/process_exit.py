@@ -39,7 +39,7 @@ How = Literal[
     "aborted-by-watchdog",
     "died",
 ]
-"""By what a process ended.
+"""How a process ended.
 
 ``is-gone``: nobody saw it. ``ended``: nobody saw how, but its last collective had failed.
 ``exited``: with a status that is not 0. ``failed``: with an unknown one. ``interrupted``: by
@@ -117,10 +117,7 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
         if log.closed or log.left:
             return ProcessExit("clean", "finished", at, "finished")
         return ProcessExit("gone", "unknown", at, "is-gone")
-    exit_ = _from_exit_code(log, failure, at)
-    if seen.exit_code is not None and seen.exit_code < 0:
-        exit_.signal = signal_name(-seen.exit_code)
-    return exit_
+    return _from_exit_code(log, failure, at)
 
 
 def _from_exit_code(log: RankLog, failure: str | None, at: int) -> ProcessExit:
@@ -130,6 +127,7 @@ def _from_exit_code(log: RankLog, failure: str | None, at: int) -> ProcessExit:
         at_ns=at,
         how="failed" if code is None else "exited",
         status="" if code is None else str(code),
+        signal=signal_name(-code) if code is not None and code < 0 else "",
     )
     if is_refusal(failure):
         return ended("peer", "exception", refused=True)
