@@ -35,11 +35,11 @@ from commlens.outside.seen import (
 )
 
 _BLIND: Final = frozenset({"request", "device"})
-"""Calls of which it is not known for which ranks they wait."""
+"""Calls that do not show which ranks they wait for."""
 
 
 def compare_waits(job: SeenJob) -> Found:
-    """Find why a job does not go on of which all ranks wait in calls."""
+    """Find the cause if all ranks of a job wait in calls."""
     return _ring(job) or _unmet(job) or _sides(job)
 
 
@@ -115,7 +115,9 @@ def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
         processes=["alive"],
         outcome="message-missing",
         came=[one.rank],
-        activity=Doing("in-collective", False, True, False, source_of(other)),
+        activity=Doing(
+            "in-collective", works=False, observed=True, unclear=False, source=source_of(other)
+        ),
         waits=job.waits(),
         doubt="undecided",
     )
