@@ -85,8 +85,8 @@ def _dead(job: SeenJob) -> Found:
 
 
 def _absent(job: SeenJob) -> list[Found]:
-    """Find the ranks that stand in no call while others wait, those at one place together. If
-    others do not work, those that work are not told.
+    """Find the ranks that stand in no call while others wait, those at one place together. Leave
+    out ranks that work, unless all of them do.
     """
     places: dict[object, list[RankSample]] = defaultdict(list)
     for one in job.outside:
@@ -103,7 +103,7 @@ def _absent(job: SeenJob) -> list[Found]:
 
 
 def _place_of(doing: Activity) -> object:
-    """Return what ranks have in common that do the same at one line."""
+    """Return a key that ranks share if they do the same at one line."""
     line = None
     if doing.frame is not None and doing.state not in ("stopped", "debugged"):
         line = doing.frame.where, doing.frame.function

@@ -9,8 +9,8 @@ from commlens.model.cause import Cause, LostNode
 
 
 def name_lost_nodes(context: Context, lost: Sequence[LostNode]) -> None:
-    """Name the lost nodes in the causes found so far, and blame none of the ranks of which nothing
-    is known.
+    """Name the lost nodes in the causes found so far, and blame no rank of a node that is only
+    silent: its ranks may still run.
     """
     vanished = [node for node in lost if node.vanished]
     silent = [node for node in lost if not node.vanished]

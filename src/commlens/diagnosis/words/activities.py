@@ -8,7 +8,7 @@ from commlens.diagnosis.index.activity import Activity, Sign, SignKind
 from commlens.diagnosis.words.exits import exit_words
 from commlens.text import duration, frame_phrase, size, verb
 
-_ONE = (0,)
+_ONE = (0,)  # any rank: the verb is singular
 
 
 def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.text import verb
 
-_ONE = (0,)
+_ONE = (0,)  # any rank: the verb is singular
 
 
 def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:

@@ -8,11 +8,11 @@ from commlens.text import joined, ranks_phrase
 
 
 def with_lost_nodes(cause: Cause, words: Words) -> Words:
-    """Return what a finding says about ranks whose nodes are lost.
+    """Return a finding's words with its lost nodes, if its cause names any.
 
     Args:
         cause: the cause, with the nodes.
-        words: what the finding says about the ranks.
+        words: the finding's words about the ranks.
     """
     nodes = cause.lost_nodes
     if not nodes:

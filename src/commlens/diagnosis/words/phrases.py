@@ -28,7 +28,7 @@ COMPLETION_UNKNOWN = (
 )
 
 _WAITS_MAX = 3  # collectives in which ranks wait
-_EXITS_MAX = 4  # ranks whose ends are told
+_EXITS_MAX = 4  # ranks whose exits a finding lists
 
 
 def name(context: Context, rank: int) -> str:

@@ -33,7 +33,7 @@ _WAIT = {
 }
 """What one rank does, and what several do."""
 _REFUSED = ("was refused", "were refused")  # by strict verification, before anything was sent
-_SEVERAL = (0, 1)
+_SEVERAL = (0, 1)  # any ranks: the verb is plural
 
 
 class Doing(NamedTuple):

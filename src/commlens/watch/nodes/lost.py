@@ -61,7 +61,7 @@ def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[Ran
 
 
 def as_evidence(lost: Sequence[Lost], gone: Sequence[Lost]) -> list[LostNode]:
-    """Return the lost nodes as the diagnosis takes them.
+    """Return the lost nodes in the form that the diagnosis reads.
 
     Args:
         lost: the nodes that are silent.
