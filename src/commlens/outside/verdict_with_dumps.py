@@ -31,6 +31,8 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
         return verdict  # a job that moves has ops in flight at any moment, which is no fault
     for finding in verdict.findings:
         finding.root_cause = False
+        if finding.cause is not None:
+            finding.cause.root_cause = False
         finding.summary = f"seen from outside: {finding.summary}"
     recorded.looked_at = f"torch's own dumps ({recorded.looked_at}), and {verdict.looked_at}"
     recorded.missing_evidence = list(

@@ -37,6 +37,10 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
     found = judge_with_dumps([host])
     assert (found.kind, found.culprits) == ("missing", [2])
     hold("outside/with-dumps-of-torch", found)
+    assert [(one.root_cause, one.cause.root_cause) for one in found.findings if one.cause] == [
+        (True, True),
+        (False, False),
+    ]
     assert judge([host]).culprits == []
     broken = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps={"torch_dump_rank_0": b"nothing"})
     assert "could not be read" in " ".join(judge_with_dumps([broken]).missing_evidence)
