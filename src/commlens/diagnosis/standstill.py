@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from commlens.diagnosis.index import activity
 from commlens.model.cause import Mismatch, Missing
 from commlens.model.collective import FrameKind, LearnedHow, Stack
-from commlens.model.ranklog import End, RankLog
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 
 LOOKS: Final = 3
@@ -48,7 +48,7 @@ def pose_of(log: RankLog) -> Pose | None:
     enough.
     """
     seen = log.observation
-    if _has_ended(log):
+    if seen.has_ended:
         return Pose(ended=True)
     if (
         not is_at_rest(log)
@@ -124,11 +124,9 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
     ):
         return False
     anywhere = cause.ranks if isinstance(cause, Missing) else []
-    return all(log.rank in anywhere or _has_ended(log) or _waits_for_ranks(log) for log in logs)
-
-
-def _has_ended(log: RankLog) -> bool:
-    return log.observation.end not in (End.RUNNING, End.UNKNOWN)
+    return all(
+        log.rank in anywhere or log.observation.has_ended or _waits_for_ranks(log) for log in logs
+    )
 
 
 def _threads_inside(log: RankLog, main: int) -> set[int]:

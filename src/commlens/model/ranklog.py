@@ -90,6 +90,11 @@ class Observation(msgspec.Struct):
     stacks_note: str | None = None  # why there are no stacks, in words
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended."""
+        return self.end not in (End.RUNNING, End.UNKNOWN)
+
+    @property
     def is_stopped(self) -> bool:
         """Whether it is stopped, or was for most of the window."""
         return self.proc_state in ("T", "t") or (self.stopped_fraction or 0.0) > 0.5

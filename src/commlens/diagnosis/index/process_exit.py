@@ -100,7 +100,7 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
     end = seen.end
     at = seen.ended_ns or (log.heartbeat_ns if end is not End.RUNNING else 0)
     exception = log.exception
-    if exception is None and not log.closed and end in (End.RUNNING, End.UNKNOWN):
+    if exception is None and not log.closed and not seen.has_ended:
         return ProcessExit("alive")
     if exception is None and end is End.RUNNING:
         return ProcessExit("leaving", "finished", how="shuts-down")

@@ -15,7 +15,7 @@ from commlens.diagnosis.index.activity import activity_of, quiet_ns
 from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.diagnosis.views.process_words import UNREMARKABLE, process_state, process_words
 from commlens.model.collective import Collective, State
-from commlens.model.ranklog import End, RankLog
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import count, duration, format_ranks, frame_phrase, group_label, op_phrase
 
@@ -202,7 +202,7 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
     activity: str = (
         "in-collective" if blocked and doing.why not in ("stopped", "holding-gil") else doing.why
     )
-    if log.observation.end not in (End.RUNNING, End.UNKNOWN):
+    if log.observation.has_ended:
         activity = exit_.why
     if activity in ("killed", "exit", "exception", "finished", "stopped", "holding-gil"):
         activity = ""  # the process's state says it
@@ -263,11 +263,7 @@ def _where(log: RankLog, current: Collective | None) -> tuple[str, str]:
     raised.
     """
     stack = log.main_stack
-    frame = (
-        stack.source
-        if stack is not None and log.observation.end in (End.RUNNING, End.UNKNOWN)
-        else None
-    )
+    frame = stack.source if stack is not None and not log.observation.has_ended else None
     if frame is None and log.exception:
         short = log.exception.split(":", 1)[0]
         if len(log.exception) <= _EXCEPTION_MAX:
