@@ -242,6 +242,13 @@ class Collective(msgspec.Struct, gc=False):
         return self.state in (State.ANNOUNCED, State.ISSUED)
 
     @property
+    def ended_ns(self) -> int:
+        """When it ended, as exactly as that is known; 0 if it is in flight or nothing tells."""
+        if self.in_flight:
+            return 0
+        return self.done_ns or self.wait_ended_ns or self.returned_ns
+
+    @property
     def waited_for(self) -> bool:
         """Whether a thread is blocked on it."""
         return self.wait_began_ns != 0 and self.wait_ended_ns == 0 and self.in_flight

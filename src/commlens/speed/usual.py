@@ -42,7 +42,7 @@ def time_inside_s(op: Collective) -> float | None:
     """Return for how long a completed collective was in flight; None if that is not known."""
     if op.state is not State.COMPLETED:
         return None
-    end_ns = op.done_ns or op.wait_ended_ns or op.returned_ns
+    end_ns = op.ended_ns
     return (end_ns - op.announced_ns) / 1e9 if end_ns >= op.announced_ns > 0 else None
 
 

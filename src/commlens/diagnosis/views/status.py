@@ -240,9 +240,7 @@ def _collective(log: RankLog, current: Collective | None) -> tuple[str, str, int
         state, since = "in", current.announced_ns
     else:
         state = "after" if current.state is State.COMPLETED else current.state.value
-        since = (
-            current.done_ns or current.wait_ended_ns or current.returned_ns or current.announced_ns
-        )
+        since = current.ended_ns or current.announced_ns
     text, short = op_phrase(current), _short_phrase(current)
     return f"{state} {text}{slow}", f"{state} {short}{slow}", max(0, log.captured_ns - since)
 

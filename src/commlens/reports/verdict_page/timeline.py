@@ -80,7 +80,7 @@ def timeline(job: Job) -> Timeline:
             if not op.announced_ns:
                 continue
             columns.start.append(_us(op.announced_ns, zero))
-            columns.end.append(_us(_end(op), zero))
+            columns.end.append(_us(op.ended_ns, zero))
             columns.channel.append(channels(op.channel.key))
             columns.number.append(op.sequence_number)
             columns.name.append(texts(_name(op)))
@@ -143,13 +143,6 @@ def _name(op: Collective) -> str:
     return (
         f"{op.op} {'to' if op.op == 'send' else 'from'} {op.peer if op.peer is not None else 'any'}"
     )
-
-
-def _end(op: Collective) -> int:
-    """Return the end in Unix ns; 0 if it is in flight or unknown."""
-    if op.in_flight:
-        return 0
-    return op.done_ns or op.wait_ended_ns or op.returned_ns
 
 
 def _channel_ref(channel: Channel) -> ChannelRef:

@@ -79,7 +79,7 @@ def _connection_closed_ns(log: RankLog) -> int:
     """
     for op in reversed(log.collectives):
         if op.state is State.FAILED and is_closed_connection(op.error):
-            return op.done_ns or op.wait_ended_ns or op.returned_ns
+            return op.ended_ns
         if op.state is State.COMPLETED:
             break
     return log.observation.ended_ns if is_closed_connection(log.exception) else 0
