@@ -21,7 +21,6 @@ STILL_ON_DEVICE_S: Final = 5.0
 """While collectives are in flight on a device: it tells late that it has completed one."""
 _WHO: Final = frozenset({None, "undecided", "routine-may-change"})
 """What limits only who is to blame for a mismatch, not that there is one."""
-_PRESSURE: Final = 20.0  # percent of the time in which the rank's cgroup waited for memory
 
 
 class Pose(NamedTuple):
@@ -56,7 +55,7 @@ def pose_of(log: RankLog) -> Pose | None:
         or seen.is_stopped
         or seen.holds_gil
         or seen.proc_state == "D"
-        or (seen.memory_pressure or 0.0) >= _PRESSURE
+        or activity.is_short_of_memory(seen)
         or not log.stacks
         or log.lost_newest
     ):

@@ -234,7 +234,7 @@ def _running(
     if seen.proc_state == "D":
         signs = [Sign("process-state", about="D"), *signs]
         return Activity("uninterruptible-io", False, "uninterruptible", frame, signs, True)
-    if (seen.memory_pressure or 0.0) >= _PRESSURE:
+    if is_short_of_memory(seen):
         signs = [Sign("waited-for-memory", seen.memory_pressure or 0.0), *signs]
         return Activity("memory-pressure", False, state, frame, signs, watched)
     if seen.unsent_bytes:
@@ -331,6 +331,13 @@ def may_wait_for_device(seen: Observation) -> bool:
     system call that is known to wait.
     """
     return not (seen.stack_moved or seen.waits_for)
+
+
+def is_short_of_memory(seen: Observation) -> bool:
+    """Return whether the tasks of the process's cgroup spend much of their time waiting for
+    memory.
+    """
+    return (seen.memory_pressure or 0.0) >= _PRESSURE
 
 
 def device_is_busy(log: RankLog) -> bool:
