@@ -18,9 +18,9 @@ from commlens.model.verdict import Verdict
 LOOKS: Final = 3
 STILL_S: Final = 2.0
 STILL_ON_DEVICE_S: Final = 5.0
-"""While collectives are in flight on a device: it tells late that it has completed one."""
-_WHO: Final = frozenset({None, "undecided", "routine-may-change"})
-"""What limits only who is to blame for a mismatch, not that there is one."""
+"""The same while collectives are in flight on a device, whose end is seen late."""
+_DOUBTS_OF_BLAME: Final = frozenset({None, "undecided", "routine-may-change"})
+"""Doubts about who is to blame for a mismatch, not about whether there is one."""
 
 
 class Pose(NamedTuple):
@@ -107,19 +107,20 @@ class Standstill:
 
 
 def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
-    """Return whether what blocks the ranks is certain, whoever is to blame, and no rank is
-    elsewhere: one that sleeps or waits for something else may go on and end the waits.
+    """Return whether it is certain that something blocks the ranks for good, whoever is to blame,
+    and every rank waits for others. A rank that sleeps or waits for something else may go on and
+    end their waits.
 
     Args:
-        verdict: made of the logs. A mismatch that blocks no rank is no reason to wait, and ranks
-            that are known never to arrive may be anywhere.
+        verdict: made of the logs. A mismatch counts only if it blocks ranks. Ranks that are known
+            never to arrive may be anywhere.
         logs: of all ranks.
     """
     cause = verdict.cause
     if not verdict.is_fault or not verdict.certain:
         return False
     if isinstance(cause, Mismatch) and (
-        cause.silent or not cause.held_up or cause.doubt not in _WHO
+        cause.silent or not cause.held_up or cause.doubt not in _DOUBTS_OF_BLAME
     ):
         return False
     anywhere = cause.ranks if isinstance(cause, Missing) else []
@@ -129,8 +130,8 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
 
 
 def _threads_inside(log: RankLog, main: int) -> set[int]:
-    """Return the threads that are inside a call or a wait, by its record; without a thread in the
-    record, it is the main one.
+    """Return the threads that are inside a recorded call or wait. A record that names no thread
+    counts for the main one.
     """
     calls = [*log.collectives, *log.setups, *([log.store_wait] if log.store_wait else [])]
     return {
