@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import AUTO, Settings
+from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
 from commlens.diagnosis.standstill import Standstill, cannot_go_on
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
@@ -31,6 +32,8 @@ after the last collective, and on a busy machine the watcher itself may get no c
 CONFIRM_S: Final = 0.25
 NOTICE_S: Final = 12.0
 """A shorter wait gets no notice: many healthy jobs pause for some seconds."""
+STAYED_S: Final = NOTICE_S / 2
+"""A late rank that came where it is more recently is not mentioned: the job is only slow."""
 UNKNOWN_S: Final = 10.0
 """A longer wait is looked at where nothing was learned: in the first step, and in new places."""
 STANDSTILL_EVERY_S: Final = 1.0  # between looks that may prove that the job stands still
@@ -486,18 +489,25 @@ class StallDetector:
         stall.next_check = check.now + min(rest_s, max(0.0, left_s))
         return False
 
-    def add_notice(self, check: Check, verdict: Verdict) -> bool:
+    def add_notice(self, check: Check, verdict: Verdict, logs: Sequence[RankLog]) -> bool:
         """Return whether to mention a wait that is longer than usual, and not known to be a fault:
         once for each wait, and for the same ranks only if it is twice as long as before.
+
+        Args:
+            check: that was made.
+            verdict: of the check.
+            logs: of all ranks, from which it was made.
         """
         stall = self.stall
         assert stall is not None
+        late = late_ranks(verdict, logs)
         if (
             not check.notice_due
             or stall.is_mentioned
             or stall.verdict is not None
             or verdict.kind in (*NOTHING_FOUND, "waiting")
             or self._is_known_wait(check, verdict)
+            or (late and stayed_ns(late) < STAYED_S * 1e9)
         ):
             return False
         stall.is_mentioned = True

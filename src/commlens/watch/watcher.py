@@ -45,15 +45,7 @@ from commlens.watch.reporting import MANY_NODES, Diagnose, Evidence, Reporter, S
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
-from commlens.watch.stall import (
-    NOTICE_S,
-    Check,
-    Stall,
-    StallDetector,
-    end_of_wait,
-    waits,
-    waits_recorded,
-)
+from commlens.watch.stall import Check, Stall, StallDetector, end_of_wait, waits, waits_recorded
 from commlens.watch.stall_limit import StallLimit
 from commlens.watch.strangers import Strangers
 
@@ -518,10 +510,9 @@ class Watcher:
         elif (
             check.before_timeout
             and not self._mismatches.has_reported(verdict)
-            and (line := long_wait(verdict, reporter.logs, NOTICE_S / 2))
-            and self._stalls.add_notice(check, verdict)
+            and self._stalls.add_notice(check, verdict, reporter.logs)
         ):
-            reporter.tell(line)
+            reporter.tell(long_wait(verdict, reporter.logs))
         if check.timeout_s:
             reporter.save_dump(
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"

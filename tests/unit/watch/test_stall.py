@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from builders import Job, Stay, at, training
 
 from commlens.config import Settings
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.watch import stall as stall_module
 from commlens.watch.stall import (
@@ -274,6 +278,7 @@ def early(
     limit_s: float = 0.0,
     steps: int = 1,
     is_proven: bool = True,
+    logs: Sequence[RankLog] = (),
 ) -> tuple[list[float], list[float], list[float]]:
     """Follow a wait that began at 100 s. Returns after how many seconds checks were made, the
     verdict was reported, and a notice was due.
@@ -289,9 +294,9 @@ def early(
             continue
         checks.append(tenth / 10)
         add = detector.add_verdict if not check.before_timeout else None
-        if add(check, verdict) if add else detector.add_early(check, verdict, []):
+        if add(check, verdict) if add else detector.add_early(check, verdict, logs):
             reports.append(tenth / 10)
-        elif check.before_timeout and detector.add_notice(check, verdict):
+        elif check.before_timeout and detector.add_notice(check, verdict, logs):
             notices.append(tenth / 10)
     return checks, reports, notices
 
@@ -349,6 +354,19 @@ def test_a_rank_that_works_and_a_place_that_is_not_known_get_no_notice() -> None
     for verdict, limit_s in ((working, 5.0), (Verdict(), 5.0), (MISSING, 0.0)):
         _, _, notices = early(StallDetector(Settings()), verdict, limit_s=limit_s, until_s=50)
         assert not notices
+
+
+@pytest.mark.parametrize(("stayed_s", "is_noticed"), [(5, False), (7, True)])
+def test_a_late_rank_gets_a_notice_once_it_stays_where_it_is(
+    stayed_s: int, is_noticed: bool
+) -> None:
+    logs = Job(4).run(training(at(2, 6, Stay(57, "load_batch")))).logs()  # type: ignore[arg-type]
+    last = logs[2].collectives[-1]
+    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - stayed_s * S
+    verdict = diagnose_logs(logs)
+    assert verdict.culprits == [2]
+    _, _, notices = early(StallDetector(Settings()), verdict, limit_s=5.0, until_s=50, logs=logs)
+    assert bool(notices) is is_noticed
 
 
 def test_a_notice_is_not_repeated_for_a_pause_like_the_one_before() -> None:

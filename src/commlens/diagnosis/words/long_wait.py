@@ -5,55 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from commlens.diagnosis.index.activity import quiet_ns
-from commlens.model.cause import CollectiveRef, Missing
+from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
+from commlens.model.cause import CollectiveRef
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.speed.usual import usual_gap_s
-from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, count, duration, ranks_and_verb
 
 
-def long_wait(verdict: Verdict, logs: Sequence[RankLog], least_s: float) -> str:
+def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
     """``"Rank 2 has been in train.py:57 load_batch for 12 s, usually 0.2 s; 7 ranks wait."``
 
     Args:
         verdict: what a diagnosis found so far.
         logs: from which it was made.
-        least_s: how long the ranks that are waited for must have been where they are.
-
-    Returns:
-        The line; empty if they came there later, as in a job that is only slow.
     """
-    cause, by_rank = verdict.cause, {log.rank: log for log in logs}
-    suspects = [rank for rank in verdict.culprits if rank in by_rank]
-    if isinstance(cause, Missing) and suspects and not cause.blames_waiting:
+    by_rank = {log.rank: log for log in logs}
+    if late := late_ranks(verdict, logs):
         waiting = [by_rank[rank] for rank in verdict.victims if rank in by_rank]
-        if max(quiet_ns(by_rank[rank]) for rank in suspects) < least_s * 1e9:
-            return ""
-        sentence = _of_suspects(verdict, [by_rank[rank] for rank in suspects], waiting)
+        sentence = _of_late_ranks(verdict, late, waiting)
     else:
         ranks = sorted({*verdict.culprits, *verdict.victims})
         sentence = _of_waiting(verdict.collective, [by_rank[r] for r in ranks if r in by_rank])
     return f"{capital(sentence)}."
 
 
-def _of_suspects(verdict: Verdict, suspects: Sequence[RankLog], waiting: Sequence[RankLog]) -> str:
-    ranks = [log.rank for log in suspects]
+def _of_late_ranks(verdict: Verdict, late: Sequence[RankLog], waiting: Sequence[RankLog]) -> str:
+    ranks = [log.rank for log in late]
     finding = verdict.findings[0] if verdict.findings else None
     function = finding.function if finding is not None else None
     place = " ".join(filter(None, [verdict.source, function]))
     where = f"in {place}" if place else "outside of collectives"
     wait = f"{count(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'}"
     if verdict.why == "stopped":
-        return f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} stopped {where}; {wait}"
-    long_ns = max(quiet_ns(log) for log in suspects)
-    said = f"{ranks_phrase(ranks)} {verb(ranks, 'has', 'have')} been {where}"
+        return f"{ranks_and_verb(ranks, 'is', 'are')} stopped {where}; {wait}"
+    long_ns = stayed_ns(late)
+    said = f"{ranks_and_verb(ranks, 'has', 'have')} been {where}"
     said += f" for {duration(long_ns)}" if long_ns else ""
     awaited = next(
         (op for log in waiting if (op := _waited_in(log, verdict.collective)) is not None), None
     )
-    gap_s = usual_gap_s(suspects[0], awaited) if awaited is not None else None
+    gap_s = usual_gap_s(late[0], awaited) if awaited is not None else None
     usual = f", usually {duration(gap_s * 1e9)}" if gap_s is not None else ""
     return f"{said}{usual}; {wait}"
 

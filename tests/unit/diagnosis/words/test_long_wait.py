@@ -25,7 +25,7 @@ def timed(logs: list[RankLog]) -> list[RankLog]:
 
 def test_a_rank_that_is_late_is_the_suspect() -> None:
     logs = timed(Job(4).run(training(ASLEEP)).logs())  # type: ignore[arg-type]
-    assert long_wait(diagnose_logs(logs), logs, 6.0) == (
+    assert long_wait(diagnose_logs(logs), logs) == (
         "Rank 2 has been in train.py:57 load_batch for 13 s, usually 200 ms; 3 ranks wait."
     )
 
@@ -33,24 +33,15 @@ def test_a_rank_that_is_late_is_the_suspect() -> None:
 def test_a_rank_without_a_history_has_no_usual_time() -> None:
     stay = training(at(2, 1, Stay(57, "load_batch")))
     logs = timed(Job(2 + 1).run(stay).logs())  # type: ignore[arg-type]
-    assert long_wait(diagnose_logs(logs), logs, 6.0) == (
+    assert long_wait(diagnose_logs(logs), logs) == (
         "Rank 2 has been in train.py:57 load_batch for 15 s; 2 ranks wait."
     )
-
-
-def test_a_rank_that_came_there_a_moment_ago_is_no_suspect() -> None:
-    logs = timed(Job(4).run(training(ASLEEP)).logs())  # type: ignore[arg-type]
-    last = logs[2].collectives[-1]
-    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - 5 * S
-    verdict = diagnose_logs(logs)
-    assert verdict.culprits == [2]
-    assert long_wait(verdict, logs, 6.0) == ""
 
 
 def test_a_stopped_rank() -> None:
     stopped = Observation(End.RUNNING, window_s=5.0, proc_state="T", stopped_fraction=1.0)
     logs = timed(Job(4).run(training(at(2, 6, Stay(57, "step", stopped)))).logs())  # type: ignore[arg-type]
-    assert long_wait(diagnose_logs(logs), logs, 6.0) == (
+    assert long_wait(diagnose_logs(logs), logs) == (
         "Rank 2 is stopped in train.py:57 step; 3 ranks wait."
     )
 
@@ -74,7 +65,7 @@ def test_ranks_inside_of_one_collective_wait_together() -> None:
         log.observation.usual_wait = UsualWait(9, 0.04, 1.2, 5.0)
     verdict = diagnose_logs(logs)
     assert verdict.kind == "stuck-inside"
-    assert long_wait(verdict, logs, 6.0) == (
+    assert long_wait(verdict, logs) == (
         "Ranks 0-1 have been waiting in all_reduce #4 for 14 s, usually 40 ms."
     )
 
