@@ -30,6 +30,7 @@ _READS_MAX: Final = 2  # boxes that are read at one moment, about 2 ms each
 class _Waiting(NamedTuple):
     """A collective that a rank has been in for long."""
 
+    number: int  # its index
     since_ns: int  # CLOCK_MONOTONIC
     place: Place | None  # None: it could not be read
 
@@ -44,8 +45,7 @@ class StallLimit:
     def __init__(self, settings: Settings) -> None:
         self.learns = settings.stall_timeout == AUTO
         self._usual = UsualWaits()
-        # by pid and index of the collective
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._waiting: dict[int, _Waiting] = {}  # by pid
         self._now_s = 0.0
 
     def follow(self, members: Sequence[Member], now_ns: int, *, resumed_ns: int = 0) -> None:
@@ -83,34 +83,31 @@ class StallLimit:
 
     def _follow(self, members: Sequence[Member], now_ns: int, resumed_ns: int) -> None:
         self._now_s = now_ns / 1e9
-        now: dict[tuple[int, int], _Waiting] = {}
+        now: dict[int, _Waiting] = {}
         reads = 0
         for member in members:
             status = member.status
             if status is None or not member.alive or not status.oldest_index:
                 continue
-            key = (member.pid, status.oldest_index)
-            since_ns = max(status.oldest_mono_ns, resumed_ns)
-            if key in self._waiting:
-                now[key] = self._waiting[key]._replace(since_ns=since_ns)
+            number, since_ns = status.oldest_index, max(status.oldest_mono_ns, resumed_ns)
+            known = self._waiting.get(member.pid)
+            if known is not None and known.number == number:
+                now[member.pid] = known._replace(since_ns=since_ns)
             elif now_ns - since_ns >= LONG_S * 1e9 and reads < _READS_MAX:
                 reads += 1
-                now[key] = _Waiting(since_ns, self._read_place(member))
-        for key, ended in self._waiting.items():
-            if key not in now and ended.place is not None:
-                self._usual.add(ended.place, (now_ns - ended.since_ns) / 1e9, self._now_s)
+                now[member.pid] = _Waiting(number, since_ns, self._read_place(member))
+        for pid, before in self._waiting.items():
+            has_ended = pid not in now or now[pid].number != before.number
+            if has_ended and before.place is not None:
+                self._usual.add(before.place, (now_ns - before.since_ns) / 1e9, self._now_s)
         self._waiting = now
 
     def usual(self, pid: int) -> UsualWait | None:
         """Return how long waits usually are where a rank waits now; None if that is not known."""
-        return next(
-            (
-                self._usual_at(waiting.place)
-                for (waiting_pid, _), waiting in self._waiting.items()
-                if waiting_pid == pid and waiting.place is not None
-            ),
-            None,
-        )
+        waiting = self._waiting.get(pid)
+        if waiting is None or waiting.place is None:
+            return None
+        return self._usual_at(waiting.place)
 
     def applied(self, waiting: Iterable[Wait]) -> list[Wait]:
         """Return the waits with their limits, as far as these are known."""
@@ -134,8 +131,8 @@ class StallLimit:
         )
 
     def _read_place(self, member: Member) -> Place | None:
-        """Return the place where a rank waits, and count the records before it. The first step has
-        no place of which anything is learned.
+        """Return the place where a rank waits, and count the records before it. None if the place
+        is unknown, or in the first step, of which nothing is learned.
         """
         status = member.status
         if member.box is None or status is None:
