@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from commlens.capture.rank_environment import Place, place_of
 
@@ -15,6 +15,17 @@ log = logging.getLogger("commlens")
 _hooked = False
 After = Callable[[bool, Any], None] | None
 """A function to call after the hooked one: with whether that raised, and its result."""
+
+
+class NewGroup(NamedTuple):
+    """A group that is about to be made, in which this process is ``rank``."""
+
+    rank: int
+    size: int
+    ranks: Sequence[int]  # global ones; a default group has none
+    backend: str
+    name: str
+    description: str
 
 
 class InitListener(Protocol):
@@ -28,18 +39,8 @@ class InitListener(Protocol):
     def before_init(self, place: Place) -> After:
         """``init_process_group`` was called."""
 
-    def before_new_group(
-        self,
-        group_rank: int,
-        group_size: int,
-        ranks: Sequence[int],
-        backend: str,
-        name: str,
-        description: str,
-    ) -> After:
-        """A group is about to be made, in which this process is ``group_rank``. A default group has
-        no ``ranks``.
-        """
+    def before_new_group(self, group: NewGroup) -> After:
+        """A group is about to be made."""
 
     def before_mesh(self, shape: Any, names: Any) -> After:
         """``init_device_mesh`` was called."""
@@ -155,8 +156,9 @@ def _before_new_group(
     current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> After:
     size, rank, ranks, backend, _, name, *_ = args
+    description = str(kwargs.get("group_desc") or "")
     return current.before_new_group(
-        rank, size, ranks or (), str(backend), str(name), str(kwargs.get("group_desc") or "")
+        NewGroup(rank, size, ranks or (), str(backend), str(name), description)
     )
 
 

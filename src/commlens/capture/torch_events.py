@@ -9,7 +9,7 @@ from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment
-from commlens.capture.init_hooks import After, safely
+from commlens.capture.init_hooks import After, NewGroup, safely
 from commlens.capture.rank_environment import Place
 from commlens.capture.recording import Recording
 
@@ -47,15 +47,7 @@ class TorchEvents:
             if self.recording.recorder.verifier is not None and self.recording.settings.debug:
                 safely(self.recording.recorder.verifier.link)
 
-    def before_new_group(
-        self,
-        group_rank: int,
-        group_size: int,
-        ranks: Sequence[int],
-        backend: str,
-        name: str,
-        description: str,
-    ) -> After:
+    def before_new_group(self, group: NewGroup) -> After:
         """A group is about to be made. For a program that goes past ``init_process_group``, this is
         where recording begins.
         """
@@ -67,7 +59,7 @@ class TorchEvents:
             safely(
                 recording.begin,
                 rank_environment.place_of(
-                    (), {"rank": group_rank, "world_size": group_size, "backend": backend}
+                    (), {"rank": group.rank, "world_size": group.size, "backend": group.backend}
                 ),
             )
         if not recording.is_recording:
@@ -78,14 +70,14 @@ class TorchEvents:
             recording.recorder.groups.started_again()
             if recording.recorder.verifier is not None:
                 recording.recorder.verifier.group_destroyed()
-            recording.setups.init_began(group_size, backend, None)
+            recording.setups.init_began(group.size, group.backend, None)
         else:
-            recording.setups.group_began(name, ranks, backend, description)
+            recording.setups.group_began(group.name, group.ranks, group.backend, group.description)
         from commlens.capture import connections
 
         if not is_default:
-            safely(recording.recorder.hazards.group_made, ranks)
-        is_member = is_default or dist.get_rank() in ranks
+            safely(recording.recorder.hazards.group_made, group.ranks)
+        is_member = is_default or dist.get_rank() in group.ranks
         before = safely(connections.sockets) if is_member else None
 
         def after(raised: bool, made: Any) -> None:
