@@ -338,14 +338,17 @@ class Reporter:
         if vanished and not verdict.culprits:
             self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
         if lost:
-            verdict = self._judge(problems, lost_nodes=as_evidence(lost, vanished))
+            verdict = self._judge(problems, as_evidence(lost, vanished))
         self._diagnosed = verdict
         return verdict
 
-    def _judge(self, problems: list[str], **more: list[LostNode]) -> Verdict:
+    def _judge(self, problems: list[str], lost_nodes: Sequence[LostNode] = ()) -> Verdict:
         assert self._diagnose is not None
         return self._diagnose(
-            self.logs, problems=problems, stalled_after_s=self._stalled_after_s, **more
+            self.logs,
+            problems=problems,
+            stalled_after_s=self._stalled_after_s,
+            lost_nodes=lost_nodes,
         )
 
     def report(self, verdict: Verdict, line: str = "") -> None:
