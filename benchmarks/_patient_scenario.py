@@ -9,5 +9,4 @@ from commlens.scenarios import __main__, lab
 
 lab.STALL_S = 300.0
 lab.GROUP_TIMEOUT = timedelta(minutes=10)
-lab.begin.__defaults__ = (lab.GROUP_TIMEOUT,)
 __main__.main(sys.argv[1:])

@@ -35,11 +35,11 @@ def strikes(name: str, step: int) -> bool:
     return name == running() and step == FAULT_STEP and dist.get_rank() == culprit_rank(dist.get_world_size())
 
 
-def begin(timeout: timedelta = GROUP_TIMEOUT) -> tuple[int, int]:
+def begin(timeout: timedelta | None = None) -> tuple[int, int]:
     """Join the job. Returns rank and world size."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timeout or GROUP_TIMEOUT)
     return dist.get_rank(), dist.get_world_size()
 
 
