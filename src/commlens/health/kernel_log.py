@@ -33,6 +33,7 @@ LOG_FILES: Final = (
 )
 """Below the root: what a support bundle may hold, and where distributions keep it."""
 
+KMSG: Final = "/dev/kmsg"
 READ_MAX: Final = 8 << 20  # bytes of a log that are read at once, the newest
 _JOURNAL_S: Final = 3.0
 _RECORD_MAX: Final = 8192  # bytes of a record of /dev/kmsg
@@ -278,14 +279,13 @@ class KernelLog:
         self._rest = b""  # of its last line, which is not complete yet
         self._journal_since_s = 0.0 if past else time.time()
         self._journal = ""
-        for path in (root / name for name in LOG_FILES):
-            if self._open_file(path, past=past):
-                break
-        if root == ROOT and self._open_kmsg(past=past):
-            self._close_file()
-        if root == ROOT and self._kmsg < 0 and self._file is None:
+        if root == ROOT and not self._open_kmsg(past=past):
             self._journal = _journal_program()
-        if self._kmsg < 0 and self._file is None and not self._journal:
+        if not (
+            self._kmsg >= 0
+            or self._journal
+            or any(self._open_file(root / name, past=past) for name in LOG_FILES)
+        ):
             raise UnreadableError(
                 "neither /dev/kmsg, systemd's journal nor a file in /var/log may be read: it takes"
                 " the group adm or systemd-journal, or kernel.dmesg_restrict=0"
@@ -308,7 +308,7 @@ class KernelLog:
     def _open_kmsg(self, *, past: bool) -> bool:
         try:
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            self._kmsg = os.open("/dev/kmsg", flags)
+            self._kmsg = os.open(KMSG, flags)
             os.lseek(self._kmsg, 0, os.SEEK_SET if past else os.SEEK_END)
         except OSError:
             self.close()
@@ -358,14 +358,11 @@ class KernelLog:
         self._journal_since_s = now_s
         return events_in(lines)
 
-    def _close_file(self) -> None:
+    def close(self) -> None:
+        """Close what is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def close(self) -> None:
-        """Close what is open."""
-        self._close_file()
         if self._kmsg >= 0:
             os.close(self._kmsg)
             self._kmsg = -1

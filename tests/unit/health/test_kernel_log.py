@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from commlens.health import kernel_log
 from commlens.health.kernel_log import KernelLog, event_of, events_in, time_of
 from commlens.health.sources import UnreadableError
 
@@ -218,6 +219,21 @@ def test_a_file_is_read_on_from_its_end(tmp_path: Path) -> None:
     finally:
         log.close()
         all_of_it.close()
+
+
+def test_a_file_is_read_where_neither_the_device_nor_the_journal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kern.log"
+    file.write_text("1790251391.500000 n03 kernel: NVRM: Xid (PCI:0000:4f:00): 63, pid=1, remap\n")
+    monkeypatch.setattr(kernel_log, "KMSG", str(tmp_path / "kmsg"))
+    monkeypatch.setattr(kernel_log, "LOG_FILES", (str(file),))
+    monkeypatch.setattr(kernel_log, "_journal_program", str)
+    log = KernelLog(past=True)
+    try:
+        assert [event.number for event in log.read_new()] == [63]
+    finally:
+        log.close()
 
 
 def test_without_a_log_it_is_told_what_would_help(tmp_path: Path) -> None:
