@@ -118,7 +118,7 @@ class Sampler:
     """
 
     def __init__(self, root: Path = ROOT, *, past: bool = False) -> None:
-        self.not_read: list[NotRead] = []
+        self._problems: dict[str, str] = {}  # by source
         self._kernel_log: KernelLog | None = None
         self.gpus: Gpus | None = None
         self._sources = [
@@ -130,12 +130,17 @@ class Sampler:
         try:
             self._kernel_log = KernelLog(root, past=past)
         except UnreadableError as error:
-            self.not_read.append(NotRead("kernel log", str(error)))
+            self._problems["kernel log"] = str(error)
         try:
             self.gpus = Gpus(root)
             self._sources.append(_Source("gpu", self.gpus.read))
         except UnreadableError as error:
-            self.not_read.append(NotRead("GPUs", str(error)))
+            self._problems["GPUs"] = str(error)
+
+    @property
+    def not_read(self) -> list[NotRead]:
+        """The sources that cannot be read, for any thread."""
+        return [NotRead(source, reason) for source, reason in list(self._problems.items())]
 
     def look(self, *, thorough: bool) -> tuple[dict[str, Values], list[HealthEvent]]:
         """Read the sources that are due, and what the kernel has logged.
@@ -156,7 +161,7 @@ class Sampler:
             found = source.read()
         except Exception as error:  # a driver's library, or a file of a form not known here
             found = {}
-            self.not_read.append(NotRead(source.name, f"{type(error).__name__}: {error}"))
+            self._problems[source.name] = f"{type(error).__name__}: {error}"
         if not found:
             if not source.due:  # there is no such hardware
                 self._sources.remove(source)
@@ -237,7 +242,7 @@ class Monitor:
 
     def _report(self, ranks: Sequence[RankProcess], *, complete: bool) -> NodeHealth:
         sampler = self._sampler
-        not_read = list(sampler.not_read) if sampler is not None else []
+        not_read = sampler.not_read if sampler is not None else []
         if not complete:
             not_read.append(NotRead("this node", "a source did not answer in time"))
         return self._record.health(ranks, self._gpu_of_pid, not_read, self._ras)

@@ -13,7 +13,7 @@ from commlens.health import monitor
 from commlens.health.changes import Look
 from commlens.health.monitor import Monitor, NodeRecord, Sampler, look_once
 from commlens.health.places import RankProcess
-from commlens.model.health import HealthEvent, NodeHealth
+from commlens.model.health import HealthEvent, NodeHealth, NotRead, Values
 
 S = 1_000_000_000
 RANKS = [RankProcess(0, 70, 0, {}), RankProcess(1, 71, 1, {})]
@@ -99,6 +99,27 @@ def test_a_source_that_fails_is_named_once_and_not_read_again(
         ("tcp", "ValueError: odd file")
     ]
     assert len(calls) == 1
+
+
+def test_a_source_that_goes_on_failing_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NodeFiles(tmp_path)
+    sampler = Sampler(tmp_path)
+    try:
+        sampler.look(thorough=True)
+        assert sampler.not_read == []
+        (tcp,) = (source for source in sampler._sources if source.name == "tcp")
+
+        def fail() -> Values:
+            raise ValueError("driver gone")
+
+        monkeypatch.setattr(tcp, "read", fail)
+        for _ in range(3):
+            sampler.look(thorough=True)
+    finally:
+        sampler.close()
+    assert sampler.not_read == [NotRead("tcp", "ValueError: driver gone")]
 
 
 def test_a_costly_source_is_read_less_often(
