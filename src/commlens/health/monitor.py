@@ -62,16 +62,12 @@ class NodeRecord:
         self._first: Look | None = None
         self._last: Look | None = None
         self._events: deque[HealthEvent] = deque(maxlen=EVENTS_MAX)
+        self.faults: Counter[str] = Counter()  # how many changes of each fault there were
 
     @property
     def taken_ns(self) -> int:
         """When the last look was taken, Unix ns; 0: there was none."""
         return self._last.taken_ns if self._last is not None else 0
-
-    @property
-    def faults(self) -> Counter[str]:
-        """How many changes of each fault there were."""
-        return Counter(event.fault for event in self._events if event.what not in _ENDS.values())
 
     def add(self, look: Look, logged: Sequence[HealthEvent]) -> None:
         """Add a look, and what the kernel has logged since the one before.
@@ -79,10 +75,14 @@ class NodeRecord:
         A source that was not read has not changed, as far as is known.
         """
         first, last = self._first or look, self._last or look
-        found = changes(first, last, look)
+        found = [*changes(first, last, look), *logged]
         self._first = first
         self._last = Look(look.taken_ns, {**last.values, **look.values})
-        self._events = deque([*self._events, *found, *logged], maxlen=EVENTS_MAX)
+        # new ones, because another thread may read those
+        self._events = deque([*self._events, *found], maxlen=EVENTS_MAX)
+        self.faults = self.faults + Counter(
+            event.fault for event in found if event.what not in _ENDS.values()
+        )
 
     def health(
         self,
@@ -217,7 +217,7 @@ class Monitor:
         self._wanted.set()
 
     @property
-    def faults(self) -> Counter[str]:
+    def faults(self) -> Mapping[str, int]:
         """How many changes of each fault were seen so far."""
         return self._record.faults
 

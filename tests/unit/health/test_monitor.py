@@ -176,6 +176,15 @@ def test_what_the_kernel_dates_exactly_is_told_once(tmp_path: Path) -> None:
     assert not told.over
 
 
+def test_faults_are_counted_though_old_events_are_forgotten() -> None:
+    record = NodeRecord("n0")
+    record.add(Look(100 * S, {}), [event("link-down", "eth0", 50 + at_s) for at_s in range(400)])
+    record.add(Look(900 * S, {}), [event("link-down", "eth1", 500 + at_s) for at_s in range(400)])
+    record.add(Look(901 * S, {}), [event("link-up", "eth1", 900)])
+    assert record.faults == {"network-down": 800}
+    assert len(record.health().events) == monitor.EVENTS_MAX
+
+
 def test_a_link_that_came_up_again_is_over(tmp_path: Path) -> None:
     NodeFiles(tmp_path)
     sampler = Sampler(tmp_path)
