@@ -78,7 +78,7 @@ class NodeRecord:
         found = [*changes(first, last, look), *logged]
         self._first = first
         self._last = Look(look.taken_ns, {**last.values, **look.values})
-        # new ones, because another thread may read those
+        # replaced, not changed: the watcher's thread may be reading the old ones
         self._events = deque([*self._events, *found], maxlen=EVENTS_MAX)
         self.faults = self.faults + Counter(
             event.fault for event in found if event.what not in _ENDS.values()
@@ -229,18 +229,13 @@ class Monitor:
             wait_s: how long to wait for both.
         """
         if time.time_ns() - self._record.taken_ns > FRESH_S * 1e9:
-            with self._looked:
-                self._asked += 1
-            self._wanted.set()
+            self.look_now()
         with self._looked:
             asked = self._asked
             self._looked.wait_for(
                 lambda: (self._looks >= asked and self._environment is None) or self._closed, wait_s
             )
-            complete = self._looks >= asked
-        return self._report(ranks, complete=complete)
-
-    def _report(self, ranks: Sequence[RankProcess], *, complete: bool) -> NodeHealth:
+            complete = self._looks >= asked or self._closed
         sampler = self._sampler
         not_read = sampler.not_read if sampler is not None else []
         if not complete:
@@ -249,11 +244,14 @@ class Monitor:
 
     def close(self) -> None:
         """End the thread. One that is blocked ends with the process."""
+        self._end()
+        self._wanted.set()
+        self._thread.join(1.0)
+
+    def _end(self) -> None:
         with self._looked:
             self._closed = True
             self._looked.notify_all()
-        self._wanted.set()
-        self._thread.join(1.0)
 
     # --- the thread
 
@@ -279,13 +277,13 @@ class Monitor:
             )
             log.debug("the error of watching the hardware", exc_info=True)
         finally:
-            self._finish(1 << 62)
+            self._end()
             if self._sampler is not None:
                 self._sampler.close()
 
     def _finish(self, asked: int) -> None:
         with self._looked:
-            self._looks = max(self._looks, asked)
+            self._looks = asked
             self._looked.notify_all()
 
     def _look(self, *, thorough: bool) -> None:

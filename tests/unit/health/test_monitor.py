@@ -78,6 +78,28 @@ def test_a_source_that_blocks_holds_nobody_up(
         node.close()
 
 
+def test_nobody_waits_for_a_thread_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Path) -> None:
+        raise RuntimeError("no sampler")
+
+    monkeypatch.setattr(monitor, "Sampler", fail)
+    node = Monitor(tmp_path, "n03")
+    node._thread.join(20)
+    try:
+        node.look_now({})
+        began = time.monotonic()
+        health = node.report(RANKS, wait_s=20)
+        assert time.monotonic() - began < 5
+    finally:
+        node.close()
+    assert (health.host, health.events, health.not_read) == ("n03", [], [])
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "commlens: the node's hardware is not watched any more: RuntimeError: no sampler"
+    ]
+
+
 def test_a_source_that_fails_is_named_once_and_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
