@@ -10,7 +10,7 @@ import msgspec
 
 from commlens.model.collective import TensorSpec
 from commlens.model.hazard import HazardKind
-from commlens.model.health import HealthEvent
+from commlens.model.health import Fault, HealthEvent
 
 Kind = Literal[
     "mismatch/op",
@@ -68,14 +68,7 @@ Why = Literal[
     "nan",
     "value",
     "unknown",
-    "gpu-fault",
-    "gpu-memory",
-    "thermal",
-    "pcie",
-    "network-down",
-    "network-errors",
-    "storage",
-    "host-memory",
+    Fault,
 ]
 """The class of the cause, from stacks, ``/proc``, cgroup files and what the nodes tell of their
 hardware; of ``diverged``, the kind of tensor.
