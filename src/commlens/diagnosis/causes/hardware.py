@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
+
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.node_health import Node, nodes_of
@@ -27,7 +29,7 @@ from commlens.model.cause import (
     Wait,
     Why,
 )
-from commlens.model.collective import Collective, State
+from commlens.model.collective import State
 from commlens.model.health import Fault, HealthEvent, What
 from commlens.model.ranklog import RankLog
 from commlens.model.xids import xid
@@ -176,16 +178,15 @@ def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int)
     found = []
     for node in nodes:
         for event in node.health.events:
+            if event.what not in _SLOWS or event.what in everywhere:
+                continue
             place = _place(node, event, spans_nodes=len(nodes) > 1)
-            fits = (
-                event.what in _SLOWS
-                and event.what not in everywhere
-                and place is not None
+            if (
+                place is not None
                 and place.known
                 and set(place.ranks) <= set(ranks)
                 and _is_present(node, event, now_ns)
-            )
-            if fits and place is not None:
+            ):
                 before_s = (now_ns - event.first_ns) / _S
                 found.append(
                     Hardware(node.health.host, place.ranks, event, before_s, True, place.own)
@@ -206,21 +207,22 @@ def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
 
 def _scene(context: Context, cause: AnyCause) -> _Scene | None:
     match cause:
-        case StuckInside():
-            return _Scene(cause, frozenset(cause.ranks), _all_arrived(context, cause.waits))
-        case Missing():
-            return _Scene(cause, frozenset(cause.ranks), _first_wait(context, cause.waits))
+        case StuckInside():  # when the last rank came to the collective
+            began_ns = max(_announced(context, cause.waits), default=0)
+        case Missing():  # when the first rank waited
+            began_ns = min(_announced(context, cause.waits), default=0)
         case Dead():
             ended = [context.job.views[rank].exit.at_ns for rank in cause.ranks]
             began_ns = min((at_ns for at_ns in ended if at_ns), default=0)
-            return _Scene(cause, frozenset(cause.ranks), began_ns)
         case _:
             return None
+    return _Scene(cause, frozenset(cause.ranks), began_ns)
 
 
-def _ops_of(context: Context, waits: Sequence[Wait]) -> list[Collective]:
+def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
+    """Return when each rank announced the collective that it waits in, Unix ns."""
     return [
-        op
+        op.announced_ns
         for wait in waits
         for rank in wait.ranks
         for op in context.job.views[rank].log.collectives
@@ -228,14 +230,6 @@ def _ops_of(context: Context, waits: Sequence[Wait]) -> list[Collective]:
         and op.sequence_number == wait.collective.sequence_number
         and (wait.group is None or op.channel.group.name == wait.group.name)
     ]
-
-
-def _all_arrived(context: Context, waits: Sequence[Wait]) -> int:
-    return max((op.announced_ns for op in _ops_of(context, waits)), default=0)
-
-
-def _first_wait(context: Context, waits: Sequence[Wait]) -> int:
-    return min((op.announced_ns for op in _ops_of(context, waits)), default=0)
 
 
 # --- what fits
@@ -299,8 +293,10 @@ def _found(
     found: dict[tuple[str, str, What, int], Hardware] = {}
     for node in nodes:
         for event in node.health.events:
+            if event.what in everywhere or event.what in _ENDS:
+                continue
             one = _fitting(context, node, event, scene, spans_nodes=spans)
-            if one is None or event.what in everywhere or event.what in _ENDS:
+            if one is None:
                 continue
             key = (one.node, event.part, event.what, event.number)
             before = found.get(key)
@@ -374,15 +370,7 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
 def _joined(one: Hardware, other: Hardware) -> Hardware:
     """Return two changes of one kind in one place as one: the one that explains, or the earlier."""
     first = max(one, other, key=lambda each: (each.explains, each.before_s))
-    return Hardware(
-        first.node,
-        first.ranks,
-        first.event,
-        first.before_s,
-        first.explains,
-        first.own,
-        one.times + other.times,
-    )
+    return msgspec.structs.replace(first, times=one.times + other.times)
 
 
 def _sorted(found: Collection[Hardware]) -> list[Hardware]:
