@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from commlens.health.changes import Sources
-from commlens.model.health import RankPlace
+from commlens.model.health import RankPlace, gpus_by_index
 
 VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 CHOICES: Final = {
@@ -33,11 +33,7 @@ def place_ranks(
     The driver lists the processes on a GPU by pid. In a container these are the host's; then a
     rank's GPU is assumed to be the one of its local rank among those that are visible to it.
     """
-    by_index = {
-        int(index): address
-        for address, values in sources.get("gpu", {}).items()
-        if isinstance(index := values.get("index"), float)
-    }
+    by_index = gpus_by_index(sources)
     places = []
     for process in processes:
         seen = gpu_of_pid.get(process.pid, "")

@@ -4,6 +4,7 @@ could not be read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -61,6 +62,15 @@ for hardware), power brake.
 Value = float | str
 Values = dict[str, dict[str, Value]]
 """The values of one source: by part, then by name."""
+
+
+def gpus_by_index(sources: Mapping[str, Values]) -> dict[int | None, str]:
+    """Return the PCI addresses of a node's GPUs by index; an unknown local rank (None) has none."""
+    return {
+        int(index): address
+        for address, values in sources.get("gpu", {}).items()
+        if isinstance(index := values.get("index"), (int, float))
+    }
 
 
 class HealthEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from commlens.model.health import HealthEvent, NodeHealth, NotRead, RankPlace
+from commlens.model.health import HealthEvent, NodeHealth, NotRead, RankPlace, gpus_by_index
 
 S = 1_000_000_000
 HEALTH = NodeHealth(
@@ -38,3 +38,8 @@ def test_a_clock_that_was_ahead_is_corrected() -> None:
 def test_the_earliest_time_of_an_event() -> None:
     exact, counted = HEALTH.events
     assert (exact.first_ns, counted.first_ns) == (5 * S, S)
+
+
+def test_gpus_by_their_index() -> None:
+    assert gpus_by_index(HEALTH.values) == {0: "0000:4f:00.0"}
+    assert gpus_by_index({"gpu": {"0000:03:00.0": {"used_percent": 3.0}}}) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from commlens.model.health import NodeHealth, RankPlace
+from commlens.model.health import NodeHealth, RankPlace, gpus_by_index
 from commlens.model.ranklog import RankLog
 
 
@@ -38,26 +38,16 @@ def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> li
             nodes.append(Node(log.health, places))
     hosts = {log.host for log in logs.values()}
     for health in more:
-        by_index = _gpus_by_index(health)
+        gpus = gpus_by_index(health.values)
         alone = not health.host and len(hosts) <= 1
         nodes.append(
             Node(
                 health,
                 {
-                    rank: RankPlace(rank, log.pid, by_index.get(log.local_rank, ""))
+                    rank: RankPlace(rank, log.pid, gpus.get(log.local_rank, ""))
                     for rank, log in logs.items()
                     if alone or log.host.partition(".")[0] == health.host.partition(".")[0]
                 },
             )
         )
     return [node for node in nodes if node.places]
-
-
-def _gpus_by_index(health: NodeHealth) -> dict[int | None, str]:
-    """Return the PCI addresses of a node's GPUs by their index."""
-    found: dict[int | None, str] = {}
-    for address, values in health.values.get("gpu", {}).items():
-        index = values.get("index")
-        if isinstance(index, (int, float)):
-            found[int(index)] = address
-    return found
