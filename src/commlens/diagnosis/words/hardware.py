@@ -163,11 +163,13 @@ def add_hardware(words: Words, cause: Cause) -> Words:
     words = words._replace(evidence=evidence)
     if first is None or not first.explains:
         return words
+    is_reason = cause.why == first.event.fault  # else the processes show another
     if isinstance(cause, Straggler):
-        return words._replace(
-            explanation=f"{words.explanation} {shown[0]}", evidence=[], next_step=next_step(first)
-        )
+        words = words._replace(explanation=f"{words.explanation} {shown[0]}", evidence=[])
+        return words._replace(next_step=next_step(first)) if is_reason else words
     if isinstance(cause, StuckInside):
+        if not is_reason:
+            return words
         return words._replace(
             summary=f"{words.summary}; {_places(cause.hardware)}, {_when(first, moment)}",
             next_step=next_step(first),

@@ -89,8 +89,12 @@ def verdict_on(incident: Incident, folder: Path) -> Verdict:
         log.local_rank = log.rank % PER_NODE
     tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), folder)
     if incident.kind == "slow":
-        return straggler_verdict(Slow([SLOW], 0.4, 12, 1.0, 0.0, 0.0), logs)
+        return slow_verdict(logs)
     return diagnose_logs(logs)
+
+
+def slow_verdict(logs: list[RankLog]) -> Verdict:
+    return straggler_verdict(Slow([SLOW], 0.4, 12, 1.0, 0.0, 0.0), logs)
 
 
 def explaining(verdict: Verdict) -> list[Hardware]:
@@ -149,6 +153,33 @@ def test_storage_does_not_explain_what_a_rank_computes(tmp_path: Path) -> None:
     verdict = diagnose_logs(logs)
     assert verdict.why == "user-code" and verdict.cause is not None
     assert [each.explains for each in verdict.cause.hardware] == [False]
+
+
+def test_a_rank_that_its_process_holds_back_is_not_slow_because_of_hardware(tmp_path: Path) -> None:
+    incident = next(each for each in CAUSES if each.name == "thermal throttle on one rank")
+    logs, stalled_ns = _slow()
+    for log in logs:
+        log.host = f"n{log.rank // PER_NODE}"
+    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path)
+    logs[SLOW].observation = Observation(End.RUNNING, window_s=5, throttled_fraction=0.5)
+    verdict = slow_verdict(logs)
+    assert verdict.why == "throttled" and "heat or power" in verdict.explanation
+    assert verdict.next_step.startswith("raise the CPU limit of its container")
+
+
+def test_a_stopped_rank_is_not_stuck_because_of_hardware(tmp_path: Path) -> None:
+    incident = next(each for each in CAUSES if each.name == "Xid 48")
+    logs, stalled_ns = _stuck()
+    for log in logs:
+        log.host = f"n{log.rank // PER_NODE}"
+    logs[3].observation = Observation(End.RUNNING, proc_state="T", window_s=5, cpu_s=0.0)
+    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path / "with")
+    verdict = diagnose_logs(logs)
+    for log in logs:
+        log.health = None
+    without = diagnose_logs(logs)
+    assert (verdict.why, verdict.culprits) == ("stopped", [3])
+    assert (verdict.summary, verdict.next_step) == (without.summary, without.next_step)
 
 
 def test_a_place_is_unknown_where_the_driver_does_not_tell_the_gpus(tmp_path: Path) -> None:
