@@ -342,16 +342,15 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
 
 def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
     """Add what each node told of its hardware to the first log of its ranks."""
-    newest: dict[str, _Observed] = {}
+    newest: dict[str, tuple[NodeHealth, _Observed]] = {}
     for one in observed:
-        if one.health is not None:
-            known = newest.get(one.host)
-            if known is None or known.health is None or known.health.taken_ns < one.health.taken_ns:
-                newest[one.host] = one
-    for one in newest.values():
+        health, known = one.health, newest.get(one.host)
+        if health is not None and (known is None or known[0].taken_ns < health.taken_ns):
+            newest[one.host] = health, one
+    for health, one in newest.values():
         first = next((log for log in logs if log.rank in one.ranks), None)
         if first is not None:
-            first.health = one.health
+            first.health = health
 
 
 def _logs_without_box(
