@@ -166,7 +166,7 @@ _PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]]]
             _hung,
         ),
         (
-            r"I/O error, dev (?P<part>[\w-]+)|nvme (?P<nvme>\w+): I/O .*timeout",
+            r"I/O error, dev (?P<part>[\w-]+)|nvme \w+: I/O .*timeout",
             _at("io-error", "storage", "disk"),
         ),
         (
