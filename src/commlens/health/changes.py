@@ -21,7 +21,7 @@ class Look(NamedTuple):
 class Rule(NamedTuple):
     """How a value of a source tells of a fault."""
 
-    source: str
+    source: str  # "host/memory": only that part of a source whose parts use the same names
     name: str
     what: What
     fault: Fault
@@ -43,7 +43,7 @@ class _Change(NamedTuple):
 
 
 _UNUSUAL: Final = 5.0
-"""A counter that always rises tells nothing unless it rises so many times faster than before."""
+"""A counter that always rises tells something only if it rises so many times faster than before."""
 
 
 def _rose(least: float) -> Callable[[_Change], bool]:
@@ -55,7 +55,9 @@ def _rose(least: float) -> Callable[[_Change], bool]:
 
 
 def _rose_by_share(least: float) -> Callable[[_Change], bool]:
-    """Return whether a counter of seconds rose by this share of the time between both looks."""
+    """Return a condition: a counter of seconds rose by a second or more, and by this share of the
+    time between both looks.
+    """
     return lambda change: change.rise >= max(1.0, least * change.seconds)
 
 
@@ -118,7 +120,6 @@ RULES: Final = [
     Rule("host/disk", "stalled_s", "io-pressure", "storage", _rose_by_share(0.5)),
     Rule("host/cpu", "throttled_times", "cpu-throttled", "thermal", _rose(10)),
 ]
-"""A name that a source of several kinds of parts uses for each is told apart by the part."""
 
 
 def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
