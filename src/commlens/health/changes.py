@@ -10,6 +10,9 @@ from commlens.model.health import THERMAL_REASONS, Fault, HealthEvent, Value, Va
 Sources = Mapping[str, Values]
 """The values of a look, by source."""
 
+WORKING: Final = {"infiniband": "ACTIVE", "network": "up"}
+"""By source: the state of a network part that works."""
+
 
 class Look(NamedTuple):
     """What all sources told at one time."""
@@ -66,8 +69,8 @@ def _fell(change: _Change) -> bool:
     return known and 0 < change.after < change.before  # type: ignore[operator]
 
 
-def _left(*good: str) -> Callable[[_Change], bool]:
-    return lambda change: change.before in good and change.after not in good
+def _left(good: str) -> Callable[[_Change], bool]:
+    return lambda change: change.before == good != change.after
 
 
 def _is_hot(value: Value) -> bool:
@@ -79,7 +82,7 @@ def _became_hot(change: _Change) -> bool:
 
 
 RULES: Final = [
-    Rule("infiniband", "state", "link-down", "network-down", _left("ACTIVE")),
+    Rule("infiniband", "state", "link-down", "network-down", _left(WORKING["infiniband"])),
     Rule("infiniband", "link_downed", "link-down", "network-down", _rose(1)),
     Rule("infiniband", "rate_gbit", "rate-fell", "network-errors", _fell),
     *(
@@ -96,7 +99,7 @@ RULES: Final = [
             ("rnr_nak_retry_err", 10),
         )
     ),
-    Rule("network", "state", "link-down", "network-down", _left("up")),
+    Rule("network", "state", "link-down", "network-down", _left(WORKING["network"])),
     Rule("network", "carrier_down_count", "link-down", "network-down", _rose(1)),
     Rule("network", "speed", "rate-fell", "network-errors", _fell),
     *(
@@ -185,7 +188,7 @@ def _usual(first: Look, before: Look, source: str, part: str, name: str) -> floa
 
 def is_down(values: Sources, part: str) -> bool | None:
     """Return whether a network part is down at a look; None if it is not told."""
-    for source, good in (("infiniband", "ACTIVE"), ("network", "up")):
+    for source, good in WORKING.items():
         state = values.get(source, {}).get(part, {}).get("state")
         if state is not None:
             return state != good

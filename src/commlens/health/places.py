@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from commlens.health.changes import Sources
+from commlens.health.changes import WORKING, Sources
 from commlens.model.health import RankPlace, gpus_by_index
 
 VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 CHOICES: Final = {
-    "infiniband": ("ACTIVE", ("NCCL_IB_HCA",)),
-    "network": ("up", ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")),
+    "infiniband": ("NCCL_IB_HCA",),
+    "network": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
 }
-"""By source: the state of a part that can be used, and the variables that choose among them."""
+"""By source: the variables that choose among its parts."""
 
 
 class RankProcess(NamedTuple):
@@ -61,12 +61,12 @@ def networks(environment: Mapping[str, str], sources: Sources) -> list[str]:
     chooses, or all.
     """
     chosen: list[str] = []
-    for source, (good, variables) in CHOICES.items():
+    for source, variables in CHOICES.items():
         patterns = [environment[name] for name in variables if environment.get(name, "").strip()]
         chosen += [
             part
             for part, values in sources.get(source, {}).items()
-            if values.get("state") == good
+            if values.get("state") == WORKING[source]
             and (not patterns or any(_is_named(part, each.strip()) for each in patterns))
         ]
     return chosen

@@ -14,7 +14,7 @@ from commlens.model.health import NodeHealth
 from commlens.processes import process
 from commlens.watch.roster import Member
 
-_KEPT = frozenset({VARIABLE, *VISIBLE, *(name for _, names in CHOICES.values() for name in names)})
+_KEPT = frozenset({VARIABLE, *VISIBLE, *(name for names in CHOICES.values() for name in names)})
 
 
 class HealthOfNode:
