@@ -10,7 +10,7 @@ import csv
 import io
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,14 +108,21 @@ class _Nvml:
         self._library = library
 
     def __call__(self) -> Values:
+        return {
+            address: {"index": float(index), **self._values(gpu)}
+            for index, address, gpu in self._gpus()
+        }
+
+    def _gpus(self) -> Iterator[tuple[int, str, Any]]:
+        """Yield the index, the PCI address and the handle of each GPU that answers."""
         library = self._library
-        values: Values = {}
         for index in range(library.nvmlDeviceGetCount()):
-            with contextlib.suppress(library.NVMLError):
+            try:
                 gpu = library.nvmlDeviceGetHandleByIndex(index)
                 address = _text(library.nvmlDeviceGetPciInfo(gpu).busId)
-                values[normal_address(address)] = {"index": float(index), **self._values(gpu)}
-        return values
+            except library.NVMLError:
+                continue
+            yield index, normal_address(address), gpu
 
     def _values(self, gpu: Any) -> dict[str, Value]:
         library, found = self._library, {}
@@ -145,10 +152,8 @@ class _Nvml:
     def processes(self) -> dict[int, str]:
         """Return the GPU of each process that computes on one, by pid."""
         library, found = self._library, {}
-        for index in range(library.nvmlDeviceGetCount()):
+        for _, address, gpu in self._gpus():
             with contextlib.suppress(library.NVMLError):
-                gpu = library.nvmlDeviceGetHandleByIndex(index)
-                address = normal_address(_text(library.nvmlDeviceGetPciInfo(gpu).busId))
                 for process in library.nvmlDeviceGetComputeRunningProcesses(gpu):
                     found[process.pid] = address
         return found
