@@ -76,7 +76,7 @@ class DiagnoseCommand:
             type=Path,
             metavar="FOLDER",
             help=(
-                "also use what nodes told of their hardware: a folder for each host with its kernel"
+                "also use files about the nodes' hardware: a folder for each host with its kernel"
                 " log, /sys, /proc and tables of nvidia-smi"
             ),
         )

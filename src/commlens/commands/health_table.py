@@ -1,4 +1,4 @@
-"""Prints what a node tells of its hardware."""
+"""Prints the hardware of a node."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def examine_paths(
     health: Sequence[NodeHealth] = (),
 ) -> ExaminedJob:
     """Diagnose a job as :func:`diagnose` does, and return the evidence with the verdict. ``health``
-    is what nodes told of their hardware, besides what the dumps hold.
+    is the hardware of nodes, besides that in the dumps.
     """
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)

@@ -116,7 +116,7 @@ def examine_logs(
         slow: if nothing is wrong, look for ranks that made the job slow.
         unread: number of files that could not be read, and may belong to ranks without a log.
         lost_nodes: nodes that have fallen silent.
-        health: what nodes told of their hardware, besides what the logs carry.
+        health: the hardware of nodes, besides that in the logs.
     """
     chosen, notes = select_job(logs)
     if not chosen:
@@ -152,7 +152,7 @@ def examine_dumps(
         stalled_after_s: a collective that has been in flight for less than this in a running job is
             not stuck.
         unread: number of files that could not be read, and may belong to ranks without a dump.
-        health: what nodes told of their hardware.
+        health: the hardware of nodes.
     """
     # These need numpy, which the diagnosis of black boxes does without.
     from commlens.diagnosis.index.dump_index import index_dumps

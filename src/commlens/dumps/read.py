@@ -341,7 +341,7 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
 
 
 def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
-    """Add what each node told of its hardware to the first log of its ranks."""
+    """Add each node's newest health to the first log of its ranks."""
     newest: dict[str, tuple[NodeHealth, _Observed]] = {}
     for one in observed:
         health, known = one.health, newest.get(one.host)

@@ -183,7 +183,7 @@ def save_dump(
         keep: number of job folders to keep, including this one; at least 1.
         mode: permissions of the files; the folder is also searchable by all who may read it.
         folders: all folders of the job's live boxes, if there are several.
-        health: what this machine told of its hardware.
+        health: the hardware of this machine.
 
     Returns:
         The job's folder.
@@ -297,7 +297,7 @@ def add_node(
             nothing names the job there.
         restart: likewise: torchelastic counts a restart only on the node whose workers failed.
         mode: the files' permissions.
-        health: what that node told of its hardware.
+        health: the hardware of that node.
 
     Raises:
         DumpError: one of the files could not be written.

@@ -1,4 +1,4 @@
-"""What nodes' files in a folder tell: a support bundle, collected apart from the dumps.
+"""Reads a support bundle: files of the job's nodes, collected apart from the dumps.
 
 The folder holds one folder for each host, named after it, or the files of the only host. Of each
 host there is what its sources are on the node: a log of the kernel such as ``kern.log``, ``sys``,
@@ -19,7 +19,7 @@ SOURCES: Final = (*LOG_FILES, "sys", "proc", SMI_FILE, PROCESSES_FILE)
 
 
 def read_bundle(folder: Path) -> list[NodeHealth]:
-    """Return what each host's files tell; a host without a name is the only one."""
+    """Return the hardware of each host; a host without a name is the only one."""
     if _is_host(folder):
         found = look_once(folder)
         found.host = ""

@@ -15,14 +15,14 @@ WORKING: Final = {"infiniband": "ACTIVE", "network": "up"}
 
 
 class Look(NamedTuple):
-    """What all sources told at one time."""
+    """The values of all sources at one time."""
 
     taken_ns: int  # Unix ns
     values: Sources
 
 
 class Rule(NamedTuple):
-    """How a value of a source tells of a fault."""
+    """A change of a value that is a sign of a fault."""
 
     source: str  # "host/memory": only that part of a source whose parts use the same names
     name: str

@@ -81,7 +81,7 @@ class Gpus:
             self._nvidia = _nvml() or _smi()
 
     def read(self) -> Values:
-        """Return what the GPUs tell."""
+        """Return the values of all GPUs."""
         found = read_amd(self._root)
         for address, values in self._nvidia().items():
             pci = self._root / "sys/bus/pci/devices" / address

@@ -41,7 +41,7 @@ _DAY_S: Final = 86400.0
 
 
 class Found(NamedTuple):
-    """What a line tells, still without its time."""
+    """The event that a line reports, without its time."""
 
     what: What
     fault: Fault
@@ -66,7 +66,7 @@ def _hung(match: re.Match[str]) -> Found:
 
 
 def _at(what: What, fault: Fault, part: str = "") -> Callable[[re.Match[str]], Found]:
-    """Return a function that finds this in a part of the node, or in what the line names."""
+    """Return a function that makes this event of the part in the line, else of ``part``."""
 
     def found(match: re.Match[str]) -> Found:
         named = match.groupdict()
@@ -184,7 +184,7 @@ _ANY: Final = re.compile(
 
 
 def event_of(text: str, at_ns: int) -> HealthEvent | None:
-    """Return what a message of the kernel reports; None if it is about nothing of interest."""
+    """Return the event that a message of the kernel reports; None if it is not of interest."""
     text = clean(text)
     if not _ANY.search(text):
         return None
@@ -248,7 +248,7 @@ def _of_the_latest_year(found: re.Match[str], now_s: float) -> int:
 
 
 def events_in(lines: Iterable[str]) -> list[HealthEvent]:
-    """Return what the lines of a log report. Lines without a time are left out."""
+    """Return the events that a log's lines report. Lines without a time are left out."""
     now_s = time.time()
     events = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Watches a node's hardware for the watcher: looks at it at first, every minute, and at once when a
+"""Watches a node's hardware for the watcher: looks at the start, once a minute, and at once when a
 stall is suspected.
 
 All reading is done by one thread of its own, because a file of a broken device may block for ever;
@@ -51,7 +51,7 @@ class _Source:
 
 
 class NodeRecord:
-    """What was found on a node so far.
+    """The looks at a node, and the events found so far.
 
     Args:
         host: the node's name.
@@ -222,7 +222,7 @@ class Monitor:
         return self._record.faults
 
     def report(self, ranks: Sequence[RankProcess], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
-        """Return what is known, with a fresh look if that is soon, and with the answer of RAS.
+        """Return the state of the node, with a fresh look and RAS's answer if they come in time.
 
         Args:
             ranks: of this node.
@@ -304,8 +304,8 @@ class Monitor:
 
 
 def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent]:
-    """Return events in the order of their times: with interfaces by their names, whether a fault is
-    over, and each link that went down once.
+    """Return events in the order of their times: each failure once, its interface by name, and
+    whether it is over.
 
     A counter shows within a minute what the kernel's log tells to the microsecond.
     """
@@ -345,8 +345,8 @@ def _is_over(event: HealthEvent, events: list[HealthEvent], last: Look) -> bool:
 
 
 def look_once(root: Path = ROOT, host: str = "") -> NodeHealth:
-    """Look at a node once, without a look to compare it with: what its sources tell now, and what
-    the kernel has logged.
+    """Look at a node once, and return the present values of its sources and what the kernel has
+    logged. There is no earlier look to compare with, so counters show no change.
     """
     sampler = Sampler(root, past=True)
     try:

@@ -1,5 +1,5 @@
-"""What a node tells of its hardware: changes with their times, where the job's ranks are, and what
-could not be read.
+"""The hardware of a node, as data: what changed and when, the parts that the job's ranks use, and
+the sources that cannot be read.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ What = Literal[
 """What changed, or what the kernel reported."""
 
 THERMAL_REASONS: Final = 0x8 | 0x20 | 0x40 | 0x80
-"""NVIDIA's reasons for a lower clock that are no choice: hardware slowdown, heat (for software and
-for hardware), power brake.
+"""The bits of NVIDIA's throttle reasons that mean trouble: hardware slowdown, thermal slowdown (by
+software and by hardware), power brake.
 """
 
 Value = float | str
@@ -100,7 +100,7 @@ class RankPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int
     pid: int = 0
     gpu: str = ""  # PCI address; empty: unknown, or none
-    gpu_seen: bool = False  # the driver lists its process there; else its local rank tells
+    gpu_seen: bool = False  # the driver lists the process there; else it is that of the local rank
 
 
 class NotRead(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ class RasReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeHealth(msgspec.Struct, omit_defaults=True):
-    """What one node told of its hardware."""
+    """The hardware of one node, with the ranks that run there."""
 
     host: str
     began_ns: int = 0  # the first look, Unix ns; 0: events may be of any time

@@ -150,7 +150,7 @@ class RankLog(msgspec.Struct):
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports
     versions: dict[str, str] = {}
-    # what its node told of its hardware; only one log of a node has it
+    # the hardware of its node; only one log of a node has it
     health: NodeHealth | None = None
 
     @property

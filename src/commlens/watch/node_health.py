@@ -1,4 +1,4 @@
-"""What this node tells of its hardware, for the watcher: the ranks' processes, and when to look."""
+"""Joins the monitor of this node's hardware with the ranks' processes, for the watcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HealthOfNode:
             self._monitor = Monitor(root_of(settings))
 
     def add(self, members: Iterable[Member]) -> None:
-        """Take the ranks' environments, which cannot be read any more once they have ended."""
+        """Keep the environments of new ranks: that of an ended rank cannot be read."""
         for member in members:
             if member.here and self._monitor is not None:
                 whole = process.environment(member.pid)
@@ -40,7 +40,7 @@ class HealthOfNode:
                 }
 
     def look_now(self, *, ask_ras: bool = False) -> None:
-        """Look at all sources: something may be wrong.
+        """Ask for a look at all sources, because something may be wrong.
 
         Args:
             ask_ras: also ask NCCL's RAS service, which collects its answer from all ranks.
@@ -50,7 +50,9 @@ class HealthOfNode:
             self._monitor.look_now(environment if ask_ras else None)
 
     def report(self, members: Sequence[Member]) -> NodeHealth | None:
-        """Return what is known, from a fresh look if that is soon; None if nothing is watched."""
+        """Return the state of the hardware, from a fresh look if one is ready in time; None if
+        nothing is watched.
+        """
         if self._monitor is None:
             return None
         ranks = [
@@ -71,7 +73,7 @@ class HealthOfNode:
         return self._monitor.faults if self._monitor is not None else {}
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._monitor is not None:
             self._monitor.close()
 

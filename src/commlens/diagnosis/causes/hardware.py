@@ -1,9 +1,8 @@
-"""What the hardware of the nodes did when ranks stopped, slowed down or died: decide whether it can
-be why.
+"""Decide whether a change of hardware explains why ranks stopped, slowed down or died.
 
 A change counts if it fits in time and in place: the rank's own GPU, an interface that the job uses,
-and no collective that completed after it. What changed everywhere tells nothing. A change that fits
-but cannot have the effect is kept as a possible coincidence, and blames nobody.
+and no collective that completed after it. What changed everywhere explains nothing. A change that
+fits but cannot have the effect is kept as a possible coincidence, and blames nobody.
 """
 
 from __future__ import annotations
@@ -138,12 +137,14 @@ class _Place(NamedTuple):
     """The ranks that a part of a node belongs to."""
 
     ranks: list[int]
-    own: bool
-    known: bool
+    own: bool  # they use it alone, and the others have their own
+    known: bool  # that they use it; else it may be a part of another job
 
 
 def add_hardware(context: Context) -> None:
-    """Add to each root cause what the hardware did then. If that explains it, it is the reason."""
+    """Add to each root cause the changes of hardware at that time. One that explains it becomes its
+    reason.
+    """
     nodes = context.job.nodes
     if not nodes:
         return
@@ -156,8 +157,8 @@ def add_hardware(context: Context) -> None:
 
 
 def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
-    """Add to ranks that make a job slow what their hardware did, and that of the others did not. It
-    is the reason unless their processes show another.
+    """Add to ranks that make a job slow the changes of their hardware that the others do not have.
+    These are the reason unless the processes show another.
     """
     nodes = nodes_of({log.rank: log for log in logs})
     now_ns = max((node.health.taken_ns for node in nodes), default=0)
@@ -167,10 +168,10 @@ def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
 
 
 def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int) -> list[Hardware]:
-    """Return what makes ranks slow that the others do not have, the likeliest first.
+    """Return the changes of hardware that slow these ranks and no others, the likeliest first.
 
     Args:
-        nodes: that told of their hardware.
+        nodes: those whose hardware is known.
         ranks: the slow ones.
         now_ns: when they were seen to be slow, Unix ns.
     """

@@ -1,4 +1,4 @@
-"""What the job's nodes told of their hardware, by the ranks that run there."""
+"""The hardware of the job's nodes, with the ranks that run there."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Node(NamedTuple):
 
 
 def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> list[Node]:
-    """Return the nodes that told of their hardware.
+    """Return the nodes whose hardware is known.
 
     Args:
-        logs: by rank; some carry what their node told.
-        more: what was collected elsewhere, by the names of hosts. It does not tell where the ranks
-            are: those of that host are there, each with the GPU of its local rank.
+        logs: by rank; some carry the health of their node.
+        more: health that was collected apart. It names no ranks: they are found by the name of
+            their host, and each has the GPU of its local rank.
     """
     nodes = []
     for log in logs.values():

@@ -1,4 +1,4 @@
-"""What a node tells of its hardware now, as a table."""
+"""The hardware of a node as a table: states, events, and sources that cannot be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HealthTable(NamedTuple):
 
 
 def health_table(health: NodeHealth) -> HealthTable:
-    """Return what a node tells, in words."""
+    """Return the table of a node."""
     rows = [
         (f"{_NAMES.get(source, '')}{part} {values.get('name', '')}".strip(), state)
         for source, parts in health.values.items()

@@ -59,7 +59,7 @@ def pack(
         observations: by pid.
         records: how many of each rank's newest records to pack, more if an older one is in flight;
             0: as many as a job of this size allows.
-        health: what this node told of its hardware.
+        health: the hardware of this node.
     """
     joined = have_joined(members)
     ranks: list[_Rank] = []
