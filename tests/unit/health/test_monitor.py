@@ -180,11 +180,15 @@ def event(what: str, part: str, at_s: float, since_s: float = 0.0) -> HealthEven
     )
 
 
-def test_what_the_kernel_dates_exactly_is_told_once(tmp_path: Path) -> None:
-    NodeFiles(tmp_path)
-    sampler = Sampler(tmp_path)
+def values_of(files: NodeFiles) -> dict[str, Values]:
+    sampler = Sampler(files.root)
     values, _ = sampler.look(thorough=True)
     sampler.close()
+    return values
+
+
+def test_what_the_kernel_dates_exactly_is_told_once(tmp_path: Path) -> None:
+    values = values_of(NodeFiles(tmp_path))
     record = NodeRecord("n0")
     record.add(Look(100 * S, values), [])
     record.add(
@@ -208,10 +212,7 @@ def test_faults_are_counted_though_old_events_are_forgotten() -> None:
 
 
 def test_a_link_that_came_up_again_is_over(tmp_path: Path) -> None:
-    NodeFiles(tmp_path)
-    sampler = Sampler(tmp_path)
-    values, _ = sampler.look(thorough=True)
-    sampler.close()
+    values = values_of(NodeFiles(tmp_path))
     record = NodeRecord("n0")
     record.add(Look(100 * S, values), [])
     record.add(Look(160 * S, values), [event("link-down", "eth0", 130)])

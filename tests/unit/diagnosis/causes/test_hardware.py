@@ -82,12 +82,20 @@ def _half_a_second_for_each_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builders, "MS", builders.S // 2)
 
 
-def verdict_on(incident: Incident, folder: Path) -> Verdict:
-    logs, stalled_ns = JOBS[incident.kind]()
+def lay_over(logs: list[RankLog], incident: Incident, stalled_ns: int, folder: Path) -> None:
     for log in logs:
         log.host = f"n{log.rank // PER_NODE}"
         log.local_rank = log.rank % PER_NODE
     tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), folder)
+
+
+def cause(name: str) -> Incident:
+    return next(each for each in CAUSES if each.name == name)
+
+
+def verdict_on(incident: Incident, folder: Path) -> Verdict:
+    logs, stalled_ns = JOBS[incident.kind]()
+    lay_over(logs, incident, stalled_ns, folder)
     if incident.kind == "slow":
         return slow_verdict(logs)
     return diagnose_logs(logs)
@@ -145,22 +153,16 @@ def test_what_is_not_the_cause_is_not_blamed(incident: Incident, tmp_path: Path)
 
 def test_storage_does_not_explain_what_a_rank_computes(tmp_path: Path) -> None:
     """The same as above, but the rank that does not arrive is in its own code."""
-    incident = next(each for each in CAUSES if each.name == "NFS gone")
     logs, stalled_ns = _missing(at="compute_loss")
-    for log in logs:
-        log.host = f"n{log.rank // PER_NODE}"
-    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path)
+    lay_over(logs, cause("NFS gone"), stalled_ns, tmp_path)
     verdict = diagnose_logs(logs)
     assert verdict.why == "user-code" and verdict.cause is not None
     assert [each.explains for each in verdict.cause.hardware] == [False]
 
 
 def test_a_rank_that_its_process_holds_back_is_not_slow_because_of_hardware(tmp_path: Path) -> None:
-    incident = next(each for each in CAUSES if each.name == "thermal throttle on one rank")
     logs, stalled_ns = _slow()
-    for log in logs:
-        log.host = f"n{log.rank // PER_NODE}"
-    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path)
+    lay_over(logs, cause("thermal throttle on one rank"), stalled_ns, tmp_path)
     logs[SLOW].observation = Observation(End.RUNNING, window_s=5, throttled_fraction=0.5)
     verdict = slow_verdict(logs)
     assert verdict.why == "throttled" and "heat or power" in verdict.explanation
@@ -168,12 +170,9 @@ def test_a_rank_that_its_process_holds_back_is_not_slow_because_of_hardware(tmp_
 
 
 def test_a_stopped_rank_is_not_stuck_because_of_hardware(tmp_path: Path) -> None:
-    incident = next(each for each in CAUSES if each.name == "Xid 48")
     logs, stalled_ns = _stuck()
-    for log in logs:
-        log.host = f"n{log.rank // PER_NODE}"
     logs[3].observation = Observation(End.RUNNING, proc_state="T", window_s=5, cpu_s=0.0)
-    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path / "with")
+    lay_over(logs, cause("Xid 48"), stalled_ns, tmp_path)
     verdict = diagnose_logs(logs)
     for log in logs:
         log.health = None
@@ -183,11 +182,8 @@ def test_a_stopped_rank_is_not_stuck_because_of_hardware(tmp_path: Path) -> None
 
 
 def test_a_place_is_unknown_where_the_driver_does_not_tell_the_gpus(tmp_path: Path) -> None:
-    incident = next(each for each in CAUSES if each.name == "Xid 48")
     logs, stalled_ns = _stuck()
-    for log in logs:
-        log.host = f"n{log.rank // PER_NODE}"
-    tell(incident, logs, stalled_ns, max(log.captured_ns for log in logs), tmp_path)
+    lay_over(logs, cause("Xid 48"), stalled_ns, tmp_path)
     assert logs[0].health is not None
     logs[0].health.ranks = [RankPlace(0, 1000), RankPlace(1, 1001)]
     verdict = diagnose_logs(logs)
