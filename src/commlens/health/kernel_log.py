@@ -276,6 +276,7 @@ class KernelLog:
     def __init__(self, root: Path = ROOT, *, past: bool = False) -> None:
         self._kmsg = -1
         self._file: Any = None
+        self._path = root
         self._rest = b""  # of its last line, which is not complete yet
         self._journal_since_s = 0.0 if past else time.time()
         self._journal = ""
@@ -297,7 +298,7 @@ class KernelLog:
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 return False
-            self._file = path.open("rb")
+            self._file, self._path = path.open("rb"), path
         except OSError:
             return False
         end = self._file.seek(0, os.SEEK_END)
@@ -324,10 +325,28 @@ class KernelLog:
         if self._kmsg >= 0:
             return self._read_kmsg()
         if self._file is not None:
-            content = self._rest + self._file.read(READ_MAX)
+            content = self._rest + self._read_file()
             whole, newline, self._rest = content.rpartition(b"\n")
             return events_in((whole + newline).decode("utf-8", "replace").splitlines())
         return self._read_journal() if thorough and self._journal else []
+
+    def _read_file(self) -> bytes:
+        """Return what is new in the file, and in the one that log rotation put in its place."""
+        file = self._file
+        content: bytes = file.read(READ_MAX)
+        if self._was_rotated() and self._open_file(self._path, past=True):
+            file.close()
+            content += self._file.read(READ_MAX)
+        return content
+
+    def _was_rotated(self) -> bool:
+        """Return whether the file was replaced or emptied."""
+        try:
+            now = self._path.stat()
+        except OSError:
+            return False
+        is_same = os.path.samestat(now, os.fstat(self._file.fileno()))
+        return not is_same or now.st_size < self._file.tell()
 
     def _read_kmsg(self) -> list[HealthEvent]:
         boot_ns = time.time_ns() - time.monotonic_ns()

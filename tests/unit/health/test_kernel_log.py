@@ -221,6 +221,25 @@ def test_a_file_is_read_on_from_its_end(tmp_path: Path) -> None:
         all_of_it.close()
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_is_read_on_after_log_rotation(tmp_path: Path, is_replaced: bool) -> None:
+    line = "179025139{}.500000 n03 kernel: NVRM: Xid (PCI:0000:4f:00): {}, pid=1, text\n"
+    file = tmp_path / "kern.log"
+    file.write_text(line.format(0, 63) + line.format(1, 63))
+    log = KernelLog(tmp_path)
+    try:
+        if is_replaced:
+            with file.open("a") as more:
+                more.write(line.format(2, 48))
+            file.rename(tmp_path / "kern.log.1")
+            assert [event.number for event in log.read_new()] == [48]  # there is no new one yet
+        file.write_text(line.format(3, 79))
+        assert [event.number for event in log.read_new()] == [79]
+        assert log.read_new() == []
+    finally:
+        log.close()
+
+
 def test_a_file_is_read_where_neither_the_device_nor_the_journal_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
