@@ -28,7 +28,7 @@ class Named(NamedTuple):
 
 
 class Unread:
-    """Measures that may still be computed by the device."""
+    """Measures that may still be computed by the devices."""
 
     def __init__(self, named: Sequence[Named]) -> None:
         """Begin to measure. The tensors may change as soon as this returns."""
@@ -36,26 +36,45 @@ class Unread:
             (each.kind, each.name, each.tensor.numel(), str(each.tensor.dtype)[6:])
             for each in named
         ]
-        with torch.no_grad():
-            tensors = [each.tensor.detach() for each in named]
-            self._digests = _stacked([_digest(each) for each in tensors])
-            self._statistics = _statistics(tensors)
-        self._ready = _event(tensors)
+        by_device: dict[torch.device, list[int]] = {}
+        for index, each in enumerate(named):
+            by_device.setdefault(each.tensor.device, []).append(index)
+        # An optimizer on an accelerator keeps some of its states on the CPU.
+        self._parts = [
+            (indices, _UnreadPart(device, [named[index].tensor for index in indices]))
+            for device, indices in by_device.items()
+        ]
 
     def read(self) -> list[Measure]:
-        """Return the measures, in the order of the tensors. Waits for the device."""
+        """Return the measures, in the order of the tensors. Waits for the devices."""
+        measures: dict[int, Measure] = {}
+        for indices, part in self._parts:
+            for index, (digest, statistics) in zip(indices, part.read(), strict=True):
+                kind, name, items, dtype = self._about[index]
+                norm, total, nans, infs = statistics
+                mean = total / items if items else 0.0
+                measures[index] = Measure(
+                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs)
+                )
+        return [measures[index] for index in range(len(self._about))]
+
+
+class _UnreadPart:
+    """Hashes and statistics of the tensors on one device."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            detached = [each.detach() for each in tensors]
+            self._digests = _to_cpu(torch.stack([_digest(each) for each in detached]))
+            self._statistics = _statistics(detached)
+        self._ready = _event(device)
+
+    def read(self) -> list[tuple[int, list[float]]]:
+        """Return the hash and the statistics of each tensor. Waits for the device."""
         if self._ready is not None:
             self._ready.synchronize()
         digests = [value & MASK for value in self._digests.tolist()]
-        measures = []
-        for (kind, name, items, dtype), digest, (norm, total, nans, infs) in zip(
-            self._about, digests, self._statistics.tolist(), strict=True
-        ):
-            mean = total / items if items else 0.0
-            measures.append(
-                Measure(kind, name, digest, items, dtype, norm, mean, int(nans), int(infs))
-            )
-        return measures
+        return list(zip(digests, self._statistics.tolist(), strict=True))
 
 
 def reason_to_skip(tensor: Any) -> str | None:
@@ -83,21 +102,11 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _event(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return an event behind all that was begun here; None if it is done already."""
-    device = next((each.device for each in tensors if each.device.type != "cpu"), None)
-    if device is None:
+def _event(device: torch.device) -> Any:
+    """Return an event behind all that was begun on a device; None for the CPU, which is done."""
+    if device.type == "cpu":
         return None
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return event
-
-
-def _stacked(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return scalars as one tensor, on the way to the CPU."""
-    if not scalars:
-        return torch.empty(0, dtype=torch.int64)
-    return _to_cpu(torch.stack(list(scalars)))
+    return torch.get_device_module(device).current_stream(device).record_event()
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,9 +186,9 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each tensor's norm, sum, and numbers of NaN and infinite elements."""
-    if not tensors:
-        return torch.empty(0, 4)
+    """Return each tensor's norm, sum, and numbers of NaN and infinite elements. The tensors are on
+    one device.
+    """
     zero = torch.zeros((), device=tensors[0].device)
     floating = [each for each in tensors if each.dtype in WITH_STATISTICS]
     norms = iter(_norms(floating))
@@ -200,12 +209,12 @@ def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return norms in single precision: those of half a tensor may be too large for its type."""
-    by_type: dict[Any, list[int]] = {}
+    by_type: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
+        by_type.setdefault(tensor.dtype, []).append(index)
     norms: dict[int, torch.Tensor] = {}
-    for indices in by_type.values():
-        wide = torch.float64 if tensors[indices[0]].dtype == torch.float64 else torch.float32
+    for dtype, indices in by_type.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         found = torch._foreach_norm([tensors[index] for index in indices], 2, wide)
         norms.update(zip(indices, found, strict=True))
     return [norms[index] for index in range(len(tensors))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commlens.model.numbers import Measure
+from commlens.numbers import measuring
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
 from commlens.numbers.weights import MASK, ROW, column_weights, lone_word, row_weights
 
@@ -97,6 +98,39 @@ def test_the_tensor_may_change_at_once() -> None:
     unread = Unread([Named("parameter", "x", tensor)])
     tensor.zero_()
     assert unread.read()[0].digest == before
+
+
+def test_tensors_are_measured_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer on a GPU keeps its step count on the CPU: torch stacks no such scalars."""
+    expected = [digest(torch.full((2,), size)) for size in (1, 2, 3)]
+    begun = []
+    real = measuring._UnreadPart
+
+    def begin(device: torch.device, tensors: list[torch.Tensor]) -> measuring._UnreadPart:
+        assert {each.device for each in tensors} == {device}
+        begun.append(device.type)
+        return real(torch.device("cpu"), [torch.full((2,), len(each)) for each in tensors])
+
+    monkeypatch.setattr(measuring, "_UnreadPart", begin)
+    devices = ["meta", "cpu", "meta"]
+    named = [
+        Named("parameter", name, torch.empty(size, device=device))
+        for size, (name, device) in enumerate(zip("abc", devices, strict=True), start=1)
+    ]
+    found = Unread(named).read()
+    assert begun == ["meta", "cpu"]
+    assert [each.name for each in found] == ["a", "b", "c"]
+    assert [each.digest for each in found] == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_numbers_of_the_cpu() -> None:
+    tensors = [torch.randn(2 * ROW + 5), torch.tensor(3.0), torch.arange(7)]
+    on_gpu = measure(tensors[0].cuda(), tensors[1], tensors[2].cuda())
+    on_cpu = measure(*tensors)
+    assert [each.digest for each in on_gpu] == [each.digest for each in on_cpu]
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        assert (one.norm, one.mean) == pytest.approx((other.norm, other.mean), rel=1e-3, abs=1e-4)
 
 
 def test_tensors_that_cannot_be_compared() -> None:
