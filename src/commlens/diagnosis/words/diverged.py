@@ -51,7 +51,9 @@ def words(cause: Diverged) -> Words:
         next_step=_NEXT[cause.departure](cause),
         evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
         would_raise_confidence=(
-            "The ranks differ, and no majority of them agrees." if not cause.culprits else None
+            "The ranks differ, and no majority of them agrees."
+            if not cause.culprits and cause.departure not in ("same-data", "not-finite")
+            else None
         ),
     )
 

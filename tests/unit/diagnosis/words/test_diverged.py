@@ -80,6 +80,15 @@ def test_nan_everywhere() -> None:
     [found] = job.check(400, MODEL, nan)
     assert words(found).summary == f"{NORM} of all ranks has NaN since step 400 (not at step 300)"
     assert "--check-numbers=nan" in words(found).next_step
+    assert words(found).would_raise_confidence is None
+
+
+def test_the_same_value_on_all_ranks() -> None:
+    [found] = Job(relation="different").check(
+        1, {"value ids": 1.0}, source="commlens.must_differ() of ids"
+    )
+    assert words(found).summary == "ranks 0-3 have the same ids in commlens.must_differ() of ids"
+    assert words(found).would_raise_confidence is None
 
 
 def test_a_call_of_the_program() -> None:
