@@ -159,7 +159,11 @@ def _element(cause: Diverged) -> str:
 
 def _hyperparameters(cause: Diverged) -> str:
     tensor = cause.tensors[0]
-    values = [f"{side.norm:g} on {ranks_phrase(side.ranks)}" for side in tensor.sides if side.norm]
+    values = [
+        f"{side.norm:g} on {ranks_phrase(side.ranks)}"
+        for side in tensor.sides
+        if side.norm is not None
+    ]
     return f"{tensor.name} is {joined(values)}." if len(values) > 1 else ""
 
 

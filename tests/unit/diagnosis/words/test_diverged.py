@@ -64,6 +64,11 @@ def test_a_learning_rate() -> None:
     assert "lr of group 0 is 400.001 on ranks 0-2 and 0.25 on rank 3." in said.explanation
 
 
+def test_a_learning_rate_of_zero() -> None:
+    said = words(diverged("hyperparameter lr of group 0", value=0.0))
+    assert "lr of group 0 is 400.001 on ranks 0-2 and 0 on rank 3." in said.explanation
+
+
 def test_a_bit() -> None:
     sides = [TensorSide([0, 1, 2], "0" * 16, 1.0), TensorSide([3], "1" * 16, 1.0)]
     found = diverged(f"parameter {NORM}")
