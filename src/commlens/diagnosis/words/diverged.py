@@ -80,7 +80,7 @@ def _summary(cause: Diverged) -> str:
         return f"NaN came up on {where} at step {cause.step}, first in {what}"
     if cause.departure == "other-tensors":
         own = cause.only_on[0]
-        return f"only {ranks_phrase(own.ranks)} have {_listed(own.names)} {when}"
+        return f"only {ranks_and_verb(own.ranks, 'has', 'have')} {_listed(own.names)} {when}"
     if cause.departure == "other-order":
         return (
             f"{ranks_and_verb(cause.culprits or cause.ranks, 'registers', 'register')} parameters"

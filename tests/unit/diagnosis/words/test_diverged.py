@@ -69,6 +69,13 @@ def test_a_learning_rate_of_zero() -> None:
     assert "lr of group 0 is 400.001 on ranks 0-2 and 0 on rank 3." in said.explanation
 
 
+def test_a_parameter_that_one_rank_has_alone() -> None:
+    [found] = Job().check(
+        1, MODEL, without={rank: [f"parameter {NORM}"] for rank in (0, 1, 2)}, wait_s=1.0
+    )
+    assert words(found).summary.startswith(f"only rank 3 has {NORM}")
+
+
 def test_a_bit() -> None:
     sides = [TensorSide([0, 1, 2], "0" * 16, 1.0), TensorSide([3], "1" * 16, 1.0)]
     found = diverged(f"parameter {NORM}")
