@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from commlens.model.numbers import NanEvent
 from commlens.numbers.measuring import WITH_STATISTICS, reason_to_skip
-from commlens.numbers.replicas import find_roots, plain_name
+from commlens.numbers.replicas import find_roots, local_part, plain_name
 from commlens.tap import tap
 
 # they send nothing from ranks other than the root, whose buffers may hold anything
@@ -78,14 +78,12 @@ def has_nan_parameter(optimizer: Any) -> bool:
     """Return whether any parameter of an optimizer is NaN. Waits for the device."""
     with torch.no_grad():
         return any(
-            _has_nan(getattr(parameter, "_local_tensor", parameter))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            _has_nan(parameter) for group in optimizer.param_groups for parameter in group["params"]
         )
 
 
 def _has_nan(tensor: Any) -> bool:
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    tensor = local_part(tensor)
     if reason_to_skip(tensor) is not None or tensor.dtype not in WITH_STATISTICS:
         return False
     tensor = tensor.detach()
