@@ -81,5 +81,4 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     check: CheckId
     tables: tuple[TableRef, ...]
     nans: tuple[Measure, ...] = ()  # parameters and optimizer states with NaN, shared or not
-    skipped: tuple[str, ...] = ()  # tensors that are not compared, and why
     first_nan: NanEvent | None = None

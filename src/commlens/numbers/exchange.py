@@ -150,7 +150,6 @@ class Exchange:
             check,
             tuple(refs),
             tuple(nans),
-            tuple(inspection.skipped[:_WAITING_MAX]),
             inspection.first_nan,
         )
         self._meeting.post(_encode(report))

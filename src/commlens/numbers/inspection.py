@@ -45,18 +45,14 @@ class Inspection:
         nans: bool = True,
         first_nan: NanEvent | None = None,
     ) -> None:
-        self.skipped: list[str] = []
         self.first_nan = first_nan
         self._nans = nans
         self._kept_by: list[tuple[Replicas, ...]] = []
         named = []
         for each in looked:
-            kind, name, tensor = each.named
-            if (reason := reason_to_skip(tensor)) is not None:
-                self.skipped.append(f"{name} ({reason})")
-                continue
-            named.append(Named(kind, name, tensor))
-            self._kept_by.append(each.kept_by)
+            if reason_to_skip(each.named.tensor) is None:
+                named.append(each.named)
+                self._kept_by.append(each.kept_by)
         self._unread = Unread(named)
 
     def read(self) -> tuple[list[Table], list[Measure]]:
