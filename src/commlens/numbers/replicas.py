@@ -35,7 +35,6 @@ class Place(NamedTuple):
     """Where a parameter or buffer is in its model."""
 
     name: str
-    order: int  # in which it is registered
     kept_by: tuple[Replicas, ...]
 
 
@@ -131,7 +130,6 @@ class Model:
         return [f"{type(root).__name__} {number}." for number, root in enumerate(roots)]
 
     def _find_places(self) -> None:
-        order = 0
         for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
             by_ddp = _replicas_by_ddp(root)
             untold = self._untold(root)
@@ -139,8 +137,7 @@ class Model:
                 known = (*replicas_of_dtensor(parameter), *by_ddp.get(id(parameter), ()))
                 is_part = hasattr(parameter, "placements") or _is_flat(parameter)
                 kept = known or (() if is_part else untold)
-                self.places[id(parameter)] = Place(plain_name(prefix + name), order, kept)
-                order += 1
+                self.places[id(parameter)] = Place(plain_name(prefix + name), kept)
 
     def _untold(self, root: nn.Module) -> tuple[Replicas, ...]:
         """Return the ranks that hold replicas of plain parameters outside of DDP, perhaps."""
