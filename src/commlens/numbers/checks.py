@@ -142,13 +142,6 @@ def exchange_of(ranks: Sequence[int]) -> Exchange | None:
     return exchange
 
 
-def everyone() -> range:
-    """Return all ranks of the job."""
-    import torch.distributed as dist
-
-    return range(dist.get_world_size())
-
-
 def finish() -> None:
     """Send what is left, and compare it where this rank does so. Takes a few seconds at most."""
     for exchange in _exchanges.values():

@@ -120,7 +120,7 @@ class Model:
                         yield plain_name(f"{prefix}{path}.{name}"), buffer, known
                     else:
                         told = (Replicas(self._group, "equal"),) if self._group else None
-                        kept = told or (Replicas(_everyone(), "learned"),)
+                        kept = told or (Replicas(everyone(), "learned"),)
                         yield plain_name(f"{prefix}{path}.{name}"), buffer, kept
 
     def _prefixes(self) -> list[str]:
@@ -151,7 +151,7 @@ class Model:
         # Tensor parallel leaves the parameters as they are that it does not shard.
         if len(meshes) == 1 and not has_fsdp(root):
             return (Replicas(tuple(sorted(meshes.pop())), "presumed"),)
-        return (Replicas(_everyone(), "learned"),)
+        return (Replicas(everyone(), "learned"),)
 
 
 def has_fsdp(root: nn.Module) -> bool:
@@ -195,7 +195,8 @@ def find_roots(parameters: Iterable[Any]) -> list[nn.Module]:
     return [modules[root] for root in sorted(roots, key=lambda root: roots[root])]
 
 
-def _everyone() -> tuple[int, ...]:
+def everyone() -> tuple[int, ...]:
+    """Return all ranks of the job."""
     return tuple(range(dist.get_world_size()))
 
 

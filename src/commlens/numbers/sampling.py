@@ -20,12 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commlens.model.number_checks import NumberChecks
 from commlens.model.numbers import CheckId
-from commlens.numbers.checks import everyone, exchange_of
+from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
-from commlens.numbers.replicas import Model, Replicas, find_roots, group_ranks
+from commlens.numbers.replicas import Model, Replicas, everyone, find_roots, group_ranks
 
 log = logging.getLogger("commlens")
 
