@@ -187,7 +187,8 @@ def _compare(
         tensor = torch.tensor(tensor)
     tensor = local_part(tensor)
     if (reason := reason_to_skip(tensor)) is not None:
-        what = type(tensor).__name__ if reason == "no tensor" else f"a tensor that is {reason}"
+        is_tensor = isinstance(tensor, torch.Tensor)
+        what = f"a tensor that is {reason}" if is_tensor else type(tensor).__name__
         raise CommandError(
             f"{caller} cannot compare {name!r}, which is {what}: it takes a tensor with values or a"
             " number."
