@@ -130,12 +130,7 @@ class Exchange:
                 self._collector.finish()
         except Exception as error:
             self._off = True
-            log.warning(
-                "commlens stops comparing numbers; the job goes on: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            log.debug("the exchange's error", exc_info=True)
+            log_stop(error)
 
     def _send(self, check: CheckId, inspection: Inspection) -> None:
         tables, nans = inspection.read()
@@ -153,6 +148,14 @@ class Exchange:
             inspection.first_nan,
         )
         self._meeting.post(_encode(report))
+
+
+def log_stop(error: Exception) -> None:
+    """Log the error that ends all checks of this process."""
+    log.warning(
+        "commlens stops comparing numbers; the job goes on: %s: %s", type(error).__name__, error
+    )
+    log.debug("the error that ends the checks", exc_info=error)
 
 
 class Collector:

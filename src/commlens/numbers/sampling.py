@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -22,12 +21,11 @@ from commlens.model.number_checks import NumberChecks
 from commlens.model.numbers import CheckId
 from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
+from commlens.numbers.exchange import log_stop
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots, group_ranks
-
-log = logging.getLogger("commlens")
 
 _SEARCHES_MAX: Final = 16
 _sampler: Sampler | None = None
@@ -164,12 +162,7 @@ def _safely(method: Callable[..., None], *args: Any) -> None:
     except Exception as error:
         if _sampler is not None:
             _sampler.off = True
-        log.warning(
-            "commlens stops comparing numbers; the job goes on: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        log.debug("the check's error", exc_info=True)
+        log_stop(error)
 
 
 def _after_step(optimizer: Any, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
