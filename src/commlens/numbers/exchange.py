@@ -27,7 +27,7 @@ from commlens.model.verdict import Verdict
 from commlens.numbers.comparison import Comparison
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.meeting import Meeting
-from commlens.text import ranks_and_verb
+from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
 
@@ -35,7 +35,9 @@ _POLL_S: Final = 0.25
 _NAP_S: Final = 0.01  # while ranks wait for an answer
 _AT_END_S: Final = 3.0  # for the last checks to be compared
 _WAITING_MAX: Final = 256  # checks that ranks have not reported yet
-_LATE_S: Final = 60.0  # after the first report, a check is compared without the other ranks
+# after the first report, a check for which no rank waits is compared without the other ranks: they
+# may have finished before
+_LATE_S: Final = 60.0
 
 _encode = msgspec.msgpack.encode
 
@@ -189,10 +191,8 @@ class Collector:
             absent = self._absent(check)
             if not absent:
                 self._compare(check, [])
-            elif check.wait_s and now - self._since[check] > check.wait_s:
+            elif now - self._since[check] > (check.wait_s or _LATE_S):
                 self._compare(check, absent)
-            elif not check.wait_s and now - self._since[check] > _LATE_S:
-                self._compare(check, absent)  # a rank that has finished before the others
             elif len(self._waiting) > _WAITING_MAX:
                 self._forget(check)
 
@@ -244,8 +244,8 @@ class Collector:
             self._answered = self._answered[-8:]
             if absent:
                 log.warning(
-                    "commlens: %s not reach %s within %g s: it is not compared.",
-                    ranks_and_verb(absent, "did", "did"),
+                    "commlens: %s did not reach %s within %g s: not compared.",
+                    ranks_phrase(absent),
                     check.source,
                     check.wait_s,
                 )
