@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,6 @@ def assert_replicas_agree(
     __tracebackhide__ = True  # pytest shows the test's own line
     from commlens.numbers.checks import check_numbers
 
-    about: dict[str, Any] = {"group": group, "tolerance": tolerance, "timeout_s": timeout_s}
-    verdict = check_numbers(model, optimizer, **about)
+    verdict = check_numbers(model, optimizer, group=group, tolerance=tolerance, timeout_s=timeout_s)
     if verdict.kind != "healthy" or verdict.missing_evidence:
         raise AssertionError(str(verdict))
