@@ -72,6 +72,8 @@ NOT_SETTINGS: Final = frozenset(
 """``COMMLENS_*`` variables that are not settings."""
 
 DEFAULT: Final = "default"
+_ON: Final = ("1", "true", "yes", "on")
+_OFF: Final = ("0", "false", "no", "off")
 AUTO: Final = "auto"
 STALL_CEILING_S: Final = 60.0
 """The longest stall timeout that is learned from a job."""
@@ -289,9 +291,9 @@ def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
+    if text in _ON:
         return True
-    if text in ("0", "false", "no", "off"):
+    if text in _OFF:
         return False
     raise ValueError
 
@@ -319,19 +321,17 @@ def _signal(value: Any) -> str:
 
 def _steps(value: Any) -> str | None:
     text = str(value).strip().lower()
-    if value is False or text in ("0", "false", "no", "off"):
+    if text in _OFF:
         return None
-    if value is True or text in ("1", "true", "yes", "on", "all"):
+    if text in (*_ON, "all"):
         return "all"
     parse_steps(text)
     return text
 
 
 def _number_checks(value: Any) -> str | None:
-    text = str(value).strip()
-    if value is False or text.lower() in ("0", "false", "no", "off"):
-        return None
-    return str(parse_number_checks(text))
+    text = str(value).strip().lower()
+    return str(parse_number_checks(text)) if text not in _OFF else None
 
 
 def _command(value: Any) -> str:
