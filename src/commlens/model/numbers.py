@@ -17,6 +17,10 @@ from the beginning. ``learned``: so they must, if they have been so while they c
 """
 
 
+Key = tuple[TensorKind, str]
+"""A tensor's kind and name."""
+
+
 class Measure(msgspec.Struct, frozen=True, array_like=True):
     """A tensor's hash, and the statistics that tell noise from a fault."""
 
@@ -29,6 +33,11 @@ class Measure(msgspec.Struct, frozen=True, array_like=True):
     mean: float = 0.0
     nans: int = 0
     infs: int = 0
+
+    @property
+    def key(self) -> Key:
+        """The tensor's kind and name, which all ranks give it alike."""
+        return self.kind, self.name
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commlens.model.cause import Diverged, DivergedTensor, OwnTensors, TensorKind, Why
-from commlens.model.numbers import CheckId, Measure, Report
+from commlens.model.numbers import CheckId, Key, Measure, Report
 from commlens.numbers.departures import (
     TRAINED,
     all_ranks,
@@ -25,7 +25,6 @@ from commlens.numbers.differences import (
     SHOWN,
     SMALL,
     Difference,
-    Key,
     Load,
     Part,
     are_close,
@@ -111,7 +110,7 @@ class Comparison:
         at = check.subject, part.ranks
         self._equal_at[at] = check.number
         table = next(iter(part.tables.values()))
-        self._agreed[at] = {(each.kind, each.name): each.digest for each in table.measures}
+        self._agreed[at] = {each.key: each.digest for each in table.measures}
 
     # --- tensors that must be equal
 
@@ -337,12 +336,9 @@ class Comparison:
         if self._is_known("nan", sorted(reports), check):
             return []
         first = next(iter(having.values()))[0]
-        key = first.kind, first.name
+        key = first.key
         with_it = {
-            rank: measure
-            for rank, nans in having.items()
-            for measure in nans
-            if (measure.kind, measure.name) == key
+            rank: measure for rank, nans in having.items() for measure in nans if measure.key == key
         }
         everywhere = len(having) == len(reports)
         culprits = [] if everywhere else sorted(having)

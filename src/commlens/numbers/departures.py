@@ -148,7 +148,7 @@ def other_kinds(
     name = _without_state(name)
     differing = {each.key for each in differences}
     keys = {
-        (measure.kind, measure.name)
+        measure.key
         for part in equal
         for measure in next(iter(part.tables.values())).measures
         if measure.kind in TRAINED and _without_state(measure.name) == name

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from commlens.model.cause import OwnTensors, TensorKind
-from commlens.model.numbers import CheckId, Measure, Relation, Report, Table
+from commlens.model.cause import OwnTensors
+from commlens.model.numbers import CheckId, Key, Measure, Relation, Report, Table
 
-Key = tuple[TensorKind, str]
 Load = Callable[[str], Table | None]
 """Returns a table by its digest; None if it is lost."""
 
@@ -34,7 +33,7 @@ class Part(NamedTuple):
         found: dict[Key, dict[int, Measure]] = {}
         for rank, table in self.tables.items():
             for measure in table.measures:
-                found.setdefault((measure.kind, measure.name), {})[rank] = measure
+                found.setdefault(measure.key, {})[rank] = measure
         return found
 
 
@@ -89,7 +88,7 @@ def count_tensors(parts: Iterable[Part]) -> int:
     keys: set[Key] = set()
     for part in parts:
         for table in {id(table): table for table in part.tables.values()}.values():
-            keys |= {(each.kind, each.name) for each in table.measures}
+            keys |= {each.key for each in table.measures}
     return len(keys)
 
 
