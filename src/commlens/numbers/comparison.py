@@ -208,13 +208,15 @@ class Comparison:
         stale: set[int] = set()
         for root in roots:
             before = self._agreed_before(check, root)
-            old = [side for side in root.sides if next(iter(side.values())).digest in before]
-            if len(root.sides) != 2 or len(old) != 1:
+            old: list[dict[int, Measure]] = []
+            changed: list[dict[int, Measure]] = []
+            for side, measure in zip(root.sides, root.measures, strict=True):
+                (old if measure.digest in before else changed).append(side)
+            if len(old) != 1 or len(changed) != 1:
                 return []
-            [changed] = [side for side in root.sides if side is not old[0]]
             # With as many ranks on both sides: an optimizer's step changes parameters and states.
-            is_odd = len(old[0]) < len(changed) or (
-                len(old[0]) == len(changed)
+            is_odd = len(old[0]) < len(changed[0]) or (
+                len(old[0]) == len(changed[0])
                 and check.source.startswith(OPTIMIZER)
                 and root.key[0] in ("parameter", "optimizer-state")
             )

@@ -55,8 +55,8 @@ def find_lone_word(roots: Sequence[Difference]) -> LoneWord | None:
 
 
 def _lone_word_of(root: Difference) -> LoneWord | None:
-    one, other = (next(iter(side.values())) for side in root.sides[:2])
-    if len(root.sides) != 2 or (one.items, one.dtype) != (other.items, other.dtype):
+    one, other, *more = root.measures
+    if more or (one.items, one.dtype) != (other.items, other.dtype):
         return None
     words = -(-one.items * _WORDS.get(one.dtype, 0) // 4)
     found = lone_word(one.digest - other.digest, words) if words > 1 else None
@@ -114,8 +114,8 @@ def find_departure(
 
 
 def _is_small(difference: Difference) -> bool:
-    measures = [next(iter(side.values())) for side in difference.sides]
-    return all(are_close(one, other, SMALL) for one, other in combinations(measures, 2))
+    pairs = combinations(difference.measures, 2)
+    return all(are_close(one, other, SMALL) for one, other in pairs)
 
 
 def blame(
@@ -162,7 +162,7 @@ def tensor_of(difference: Difference, lone: LoneWord | None) -> DivergedTensor:
     """Return a difference as data for the verdict."""
     element = bit = None
     if lone is not None:
-        size = _WORDS[next(iter(difference.sides[0].values())).dtype]
+        size = _WORDS[difference.measures[0].dtype]
         element = lone.position * 4 // size
         if lone.bit is not None:
             at = lone.position * 32 + lone.bit

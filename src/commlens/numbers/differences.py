@@ -45,6 +45,11 @@ class Difference(NamedTuple):
     learned: bool
 
     @property
+    def measures(self) -> list[Measure]:
+        """One measure of each side: those of a side are alike."""
+        return [next(iter(side.values())) for side in self.sides]
+
+    @property
     def ranks(self) -> list[int]:
         """All of its ranks."""
         return sorted(rank for side in self.sides for rank in side)
