@@ -28,6 +28,12 @@ TRAINED: Final[tuple[TensorKind, ...]] = (
 )
 """What an optimizer's step depends on, causes before effects."""
 
+_STATES_MAX: Final = 4  # of one parameter
+_LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
+_LAST_OF_HALF: Final = 1 << 2  # of 7 or 10 bits
+# bytes of an element, of the types in which a single element is looked for
+_SIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+
 
 def roots_of(differences: Sequence[Difference]) -> list[Difference]:
     """Return the differences of the first kind that differs: the others follow from it."""
@@ -58,7 +64,7 @@ def _lone_word_of(root: Difference) -> LoneWord | None:
     one, other, *more = root.measures
     if more or (one.items, one.dtype) != (other.items, other.dtype):
         return None
-    words = -(-one.items * _WORDS.get(one.dtype, 0) // 4)
+    words = -(-one.items * _SIZES.get(one.dtype, 0) // 4)
     found = lone_word(one.digest - other.digest, words) if words > 1 else None
     return found if found is not None and not _is_rounding(found, one.dtype) else None
 
@@ -75,13 +81,6 @@ def _is_rounding(word: LoneWord, dtype: str) -> bool:
 def _without_state(name: str) -> str:
     """Return the parameter of an optimizer's state: ``"exp_avg of a" -> "a"``."""
     return name.partition(" of ")[2] or name
-
-
-_STATES_MAX: Final = 4
-_LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
-_LAST_OF_HALF: Final = 1 << 2  # of 7 or 10 bits
-_WORDS: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
-"""Bytes of an element, of the types whose elements are told."""
 
 
 def find_departure(
@@ -162,7 +161,7 @@ def tensor_of(difference: Difference, lone: LoneWord | None) -> DivergedTensor:
     """Return a difference as data for the verdict."""
     element = bit = None
     if lone is not None:
-        size = _WORDS[difference.measures[0].dtype]
+        size = _SIZES[difference.measures[0].dtype]
         element = lone.position * 4 // size
         if lone.bit is not None:
             at = lone.position * 32 + lone.bit
