@@ -162,9 +162,12 @@ def differences_of(
             else:
                 side[rank] = measure
         if len(sides) > 1:
-            sides.sort(key=lambda side: (-len(side), min(side)))
-            found.append(Difference(key, sides, learned))
+            found.append(Difference(key, _most_ranks_first(sides), learned))
     return found
+
+
+def _most_ranks_first(sides: Iterable[dict[int, Measure]]) -> list[dict[int, Measure]]:
+    return sorted(sides, key=lambda side: (-len(side), min(side)))
 
 
 def _agree(one: Measure, other: Measure, tolerance: float) -> bool:
@@ -216,8 +219,9 @@ def find_other_order(parts: Sequence[Part]) -> Difference | None:
         if len(orders) > 1:
             one, other, *_ = sorted(orders, key=lambda order: -len(orders[order]))
             name = next(a for a, b in zip(one, other, strict=True) if a != b)
-            sides = sorted(orders.values(), key=lambda side: (-len(side), min(side)))
-            return Difference(("parameter", name), sides, learned=False)
+            return Difference(
+                ("parameter", name), _most_ranks_first(orders.values()), learned=False
+            )
     return None
 
 
