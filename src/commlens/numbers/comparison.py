@@ -25,7 +25,6 @@ from commlens.numbers.differences import (
     SHOWN,
     SMALL,
     Difference,
-    Load,
     Part,
     are_close,
     count_tensors,
@@ -37,7 +36,6 @@ from commlens.numbers.differences import (
     find_own_tensors,
     is_telling,
     must_be_equal,
-    parts_of,
 )
 
 OPTIMIZER: Final = "optimizer"
@@ -82,11 +80,17 @@ class Comparison:
         self._without_nan: dict[str, int] = {}
         self._found: set[tuple[str, tuple[int, ...]]] = set()
 
-    def compare(self, check: CheckId, reports: Mapping[int, Report], load: Load) -> list[Diverged]:
+    def compare(
+        self, check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
+    ) -> list[Diverged]:
         """Return what ranks have differently in this check, and had alike before. A difference is
         returned once.
+
+        Args:
+            check: the check.
+            reports: of the ranks.
+            parts: the tables of these reports.
         """
-        parts = parts_of(reports, load)
         equal = [part for part in parts if must_be_equal(part, check)]
         found = [
             *(
@@ -101,10 +105,6 @@ class Comparison:
             if part.agrees:
                 self._remember(check, part)
         return found
-
-    def compared(self, reports: Mapping[int, Report], load: Load) -> int:
-        """Return the number of tensors that several ranks have reported."""
-        return count_tensors(parts_of(reports, load))
 
     def _remember(self, check: CheckId, part: Part) -> None:
         at = check.subject, part.ranks

@@ -25,6 +25,7 @@ from commlens.model.cause import Diverged
 from commlens.model.numbers import CheckId, Report, Table, TableRef
 from commlens.model.verdict import Verdict
 from commlens.numbers.comparison import Comparison
+from commlens.numbers.differences import count_tensors, parts_of
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.meeting import Meeting
 from commlens.text import ranks_phrase
@@ -223,21 +224,15 @@ class Collector:
 
     def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
         reports = self._waiting[check]
-        loaded: dict[str, Table | None] = {}
 
         def load(digest: str) -> Table | None:
-            if digest not in loaded:
-                content = self._meeting.value(table_name(check, digest))
-                loaded[digest] = (
-                    msgspec.msgpack.decode(content, type=Table) if content is not None else None
-                )
-            return loaded[digest]
+            content = self._meeting.value(table_name(check, digest))
+            return msgspec.msgpack.decode(content, type=Table) if content is not None else None
 
-        causes = self._comparison.compare(check, reports, load)
+        parts = parts_of(reports, load)
+        causes = self._comparison.compare(check, reports, parts)
         if check.wait_s:
-            answer = Answer(
-                causes, len(reports), self._comparison.compared(reports, load), list(absent)
-            )
+            answer = Answer(causes, len(reports), count_tensors(parts), list(absent))
             self._meeting.keep(answer_name(check), _encode(answer))
             self._answered.append(answer_name(check))
             self._meeting.discard(self._answered[:-8])

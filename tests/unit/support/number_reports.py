@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from commlens.model.cause import Diverged, TensorKind
 from commlens.model.numbers import CheckId, Measure, Relation, Report, Table, TableRef
 from commlens.numbers.comparison import Comparison
+from commlens.numbers.differences import parts_of
 
 Values = Mapping[str, float]
 """A number for each tensor, ``"parameter a"``, which stands for its bytes."""
@@ -66,7 +67,7 @@ class Job:
                     refs.append(TableRef(group, self.relation, digest))
             nans = tuple(each for each in measures if each.nans and each.kind == "parameter")
             reports[rank] = Report(rank, check, tuple(refs), nans)
-        return self.comparison.compare(check, reports, tables.get)
+        return self.comparison.compare(check, reports, parts_of(reports, tables.get))
 
 
 def kinds(*names: TensorKind) -> list[TensorKind]:
