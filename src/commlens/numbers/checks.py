@@ -151,13 +151,13 @@ def finish() -> None:
 
 def report(verdict: Verdict) -> None:
     """Hand a verdict to the watcher, which prints it and saves it; log it if there is none."""
+    from commlens.numbers.meeting import write_file
+
     folder = job_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
             path = folder / f"{job_dirs.NUMBERS_VERDICT}{os.getpid()}"
-            temporary = folder / f"{job_dirs.NUMBERS}draft.{os.getpid()}"
-            temporary.write_bytes(job_dirs.NUMBERS_HEAD + verdict.to_json())
-            temporary.replace(path)
+            write_file(path, verdict.to_json())
             until = time.monotonic() + _TAKEN_WITHIN_S
             while path.exists() and time.monotonic() < until:
                 time.sleep(_NAP_S)

@@ -56,7 +56,7 @@ class SharedMemory:
         """Add a report to the queue."""
         self._posted += 1
         name = f"{self._queue}{self._rank:08}.{os.getpid()}.{self._posted:012}"
-        self._write(self._path(name), report)
+        write_file(self._path(name), report)
 
     def take(self) -> list[bytes]:
         """Return the reports that were added since the last call, of each rank in its order."""
@@ -65,8 +65,6 @@ class SharedMemory:
             names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
         reports = []
         for name in names:
-            if name.endswith(".tmp"):
-                continue
             path = self._folder / name
             if (content := _content(path)) is not None:
                 reports.append(content)
@@ -77,7 +75,7 @@ class SharedMemory:
         """Keep a value under a name, unless there is one."""
         path = self._path(name)
         if not path.exists():
-            self._write(path, value)
+            write_file(path, value)
 
     def value(self, name: str) -> bytes | None:
         """Return the value under a name; None if there is none."""
@@ -91,14 +89,15 @@ class SharedMemory:
     def _path(self, name: str) -> Path:
         return self._folder / f"{job_dirs.NUMBERS}{name}"
 
-    def _write(self, path: Path, value: bytes) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600), "wb") as file:  # noqa: PTH123 - of a descriptor
-            file.write(job_dirs.NUMBERS_HEAD + value)
-        temporary.replace(path)
+
+def write_file(path: Path, value: bytes) -> None:
+    """Write a file of a job's folder whole, for its user only."""
+    temporary = path.with_name(f"{job_dirs.NUMBERS}draft.{os.getpid()}.{path.name}")
+    temporary.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(temporary, flags, 0o600), "wb") as file:  # noqa: PTH123 - of a descriptor
+        file.write(job_dirs.NUMBERS_HEAD + value)
+    temporary.replace(path)
 
 
 def _content(path: Path) -> bytes | None:
