@@ -102,7 +102,10 @@ def _summary(cause: Diverged) -> str:
 
 
 def _subject(cause: Diverged) -> str:
-    tensor = cause.tensors[0]
+    return _title(cause.tensors[0])
+
+
+def _title(tensor: DivergedTensor) -> str:
     return f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
 
 
@@ -112,11 +115,10 @@ def _when(cause: Diverged) -> str:
     if not cause.source.startswith("optimizer"):
         return f"in {cause.source}" if cause.step == 1 else f"in {cause.source}, call {cause.step}"
     optimizer = f" of {cause.source}" if cause.source != "optimizer 1" else ""
-    before = f" (equal at step {cause.equal_at})" if cause.equal_at is not None else ""
-    if cause.departure == "not-finite":
-        before = f" (not at step {cause.equal_at})" if cause.equal_at is not None else ""
-    since = "since" if cause.equal_at is not None else "at"
-    return f"{since} step {cause.step}{optimizer}{before}"
+    if cause.equal_at is None:
+        return f"at step {cause.step}{optimizer}"
+    before = "not" if cause.departure == "not-finite" else "equal"
+    return f"since step {cause.step}{optimizer} ({before} at step {cause.equal_at})"
 
 
 def _listed(names: list[str]) -> str:
@@ -129,9 +131,7 @@ def _listed(names: list[str]) -> str:
 
 def _extent(cause: Diverged) -> str:
     """Return how many tensors differ, and how the other kinds of the first one are."""
-    if not cause.compared or cause.departure in ("same-data", "not-finite", "other-order"):
-        return ""
-    if not cause.differing:
+    if not cause.differing or cause.departure in ("same-data", "not-finite", "other-order"):
         return ""
     equal = [_KIND_NAMES[kind] for kind in cause.equal_kinds]
     unequal = [_KIND_NAMES[kind] for kind in cause.unequal_kinds]
@@ -259,8 +259,7 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
 
 
 def _evidence(tensor: DivergedTensor) -> str:
-    name = f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
-    return f"{name}: {'; '.join(_side(side) for side in tensor.sides)}."
+    return f"{_title(tensor)}: {'; '.join(_side(side) for side in tensor.sides)}."
 
 
 def _side(side: TensorSide) -> str:
