@@ -83,7 +83,7 @@ def _summary(cause: Diverged) -> str:
         return f"only {ranks_and_verb(own.ranks, 'has', 'have')} {_listed(own.names)} {when}"
     if cause.departure == "other-order":
         return (
-            f"{ranks_and_verb(cause.culprits or cause.ranks, 'registers', 'register')} parameters"
+            f"{ranks_and_verb(_suspects(cause), 'registers', 'register')} parameters"
             f" in another order{'' if cause.culprits else ' than one another'}, from"
             f" {cause.tensors[0].name} on"
         )
@@ -99,6 +99,11 @@ def _summary(cause: Diverged) -> str:
     if len(cause.culprits) == 1:
         return f"rank {cause.culprits[0]}'s {_subject(cause)} differs from {others} {when}"
     return f"{_subject(cause)} of {ranks_phrase(cause.culprits)} differs from {others} {when}"
+
+
+def _suspects(cause: Diverged) -> list[int]:
+    """Return the ranks to look at: those to blame, or all of them."""
+    return cause.culprits or cause.ranks
 
 
 def _subject(cause: Diverged) -> str:
@@ -175,10 +180,9 @@ def _distance(cause: Diverged) -> str:
 
 
 def _not_updated(cause: Diverged) -> str:
-    ranks = cause.culprits or cause.ranks
     return (
-        f"On {ranks_phrase(ranks)} the value is still that of step {cause.equal_at}; on the others"
-        " it has changed."
+        f"On {ranks_phrase(_suspects(cause))} the value is still that of step {cause.equal_at};"
+        " on the others it has changed."
     )
 
 
@@ -229,12 +233,12 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         "set the optimizer and its scheduler up alike on all ranks, also when a job resumes"
     ),
     "one-bit": lambda cause: (
-        f"test the memory of {ranks_phrase(cause.culprits or cause.ranks)}, and resume from a"
+        f"test the memory of {ranks_phrase(_suspects(cause))}, and resume from a"
         " checkpoint before this step"
     ),
     "one-element": lambda cause: (
         f"resume from a checkpoint before this step; if it happens again on"
-        f" {ranks_phrase(cause.culprits or cause.ranks)}, test that machine"
+        f" {ranks_phrase(_suspects(cause))}, test that machine"
     ),
     "not-updated": _is("look for the code that changes it on some ranks only"),
     "other-random-numbers": _is("seed these ranks alike"),
@@ -248,7 +252,7 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "not-finite": lambda cause: (
         "run again with --check-numbers=nan, which names the rank and the module that had it first"
         if cause.tensors
-        else f"look at the data of {ranks_phrase(cause.culprits or cause.ranks)} in this step, and"
+        else f"look at the data of {ranks_phrase(_suspects(cause))} in this step, and"
         " at what this module computes"
     ),
     "unclear": _is("look at the code that changes it between these two steps"),
