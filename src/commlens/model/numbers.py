@@ -33,6 +33,12 @@ class Measure(msgspec.Struct, frozen=True, array_like=True):
     mean: float = 0.0
     nans: int = 0
     infs: int = 0
+    parameter: str = ""  # of an optimizer's state: the name of the parameter that it belongs to
+
+    @property
+    def owner(self) -> str:
+        """The parameter's name, for its gradient and its optimizer states, too."""
+        return self.parameter or self.name
 
     @property
     def key(self) -> Key:

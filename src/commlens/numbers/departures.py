@@ -52,7 +52,7 @@ def find_lone_word(roots: Sequence[Difference]) -> LoneWord | None:
     """Return the only word that differs, if only one tensor does, or its states in the same
     word.
     """
-    if len({_without_state(root.key[1]) for root in roots}) != 1 or len(roots) > _STATES_MAX:
+    if len({root.measures[0].owner for root in roots}) != 1 or len(roots) > _STATES_MAX:
         return None
     words = [_lone_word_of(root) for root in roots]
     if len({word.position if word is not None else None for word in words}) != 1:
@@ -76,11 +76,6 @@ def _is_rounding(word: LoneWord, dtype: str) -> bool:
             word.change % (1 << 16) == 0 and word.change >> 16 < _LAST_OF_HALF
         )
     return dtype == "float32" and word.change < _LAST_OF_SINGLE
-
-
-def _without_state(name: str) -> str:
-    """Return the parameter of an optimizer's state: ``"exp_avg of a" -> "a"``."""
-    return name.partition(" of ")[2] or name
 
 
 def find_departure(
@@ -143,14 +138,13 @@ def other_kinds(
     """Return the other kinds of the first tensor that were compared: equal ones, and others."""
     if not roots or roots[0].key[0] not in ("gradient", "optimizer-state", "parameter"):
         return [], []
-    kind, name = roots[0].key
-    name = _without_state(name)
+    kind, owner = roots[0].key[0], roots[0].measures[0].owner
     differing = {each.key for each in differences}
     keys = {
         measure.key
         for part in equal
         for measure in next(iter(part.tables.values())).measures
-        if measure.kind in TRAINED and _without_state(measure.name) == name
+        if measure.kind in TRAINED and measure.owner == owner
     }
     unequal = {each[0] for each in keys if each in differing} - {kind}
     same = {each[0] for each in keys} - unequal - {kind}

@@ -128,7 +128,7 @@ def _states(optimizer: Any, place: Place, parameter: Any) -> Iterator[Looked]:
     for name, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor):
             yield Looked(
-                Named("optimizer-state", f"{name} of {place.name}", local_part(value)),
+                Named("optimizer-state", f"{name} of {place.name}", local_part(value), place.name),
                 _kept_like(parameter, value, place),
             )
 

@@ -25,6 +25,7 @@ class Named(NamedTuple):
     kind: TensorKind
     name: str
     tensor: torch.Tensor
+    parameter: str = ""  # of an optimizer's state: the name of the parameter that it belongs to
 
 
 class Unread:
@@ -33,7 +34,13 @@ class Unread:
     def __init__(self, named: Sequence[Named]) -> None:
         """Begin to measure. The tensors may change as soon as this returns."""
         self._about = [
-            (each.kind, each.name, each.tensor.numel(), str(each.tensor.dtype)[6:])
+            (
+                each.kind,
+                each.name,
+                each.tensor.numel(),
+                str(each.tensor.dtype)[6:],
+                each.parameter,
+            )
             for each in named
         ]
         by_device: dict[torch.device, list[int]] = {}
@@ -50,11 +57,11 @@ class Unread:
         measures: dict[int, Measure] = {}
         for indices, part in self._parts:
             for index, (digest, statistics) in zip(indices, part.read(), strict=True):
-                kind, name, items, dtype = self._about[index]
+                kind, name, items, dtype, parameter = self._about[index]
                 norm, total, nans, infs = statistics
                 mean = total / items if items else 0.0
                 measures[index] = Measure(
-                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs)
+                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs), parameter
                 )
         return [measures[index] for index in range(len(self._about))]
 

@@ -10,9 +10,11 @@ from commlens.numbers.differences import Difference
 from commlens.numbers.measuring import Named, Unread
 
 
-def difference(tensor: torch.Tensor, other: torch.Tensor, name: str = "a") -> Difference:
+def difference(
+    tensor: torch.Tensor, other: torch.Tensor, name: str = "a", parameter: str = ""
+) -> Difference:
     """Two ranks have a tensor differently."""
-    named = [Named("parameter", name, each) for each in (tensor, other)]
+    named = [Named("parameter", name, each, parameter) for each in (tensor, other)]
     one, two = Unread(named).read()
     return Difference(("parameter", name), [{0: one}, {1: two}], learned=False)
 
@@ -51,8 +53,8 @@ def test_the_states_of_one_element_are_one() -> None:
     flipped = tensor.clone()
     flipped[3] = 2.0
     both = [
-        difference(tensor, flipped, "exp_avg of a"),
-        difference(tensor, flipped, "exp_avg_sq of a"),
+        difference(tensor, flipped, "exp_avg of a", "a"),
+        difference(tensor, flipped, "exp_avg_sq of a", "a"),
     ]
     found = find_lone_word(both)
     assert found is not None

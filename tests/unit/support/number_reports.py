@@ -21,7 +21,9 @@ def measure(key: str, value: float, *, items: int = 100) -> Measure:
     digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
     nans = int(value != value)
     norm = value if kind != "batch" else 1.0
-    return Measure(kind, name, digest, items, "float32", norm, 0.0, nans)  # type: ignore[arg-type]
+    parameter = name.partition(" of ")[2] if kind == "optimizer-state" else ""
+    about = (kind, name, digest, items, "float32", norm, 0.0, nans)
+    return Measure(*about, parameter=parameter)  # type: ignore[arg-type]
 
 
 @dataclass
