@@ -82,7 +82,7 @@ class Exchange:
         self._thread.start()
         atexit.register(self.close)
         # A child of multiprocessing leaves by os._exit, without atexit handlers.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=-900)
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=-900)
 
     @property
     def is_running(self) -> bool:
@@ -114,6 +114,7 @@ class Exchange:
             self._thread.join(_AT_END_S + 1.0)
         self._off = True
         atexit.unregister(self.close)
+        self._at_exit.cancel()
 
     def _run(self) -> None:
         try:
