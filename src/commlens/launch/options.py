@@ -118,8 +118,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check_numbers(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Add ``--check-numbers``, with or without ``=HOW``. A value of its own would be taken from the
-    program's name, so each form that is given becomes an option to argparse.
+    """Add ``--check-numbers``, with or without ``=HOW``. argparse would take the program's name for
+    an optional value, so each form that is given becomes an option without one.
     """
     flag, dest = "--check-numbers", "commlens_check_numbers"
     group.add_argument(

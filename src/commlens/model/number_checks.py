@@ -1,4 +1,4 @@
-"""When the tensors of ranks are compared, as the setting ``check_numbers`` tells it: ``"every 100
+"""When the tensors of ranks are compared, as the setting ``check_numbers`` says: ``"every 100
 steps"``, ``"nan"``, ``"tolerance=1e-6"``, or several of them with commas. Standard library only.
 """
 

@@ -1,4 +1,4 @@
-"""What a rank tells of its tensors, so that they can be compared with those of the other ranks."""
+"""What a rank reports about its tensors, so that they can be compared with the other ranks'."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class NanEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """All that one rank tells in one check."""
+    """All that one rank reports in one check."""
 
     rank: Rank
     check: CheckId

@@ -44,22 +44,22 @@ def check_numbers(
     """Compare parameters, buffers, gradients and optimizer states with those of the other ranks.
 
     All ranks of the job, or of ``group``, must call it at the same place: they wait there for each
-    other, and communicate through no process group. Compared is what ranks hold alike: all of a
-    model in DDP, the replicas of HSDP, what a DTensor replicates. Tensors are compared by their
-    hashes, bit for bit.
+    other, and communicate through no process group. commlens compares what ranks must hold alike:
+    all of a model in DDP, the replicas of HSDP, what a DTensor replicates. It compares tensors by
+    their hashes, bit for bit.
 
     Args:
         model: the model, wrapped or not.
         optimizer: its states and hyperparameters are compared, too.
-        group: the ranks that hold replicas of tensors about which neither DDP nor a placement tells
-            anything, such as those of a plain module.
+        group: the ranks that hold replicas of the tensors that neither DDP nor a placement
+            describes, such as those of a plain module.
         tolerance: compare norms and means instead, which may differ by this much, relatively.
         timeout_s: how long to wait for the other ranks. Those that do not come are named in the
             log and are not compared.
 
     Returns:
         On all ranks, the verdict: ``healthy``, or ``diverged`` with the ranks, tensors and causes.
-        The lowest rank also logs the latter.
+        The lowest rank also reports a ``diverged`` one to the watcher, or logs it.
 
     Raises:
         CommandError: there is no default group, this rank is not in ``group``, or no tensor is
@@ -70,9 +70,9 @@ def check_numbers(
 
     ranks = _ranks_of("commlens.check_numbers()", group)
     whole = Model([model], ranks if group is not None else None)
-    if not whole.is_told and group is None:
+    if not whole.has_replicas and group is None:
         whole = Model(find_roots(model.parameters()))
-    if not whole.is_told and len(ranks) > 1 and not whole.is_sharded:
+    if not whole.has_replicas and len(ranks) > 1 and not whole.is_sharded:
         raise CommandError(
             "commlens.check_numbers() does not know which ranks hold replicas of this model: no"
             " parameter is in DistributedDataParallel or replicated by a DTensor. If all ranks hold"

@@ -44,7 +44,7 @@ _encode = msgspec.msgpack.encode
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the ranks that wait for a check are told."""
+    """The result of a check, for the ranks that wait for it."""
 
     causes: list[Diverged]
     ranks: int
@@ -53,13 +53,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Exchange:
-    """The thread.
+    """A thread that sends the reports of this rank. On the lowest rank, it also compares them.
 
     Args:
         meeting: where the ranks' reports meet.
         rank: of this process.
-        ranks: that take part. The first of them compares.
-        on_diverged: is called there with each verdict, once.
+        ranks: that take part.
+        on_diverged: is called on the lowest rank, once with each verdict.
         world: the default group, with which the exchange ends.
     """
 
@@ -86,11 +86,11 @@ class Exchange:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not failed or ended, in this very process."""
+        """Whether the thread runs, in this very process."""
         return not self._off and self._thread.is_alive() and self._pid == os.getpid()
 
     def is_for(self, world: object) -> bool:
-        """Return whether it is of this default group, in this very process."""
+        """Return whether the exchange was made for this default group, in this very process."""
         return self._world() is world and self._pid == os.getpid()
 
     def send(self, check: CheckId, inspection: Inspection) -> None:

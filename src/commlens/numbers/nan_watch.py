@@ -2,7 +2,7 @@
 of its modules are looked at.
 
 A NaN alone is no fault: a gradient scaler lets half-precision gradients overflow and leaves the
-step out. It is told once a parameter or an optimizer state has it.
+step out. It is reported when a parameter has it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which ranks must hold the same bytes of a tensor: told by DDP, and by the placements and the mesh
-of a DTensor.
+"""Which ranks must hold the same bytes of a tensor, according to DDP and to the placements and the
+mesh of a DTensor.
 
 A model is found from its parameters. torch's private names are used here only: DDP's
 ``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, and a DTensor's ``_local_tensor``
@@ -21,7 +21,7 @@ from commlens.model.numbers import Relation
 
 _WRAPPERS: Final = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # of DDP: with these, ranks train apart from each other on purpose
-_HOOKS_THAT_PART: Final = frozenset({"post_localSGD_hook", "noop_hook"})
+_HOOKS_THAT_DIVERGE: Final = frozenset({"post_localSGD_hook", "noop_hook"})
 
 
 class Replicas(NamedTuple):
@@ -68,8 +68,8 @@ class Model:
 
     Args:
         roots: the outermost modules.
-        group: the ranks that hold replicas of what neither DDP nor a placement tells about; None:
-            they are learned from whether they agree.
+        group: the ranks that hold replicas of what neither DDP nor a placement describes; None:
+            replicas are learned from whether they agree.
     """
 
     def __init__(self, roots: Iterable[nn.Module], group: tuple[int, ...] | None = None) -> None:
@@ -89,7 +89,7 @@ class Model:
         return all(ref() is not None for ref in self._roots)
 
     @property
-    def is_told(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether any tensor is known to be replicated."""
         return any(
             each.relation != "learned" for place in self.places.values() for each in place.kept_by
@@ -219,7 +219,7 @@ def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
         ranks = group_ranks(module.process_group)
         if len(ranks) < 2:
             continue
-        relation: Relation = "learned" if _parts_on_purpose(module) else "equal"
+        relation: Relation = "learned" if _diverges_on_purpose(module) else "equal"
         ignored = set(module.parameters_to_ignore)
         for name, parameter in module.module.named_parameters():
             if name not in ignored and id(parameter) not in found:
@@ -227,6 +227,6 @@ def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
     return found
 
 
-def _parts_on_purpose(ddp: Any) -> bool:
+def _diverges_on_purpose(ddp: Any) -> bool:
     hooks: Iterable[tuple[Callable[..., Any], Any]] = getattr(ddp, "_comm_hooks", None) or ()
-    return any(getattr(hook, "__name__", "") in _HOOKS_THAT_PART for hook, _ in hooks)
+    return any(getattr(hook, "__name__", "") in _HOOKS_THAT_DIVERGE for hook, _ in hooks)

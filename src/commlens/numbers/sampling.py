@@ -55,11 +55,11 @@ class Sampler:
         self._searches = 0
         self._noted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._steps = 0  # of the first optimizer
-        self.watch: NanWatch | None = None  # until it has told the first NaN
+        self.watch: NanWatch | None = None  # until the first NaN is reported
         self.off = False
 
     def after_step(self, optimizer: Any) -> None:
-        """Count a step, and check what must be alike if it is due."""
+        """Count a step, and compare what must be alike if a check is due."""
         followed = self._followed.get(optimizer)
         if followed is None:
             self._optimizers += 1
@@ -89,7 +89,7 @@ class Sampler:
         exchange.send(check, Inspection(looked, nans=not self.plan.nan))
 
     def _look_for_nan(self, watch: NanWatch, optimizer: Any) -> None:
-        """Tell where NaN came up, once it is in a parameter."""
+        """Report where NaN came up, when a parameter has it."""
         if watch.event is not None and _is_distributed():
             exchange = exchange_of(everyone())
             if has_nan_parameter(optimizer) and exchange is not None:
@@ -100,7 +100,7 @@ class Sampler:
         watch.next_step(self._steps + 1)
 
     def note_inputs(self, ddp: DistributedDataParallel, inputs: Any) -> None:
-        """Check that the ranks of DDP have different inputs, in the step before a check."""
+        """Compare the inputs of DDP's ranks, in a step after which their tensors are compared."""
         step = self._steps + 1
         if (
             not self._is_due(step)
