@@ -153,13 +153,10 @@ def _element(cause: Diverged) -> str:
     tensor = cause.tensors[0]
     if tensor.bit is not None:
         return (
-            f"One bit alone differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
-            " change a single bit, hardware that fails does."
+            f"Only one bit differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
+            " change a single bit; failing hardware does."
         )
-    return (
-        f"One element alone differs, element {tensor.element}: as when hardware changed a bit some"
-        " steps ago."
-    )
+    return f"Only element {tensor.element} differs, as when hardware flipped a bit some steps ago."
 
 
 def _hyperparameters(cause: Diverged) -> str:
@@ -207,8 +204,8 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "one-element": _element,
     "not-updated": _not_updated,
     "other-random-numbers": _is(
-        "The random number generators of these ranks differ, too: dropout takes other elements on"
-        " each of them."
+        "The random number generators of these ranks differ, too: dropout drops different elements"
+        " on each of them."
     ),
     "other-order": _is(
         "DDP pairs parameters by position, not by name: it averages the gradients of different"
@@ -242,8 +239,10 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     ),
     "not-updated": _is("look for the code that changes it on some ranks only"),
     "other-random-numbers": _is("seed these ranks alike"),
-    "other-order": _is("register the modules in the same order on all ranks: iterate no set"),
-    "other-tensors": _is("make the same model on all ranks"),
+    "other-order": _is(
+        "register the modules in the same order on all ranks: do not iterate over a set"
+    ),
+    "other-tensors": _is("build the same model on all ranks"),
     "rounding": _is(
         "reduce the gradient over these ranks, or make the kernels deterministic; to allow for"
         " noise, use --check-numbers=tolerance=1e-6"
