@@ -76,8 +76,9 @@ class Sampler:
             return
         looked: list[Looked] = []
         names: list[str] = []
-        for model in self._models_of(followed, optimizer):
-            only = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        only = set(map(id, parameters))
+        for model in self._models_of(followed, parameters):
             names += [model.places[each].name for each in only if each in model.places]
             looked += look_at(model, optimizer, only=only, buffers=model.first_of is followed)
         check = CheckId(
@@ -127,9 +128,8 @@ class Sampler:
     def _is_due(self, step: int) -> bool:
         return step == 1 or step % self.plan.every == 0
 
-    def _models_of(self, followed: Followed, optimizer: Any) -> list[Model]:
-        """Return the models that hold the optimizer's parameters; search for them if need be."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    def _models_of(self, followed: Followed, parameters: Sequence[Any]) -> list[Model]:
+        """Return the models that hold an optimizer's parameters; search for them if need be."""
         self._models = [model for model in self._models if model.is_alive]
         known = [model for model in self._models if any(id(p) in model.places for p in parameters)]
         if not known and self._searches < _SEARCHES_MAX:
