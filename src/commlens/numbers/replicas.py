@@ -109,6 +109,7 @@ class Model:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor, tuple[Replicas, ...]]]:
         """Yield all buffers, but those of batch norms, which each rank may keep for itself."""
+        untold = Replicas(self._group, "equal") if self._group else Replicas(everyone(), "learned")
         for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
             for path, module in root.named_modules():
                 if isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
@@ -116,12 +117,8 @@ class Model:
                 ):
                     continue
                 for name, buffer in module.named_buffers(recurse=False):
-                    if (known := replicas_of_dtensor(buffer)) or buffer is None:
-                        yield plain_name(f"{prefix}{path}.{name}"), buffer, known
-                    else:
-                        told = (Replicas(self._group, "equal"),) if self._group else None
-                        kept = told or (Replicas(everyone(), "learned"),)
-                        yield plain_name(f"{prefix}{path}.{name}"), buffer, kept
+                    kept_by = replicas_of_dtensor(buffer) or (untold,)
+                    yield plain_name(f"{prefix}{path}.{name}"), buffer, kept_by
 
     def _prefixes(self) -> list[str]:
         roots = self.alive()
