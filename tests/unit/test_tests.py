@@ -41,7 +41,7 @@ NOT_YET = {
         commands/launch launch/torchrun launch/worker
     """,
     "integration/test_numbers.py": """
-        model/numbers numbers/checks numbers/differences numbers/exchange numbers/inspection
+        model/numbers numbers/differences numbers/exchange numbers/inspection
         numbers/job_folder numbers/nan_watch numbers/replicas numbers/sampling testing/replicas
     """,
     "integration/test_native_records.py": """

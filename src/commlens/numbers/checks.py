@@ -83,7 +83,7 @@ def check_numbers(
     if exchange is None:
         return Verdict(summary="there is no other rank to compare with")
     exchange.send(check, Inspection(look_at(whole, optimizer)))
-    return _verdict(exchange, check)
+    return verdict_on(exchange, check)
 
 
 def must_agree(
@@ -225,11 +225,17 @@ def _next_check(source: str, tolerance: float, wait_s: float, ranks: tuple[int, 
     return CheckId(source, _calls[source, ranks], tolerance, wait_s, ranks)
 
 
-def _verdict(exchange: Exchange, check: CheckId) -> Verdict:
+def verdict_on(exchange: Exchange, check: CheckId) -> Verdict:
+    """Wait for the answer to a check, and return it as a verdict."""
     from commlens.numbers.exchange import verdict_of_answer
     from commlens.text import ranks_phrase
 
     answer = exchange.answer(check)
+    if answer is None and not exchange.is_running:
+        return Verdict(
+            kind="undetermined",
+            summary="commlens has stopped comparing numbers; the log says why",
+        )
     if answer is None:
         return Verdict(
             kind="undetermined",
