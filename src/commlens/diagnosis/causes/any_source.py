@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlens.diagnosis.align.any_source import Taken, find_taken
-from commlens.diagnosis.causes.context import Context, collective_of, group_of
+from commlens.diagnosis.causes.context import Context, collective_of, group_of, source_of
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.model.cause import TakenMessage
 
@@ -65,10 +65,6 @@ def _leads_to(context: Context, ring: list[Node], node: Node) -> bool:
 def _add(context: Context, node: Node, taken: Taken) -> None:
     receive = taken.receive
     blocked = [rank for rank in context.blocked_by([node]) if rank != node.rank]
-    lines = [
-        op.source.where if op.source is not None else None
-        for op in (receive, taken.taker, taken.sent, taken.rival)
-    ]
     cause = TakenMessage(
         kind="mismatch/p2p",
         why="user-code",
@@ -80,11 +76,11 @@ def _add(context: Context, node: Node, taken: Taken) -> None:
         rank=node.rank,
         receive=collective_of(receive),
         group=group_of(receive),
-        source=lines[0],
-        taken_at=lines[1],
-        sent_at=lines[2],
+        source=source_of(receive),
+        taken_at=source_of(taken.taker),
+        sent_at=source_of(taken.sent),
         other_sender=taken.rival_rank,
-        other_sent_at=lines[3],
+        other_sent_at=source_of(taken.rival),
         races=taken.races,
     )
     found = FoundTakenMessage(cause, taken, blocked)

@@ -148,8 +148,9 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
     alike: dict[tuple[CollectiveRef, str | None, str | None], list[Edge]] = defaultdict(list)
     for edge in edges:
         op, group = edge.op, group_of(edge.op)
-        source = op.source.where if op.source is not None else None
-        alike[collective_of(op), group.name if group is not None else None, source].append(edge)
+        alike[collective_of(op), group.name if group is not None else None, source_of(op)].append(
+            edge
+        )
     waits = []
     for (collective, _, source), same in alike.items():
         ranks = sorted({edge.rank for edge in same})
@@ -167,6 +168,11 @@ def group_of(op: Collective) -> GroupRef | None:
 def collective_of(op: Collective) -> CollectiveRef:
     """Return a collective as verdicts name it."""
     return CollectiveRef(op.op, op.sequence_number, op.peer)
+
+
+def source_of(op: Collective) -> str | None:
+    """Return the file name and line number of the user's line that issued a collective."""
+    return op.source.where if op.source is not None else None
 
 
 def doing_of(activity: Activity) -> Doing:

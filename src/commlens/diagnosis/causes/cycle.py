@@ -10,7 +10,13 @@ from commlens.diagnosis.align.out_of_step import keeps_routine
 from commlens.diagnosis.align.peer_order import find_reordered
 from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.align.tie_break import by_order, by_own_routine, first_decision, sides_of
-from commlens.diagnosis.causes.context import Context, collective_of, group_of, waits_of
+from commlens.diagnosis.causes.context import (
+    Context,
+    collective_of,
+    group_of,
+    source_of,
+    waits_of,
+)
 from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.cause import BlamedBy, Confidence, Cycle, LeftOrder, RingWait, UnmetMessage
 from commlens.model.collective import ChannelKey, Collective, Frame
@@ -99,8 +105,7 @@ def _add_cycle(context: Context, path: Path, waits: list[Node]) -> None:
 
 
 def _ring_wait(rank: int, awaited: int, op: Collective) -> RingWait:
-    source = op.source.where if op.source is not None else None
-    return RingWait(rank, awaited, collective_of(op), group_of(op), source)
+    return RingWait(rank, awaited, collective_of(op), group_of(op), source_of(op))
 
 
 def _left_order(departures: Departures) -> list[LeftOrder]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from commlens.diagnosis.align.alignment import Mismatch, Race
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.out_of_step import steps_ahead
-from commlens.diagnosis.causes.context import Context, collective_of, group_of
+from commlens.diagnosis.causes.context import Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
 from commlens.diagnosis.index.job_index import RankView
@@ -203,9 +203,9 @@ def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequenc
         race=ThreadRace(
             list(race.ranks),
             collective_of(race.main),
-            _source(race.main),
+            source_of(race.main),
             collective_of(race.other),
-            _source(race.other),
+            source_of(race.other),
         ),
         ended_by_it=_ended_by_it(context, mismatch.key[2]),
         repeats=mismatch.repeats,
@@ -227,19 +227,15 @@ def _issued(mismatch: Mismatch) -> list[Issued]:
     """
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for rank, op in sorted(mismatch.ops.items()):
-        alike[collective_of(op), _arguments(op), _source(op)].append(rank)
+        alike[collective_of(op), _arguments(op), source_of(op)].append(rank)
     largest = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks))[:_SIDES_MAX]
     ops = [(ranks, mismatch.ops[ranks[0]]) for ranks in largest]
-    return [Issued(ranks, collective_of(op), _arguments(op), _source(op)) for ranks, op in ops]
+    return [Issued(ranks, collective_of(op), _arguments(op), source_of(op)) for ranks, op in ops]
 
 
 def _arguments(op: Collective) -> Arguments:
     args = op.args
     return Arguments(args.payload, args.reduce_op, args.root, args.input_splits, args.output_splits)
-
-
-def _source(op: Collective) -> str | None:
-    return op.source.where if op.source is not None else None
 
 
 def _not_seen(mismatch: Mismatch) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commlens.diagnosis.causes.context import Context, collective_of, group_of
+from commlens.diagnosis.causes.context import Context, collective_of, group_of, source_of
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.model.cause import NoSuchPeer
@@ -80,7 +80,7 @@ def _add_calls(context: Context, culprits: list[int], op: Collective, victims: s
         ranks=culprits,
         collective=collective_of(op),
         group=group_of(op),
-        source=op.source.where if op.source is not None else None,
+        source=source_of(op),
     )
     found = FoundNoSuchPeer(cause, op, blocked)
     context.add(found, op, op.source, blocked=len({*blocked, *culprits}), order=(0,))

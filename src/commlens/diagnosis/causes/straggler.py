@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
+from commlens.diagnosis.causes.context import source_of
 from commlens.diagnosis.index.activity import classify_frames
 from commlens.model.cause import HotLine, Phase, SlowStretch, Straggler, Why
 from commlens.model.collective import Collective, Frame, Stack, user_frame
@@ -132,9 +133,9 @@ def _stretch_as_data(stretch: Stretch) -> SlowStretch:
     after, before = stretch.after, stretch.before
     return SlowStretch(
         after.op,
-        after.source.where if after.source is not None else None,
+        source_of(after),
         before.op,
-        before.source.where if before.source is not None else None,
+        source_of(before),
         phase_of(stretch),
         stretch.extra_s,
     )

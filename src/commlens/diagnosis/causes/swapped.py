@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
-from commlens.diagnosis.causes.context import group_of
+from commlens.diagnosis.causes.context import group_of, source_of
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import Swapped
 from commlens.model.collective import ChannelKey, Collective
@@ -41,10 +41,6 @@ def _cause(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Swapped:
         group=group_of(swap.own[0]),
         first=swap.number,
         last=swap.number + len(swap.own) - 1,
-        own=_lines(swap.own),
-        others=_lines(swap.others),
+        own=[source_of(op) for op in swap.own],
+        others=[source_of(op) for op in swap.others],
     )
-
-
-def _lines(ops: list[Collective]) -> list[str | None]:
-    return [op.source.where if op.source is not None else None for op in ops]
