@@ -287,32 +287,43 @@ def _disagreement(
     answer: Disagree,
     shifts: Sequence[Shift],
 ) -> Mismatch:
-    here = [shift for shift in shifts if shift.number == number]
-    decision = _decide(job, key, number, met, answer, here)
-    sides = {rank for party in answer.parties for rank in party.ranks if rank in met}
+    racing = _racing(job, key, number, met, answer)
+    completed = all(op.state is State.COMPLETED for op in met.values())
     mismatch = Mismatch(
         key,
         job.channels[key],
         number,
         dict(met),
         answer,
-        decision.culprits or tuple(sorted(sides)),
-        decision.by,
+        culprits=(),
+        blamed_by="undecided",
+        silent=completed and not _is_stuck_after(job, key, number),
+        uncertain=racing is not None or any(op.concurrent for op in met.values()),
+        racing=racing,
     )
-    mismatch.shift = _shift_of(here, decision)
-    mismatch.racing = _racing(job, key, number, met, answer)
-    mismatch.uncertain = mismatch.racing is not None or any(op.concurrent for op in met.values())
-    mismatch.silent = all(
-        op.state is State.COMPLETED for op in met.values()
-    ) and not _is_stuck_after(job, key, number)
-    shift = mismatch.shift
+    if racing is None:
+        _blame(job, mismatch, answer, [shift for shift in shifts if shift.number == number])
+    return mismatch
+
+
+def _blame(job: JobIndex, mismatch: Mismatch, answer: Disagree, here: Sequence[Shift]) -> None:
+    """Decide which ranks are to blame for a disagreement, and whether they are out of step.
+
+    Args:
+        job: the indexed ranks.
+        mismatch: of ranks that disagree; gets the decision.
+        answer: what they disagree in.
+        here: the shifts that start at this number.
+    """
+    met = mismatch.ops
+    decision = _decide(job, mismatch.key, mismatch.number, met, answer, here)
+    sides = {rank for party in answer.parties for rank in party.ranks if rank in met}
+    mismatch.culprits = decision.culprits or tuple(sorted(sides))
+    mismatch.blamed_by = decision.by
+    shift = mismatch.shift = _shift_of(here, decision)
     mismatch.departure = (
         _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
     )
-    if mismatch.racing is not None:
-        mismatch.culprits, mismatch.blamed_by = (), "undecided"
-        mismatch.shift, mismatch.departure = None, ""
-    return mismatch
 
 
 def _shift_of(here: Sequence[Shift], decision: Decision) -> Shift | None:
