@@ -56,12 +56,12 @@ def find_taken(job: JobIndex, view: RankView, receive: Collective) -> Taken | No
     sent = senders.get(id(taker))
     if sent is None or id(receive) in senders:
         return None
-    for rank, rival in _left_over(job, view, receive):
-        ordered = _is_before(job, (sender.rank, sent), (rank, rival)) or _is_before(
-            job, (rank, rival), (sender.rank, sent)
-        )
-        return Taken(receive, taker, sent, rival, rank, not ordered)
-    return None
+    rival = next(_left_over(job, view, receive), None)
+    if rival is None:
+        return None
+    taken = (sender.rank, sent)
+    ordered = _is_before(job, taken, rival) or _is_before(job, rival, taken)
+    return Taken(receive, taker, sent, rival[1], rival_rank=rival[0], races=not ordered)
 
 
 def _latest_taker(view: RankView, receive: Collective) -> Collective | None:
