@@ -437,8 +437,8 @@ def _leaves_routine_near(
             (i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key),
             first,
         )
-    tokens = tokens_of(history[oldest : position + 1])
     recent = history[oldest : position + 1]
+    tokens = tokens_of(recent)
     return any(
         leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i]))
         for i in range(first, position + 1)
