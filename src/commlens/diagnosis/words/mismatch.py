@@ -9,7 +9,6 @@ from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace, has_one_side
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.astray import messages_part, why_astray
-from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import mismatch_step
 from commlens.diagnosis.words.phrases import prose
@@ -132,12 +131,8 @@ def words_of_race(context: Context, found: FoundRace) -> Words:
 
 def _aborted_by_race(context: Context, found: FoundRace) -> list[str]:
     """``["Rank 0 died of SIGABRT because of it."]``."""
-    by_text: dict[str, list[int]] = {}
-    for rank in found.cause.ended_by_it:
-        by_text.setdefault(exit_words(context.job.views[rank].exit), []).append(rank)
-    return [
-        f"{capital(ranks_phrase(ranks))} {text} because of it." for text, ranks in by_text.items()
-    ][:3]
+    ends = phrases.exits_alike(context, found.cause.ended_by_it)
+    return [f"{capital(end)} because of it." for end in ends[:3]]
 
 
 def _thread_line(op: Collective) -> str:
@@ -197,8 +192,7 @@ def _aborted(context: Context, found: FoundMismatch) -> str:
     ranks = found.cause.ended_by_it
     if not ranks:
         return ""
-    end = context.job.views[ranks[0]].exit
-    return f"{capital(ranks_phrase(ranks))} {exit_words(end, ranks)} because of it."
+    return f"{capital(phrases.ended_like_the_first(context, ranks))} because of it."
 
 
 def _what_would_show(found: FoundMismatch) -> str | None:

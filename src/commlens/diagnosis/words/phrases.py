@@ -128,6 +128,14 @@ def ended_like_the_first(context: Context, ranks: Sequence[int]) -> str:
     return f"{ranks_phrase(ranks)} {exit_words(context.job.views[ranks[0]].exit, ranks)}"
 
 
+def exits_alike(context: Context, ranks: Iterable[int]) -> list[str]:
+    """``["ranks 0-1 died of SIGABRT", ...]``: ranks that ended in the same way share a phrase."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_text[exit_words(context.job.views[rank].exit)].append(rank)
+    return [f"{ranks_phrase(alike)} {text}" for text, alike in by_text.items()]
+
+
 def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     """``["rank 1 exited with status 3.", ...]``, for the first few ranks."""
     return [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.told_by_errors import FoundInErrors
-from commlens.diagnosis.words.exits import exit_words
+from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
 from commlens.model.cause import ErrorReport, ToldByErrors
@@ -151,7 +149,4 @@ def _texts(context: Context, ranks: list[int]) -> list[str]:
     """``["rank 0 raised RuntimeError: DDP expects same model ..."]``; ranks with one text share a
     sentence.
     """
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for rank in ranks:
-        by_text[exit_words(context.job.views[rank].exit)].append(rank)
-    return [sentence(f"{ranks_phrase(same)} {text}") for text, same in by_text.items()][:_SHOWN]
+    return [sentence(end) for end in phrases.exits_alike(context, ranks)[:_SHOWN]]
