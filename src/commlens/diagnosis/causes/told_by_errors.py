@@ -84,8 +84,7 @@ def _differ(
     for claim in claims.values():
         for rank, value in claim.values:
             sides[value].add(rank)
-    # else they are those of a smaller group
-    global_ranks = all(claim.own == rank for rank, claim in claims.items())
+    global_ranks = _are_global(claims)
     ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), sorted(side[1])))
     told = set().union(*sides.values())
     (_, most), *others = ordered
@@ -106,6 +105,11 @@ def _differ(
         global_ranks=global_ranks,
     )
     return FoundInErrors(cause, _line(context, raised), told)
+
+
+def _are_global(claims: Mapping[int, Claim]) -> bool:
+    """Return whether the errors number the ranks as the job does; else as a smaller group does."""
+    return all(claim.own == rank for rank, claim in claims.items())
 
 
 def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
@@ -134,8 +138,7 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
 def _absent(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
     """Return the ranks that did not come to a barrier, according to the error of its first rank."""
     named = sorted({rank for claim in claims.values() for rank in claim.ranks})
-    # else they are those of a smaller group
-    global_ranks = all(claim.own == rank for rank, claim in claims.items())
+    global_ranks = _are_global(claims)
     raised = sorted(claims)
     culprits = named if global_ranks and not {*named} & {*raised} else []
     cause = ToldByErrors(
