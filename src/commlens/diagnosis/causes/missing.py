@@ -103,40 +103,36 @@ class FoundWorking:
 
 
 def find_missing(context: Context, nodes: list[Node]) -> None:
-    """Find the ranks that others wait for: those that do the same thing while the same collective
-    waits for them, together.
+    """Find the ranks that others wait for. Ranks that do the same while others wait for them in
+    the same collective share a cause.
     """
     groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
-    in_time = {node for node in nodes if _is_in_time(context, node)}
-    coming = {
+    activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
+    may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
+    # receives from any source whose message one of these ranks may still send
+    may_be_served = {
         id(edge.op)
-        for node in in_time
+        for node in may_arrive
         for edge in context.graph.edges_into(node)
         if edge.is_from_any
     }
-    for node in nodes:
-        # Only receives from any source wait for it, and a rank that works may send the messages.
-        if node not in in_time and all(
-            id(edge.op) in coming for edge in context.graph.edges_into(node)
-        ):
+    for node, doing in activities.items():
+        edges = context.graph.edges_into(node)
+        if node not in may_arrive and all(id(edge.op) in may_be_served for edge in edges):
             continue
-        doing = context.doing(context.job.views[node.rank])
-        first = most_waited(context.graph.edges_into(node))
+        first = most_waited(edges)
         awaited = id(first.op) if first.is_from_any else first.instance
-        groups[(awaited, node in in_time, doing.why, doing.frame)].append((node, doing))
-    for (_, works, _, _), members in sorted(
-        groups.items(), key=lambda item: [member[0] for member in item[1]]
-    ):
-        absence = _absence(context, members)
-        if works:
-            _add_working(context, absence, members[0][0])
+        groups[(awaited, node in may_arrive, doing.why, doing.frame)].append((node, doing))
+    for members in sorted(groups.values(), key=lambda members: [node for node, _ in members]):
+        absence, first_node = _absence(context, members), members[0][0]
+        if first_node in may_arrive:
+            _add_working(context, absence, first_node)
         else:
             _add_missing(context, absence)
 
 
-def _is_in_time(context: Context, node: Node) -> bool:
+def _may_arrive(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether an absent rank works, and may still arrive."""
-    doing = context.doing(context.job.views[node.rank])
     op = most_waited(context.graph.edges_into(node)).op
     return doing.works and not _is_too_late(doing, op) and not _is_too_long(context, node, doing)
 
