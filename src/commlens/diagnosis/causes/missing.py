@@ -36,8 +36,10 @@ from commlens.model.collective import Collective, Frame, State
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
 _RECENT = 512  # records in which a line is looked for
-_SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
-"""Reasons that need no observation over time."""
+_NEED_NO_OBSERVATION = frozenset(
+    {"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"}
+)
+"""Reasons that are certain at first sight; the others need observation over time."""
 _LONGER_THAN_BEFORE = 3  # times the longest time between two collectives
 
 
@@ -49,7 +51,7 @@ class Absence(NamedTuple):
     # the representative wait: of the first rank in the collective in which most ranks wait
     edge: Edge
     edges: list[Edge]  # all waits in that collective
-    elsewhere: list[Edge]  # their waits in other collectives
+    elsewhere: list[Edge]  # waits for the same ranks in other collectives
     waiting: list[int]  # ranks that wait in the representative's collective
     blocked: list[int]  # also the ranks that wait elsewhere or behind them
 
@@ -63,14 +65,19 @@ class Absence(NamedTuple):
         """Whether the ranks have ended well, or are about to."""
         return self.doing.why == "finished"
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the ranks certainly do what their activity tells."""
+        return self.doing.observed or self.doing.why in _NEED_NO_OBSERVATION
+
 
 class ExtraLine(NamedTuple):
     """A line that only the waiting ranks came to, or came to once more, before they wait."""
 
     op: Collective  # which they issued there
     met: Collective | None  # the others' collective of the same number
-    path: Path  # from where it leaves the path to what it met
-    ranks: list[int]  # that came to it so often: those that wait, and those that are done
+    path: Path  # of ``op``, from where it leaves the path of ``met``
+    ranks: list[int]  # that came to the line as often as the waiting ones, these included
 
 
 class LockHolder(NamedTuple):
@@ -134,7 +141,9 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
 def _may_arrive(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether an absent rank works, and may still arrive."""
     op = most_waited(context.graph.edges_into(node)).op
-    return doing.works and not _is_too_late(doing, op) and not _is_too_long(context, node, doing)
+    return (
+        doing.works and not _is_wait_over(doing, op) and not _works_too_long(context, node, doing)
+    )
 
 
 def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Absence:
@@ -157,14 +166,14 @@ def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Abse
     )
 
 
-def _is_too_late(doing: Activity, op: Collective) -> bool:
+def _is_wait_over(doing: Activity, op: Collective) -> bool:
     """Return whether the wait for a rank is over: strict verification gave up, or it failed while
     the rank was shutting down.
     """
     return is_refusal(op.error) or (doing.why == "finished" and op.state is State.FAILED)
 
 
-def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
+def _works_too_long(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether a rank has worked for so long while others wait that it may never arrive: it
     may be in an endless loop.
     """
@@ -215,22 +224,14 @@ def _add_missing(context: Context, absence: Absence) -> None:
     decision, rounds = _decide(context, absence)
     blamed = list(decision.culprits)
     extra = _extra_line(context, absence) if absence.finished else None
-    over = _are_over(context, blamed)
-    # strict verification ended their wait elsewhere: what they waited for is the cause
+    # Strict verification ended their wait elsewhere: what they waited for there is the cause.
     refused = bool(blamed) and _were_refused_elsewhere(context, absence, blamed)
     culprits = [] if refused else blamed
-    sure = absence.doing.observed or absence.doing.why in _SURE
-    unseen = _unseen(context, absence, sure=sure)
+    record_doubt = _doubt_of_records(context, absence)
     confidence, doubt = _confidence(
-        context,
-        absence,
-        decision,
-        sure=sure,
-        unseen=unseen,
-        refused=refused,
-        extra=extra is not None,
+        context, absence, decision, record_doubt, refused=refused, extra_line=extra is not None
     )
-    alone = blamed == absence.waiting
+    blames_waiting = blamed == absence.waiting
     holders = _lock_holders(context, absence)
     cause = Missing(
         kind="missing",
@@ -240,17 +241,18 @@ def _add_missing(context: Context, absence: Absence) -> None:
         blamed_by="unknown" if refused else decision.by,
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
-        certain=_is_for_good(context, absence, holders) and unseen != "completion-unknown",
+        certain=record_doubt != "completion-unknown"
+        and _can_never_arrive(context, absence, holders),
         ranks=absence.ranks,
         came=_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
-        outcome="extra-line" if extra is not None else _outcome(context, absence, alone=alone),
+        outcome=_outcome(context, absence, extra, blames_waiting=blames_waiting),
         activity=doing_of(absence.doing),
         waits=waits_of(context, [*absence.edges, *absence.elsewhere]),
         timed_out=context.timed_out(absence.edge),
-        over=over,
-        works_too_long=absence.doing.works and not _is_too_late(absence.doing, op),
-        blames_waiting=alone,
+        over=_have_ended(context, blamed),
+        works_too_long=absence.doing.works and not _is_wait_over(absence.doing, op),
+        blames_waiting=blames_waiting,
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
@@ -258,33 +260,33 @@ def _add_missing(context: Context, absence: Absence) -> None:
     context.add(
         FoundMissing(cause, absence, rounds, loop, extra, holders),
         op if extra is None else extra.op,
-        _frame(context, absence, extra, alone=alone),
+        _frame(context, absence, extra, blames_waiting=blames_waiting),
         blocked=len(absence.blocked),
     )
 
 
-def _is_for_good(context: Context, absence: Absence, holders: Sequence[LockHolder]) -> bool:
+def _can_never_arrive(context: Context, absence: Absence, holders: Sequence[LockHolder]) -> bool:
     """Return whether the ranks can never arrive: they have ended, or each waits for a lock that a
     rank holds which waits for it.
     """
-    waiting = {one.rank for one in holders if one.edge is not None}
+    deadlocked = {one.rank for one in holders if one.edge is not None}
     return all(
-        context.job.views[rank].exit.kind == "clean" or rank in waiting for rank in absence.ranks
+        context.job.views[rank].exit.kind == "clean" or rank in deadlocked for rank in absence.ranks
     )
 
 
 def _frame(
-    context: Context, absence: Absence, extra: ExtraLine | None, *, alone: bool
+    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
 ) -> Frame | None:
     """Return the line to look at: where the culprits are, or were last."""
     if extra is not None:
         return extra.op.source
-    frame = absence.edge.op.source if alone else absence.doing.frame
+    frame = absence.edge.op.source if blames_waiting else absence.doing.frame
     last = context.job.views[absence.ranks[0]].last_op
     return last.source if frame is None and absence.finished and last is not None else frame
 
 
-def _are_over(context: Context, culprits: Sequence[int]) -> bool:
+def _have_ended(context: Context, culprits: Sequence[int]) -> bool:
     views = context.job.views
     return bool(culprits) and all(views[rank].exit.ended for rank in culprits)
 
@@ -294,22 +296,16 @@ def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequen
     return all(view.exit.refused and op_at(view, absence.edge.instance) is None for view in views)
 
 
-def _unseen(context: Context, absence: Absence, *, sure: bool) -> Doubt | None:
-    """Return what the records do not tell about the ranks; None if they tell enough.
-
-    Args:
-        context: the job.
-        absence: the ranks.
-        sure: whether their activity is certain.
-    """
+def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
+    """Return what the records do not tell about the ranks; None if they tell enough."""
     waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
     if context.completion_unknown(absence.waiting):
         return "completion-unknown"
     if all(view.is_log and not view.timed_out for view in waiting):
         return "only-issued"
-    if doing.works and not _is_too_late(doing, absence.edge.op):
+    if doing.works and not _is_wait_over(doing, absence.edge.op):
         return "may-be-working"
-    if sure:
+    if absence.is_certain:
         return None
     if not context.job.knows.stacks:
         return "outside-not-recorded"
@@ -324,31 +320,44 @@ def _confidence(
     context: Context,
     absence: Absence,
     decision: Decision,
+    record_doubt: Doubt | None,
     *,
-    sure: bool,
-    unseen: Doubt | None,
     refused: bool,
-    extra: bool,
+    extra_line: bool,
 ) -> tuple[Confidence, Doubt | None]:
-    """Return how sure it is who is to blame, and what limits that."""
-    blamed, by = list(decision.culprits), decision.by
-    alone = blamed == absence.waiting
-    if refused or unseen in _LIMITS_TO_LOW:
-        return "low", unseen or "refused-elsewhere"
-    if by == "midway":
-        return "medium", unseen or "loop-may-end-there"
-    if sure and blamed and (extra or not alone) and not context.assumed(absence.waiting):
-        return "high", unseen
-    if unseen is not None:
-        return "medium", unseen
+    """Return how sure it is who is to blame, and what limits that.
+
+    Args:
+        context: the job.
+        absence: the ranks.
+        decision: who is to blame.
+        record_doubt: what the records do not tell.
+        refused: whether strict verification ended the wait of those to blame elsewhere.
+        extra_line: whether the waiting ranks came to a line more often than the others.
+    """
+    blamed = list(decision.culprits)
+    blames_waiting = blamed == absence.waiting
+    if refused or record_doubt in _LIMITS_TO_LOW:
+        return "low", record_doubt or "refused-elsewhere"
+    if decision.by == "midway":
+        return "medium", record_doubt or "loop-may-end-there"
+    clear = absence.is_certain and bool(blamed) and (extra_line or not blames_waiting)
+    if clear and not context.assumed(absence.waiting):
+        return "high", record_doubt
+    if record_doubt is not None:
+        return "medium", record_doubt
     if not blamed:
         return "medium", "undecided"
-    return "medium", "majority-assumed" if alone else "wait-inferred"
+    return "medium", "majority-assumed" if blames_waiting else "wait-inferred"
 
 
-def _outcome(context: Context, absence: Absence, *, alone: bool) -> Outcome:
+def _outcome(
+    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
+) -> Outcome:
     op, views = absence.edge.op, context.job.views
-    if alone:
+    if extra is not None:
+        return "extra-line"
+    if blames_waiting:
         return "extra-message" if op.is_point_to_point else "extra-collective"
     if op.is_store_wait:
         return "key-missing"
@@ -376,24 +385,22 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
         for rank in (*absence.waiting, *absence.ranks)
     ):
         return None
-    going = _lines_of(tracks[rank] for rank in absence.waiting)
-    ended = _lines_of(tracks[rank] for rank in absence.ranks)
-    more = _only_line_more(going, ended)
-    if more is None or (op.op, op.call_lines) in more:
+    by_waiting = _lines_of(tracks[rank] for rank in absence.waiting)
+    by_absent = _lines_of(tracks[rank] for rank in absence.ranks)
+    surplus = _only_surplus(by_waiting, by_absent)
+    if surplus is None or (op.op, op.call_lines) in surplus:
         return None
-    own = tracks[absence.edge.rank].ops
-    reached = [number for number in sorted(own) if (own[number].op, own[number].call_lines) in more]
-    extra = own[reached[len(reached) - more.total()]]
     rank, other = absence.edge.rank, absence.ranks[0]
+    extra = _first_surplus(tracks[rank], surplus)
     met = tracks[other].ops.get(extra.sequence_number)
     path = part(context.job, rank, extra, other, met)[0] if met is not None else path_of(extra)
-    alike = [other for other in tracks if _lines_of([tracks[other]]) == going]
+    alike = [other for other in tracks if _lines_of([tracks[other]]) == by_waiting]
     return ExtraLine(extra, met, path, sorted(alike))
 
 
 def _came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
-    """Return the ranks that issued what others finished without: also those that need not wait, or
-    whose wait is over.
+    """Return the ranks that issued the collective that the missing ranks lack: those that wait in
+    it, and those that are done with it.
     """
     if extra is not None:
         return extra.ranks
@@ -413,15 +420,21 @@ def _lines_of(tracks: Iterable[Track]) -> _Lines | None:
     return counts[0] if all(each == counts[0] for each in counts) else None
 
 
-def _only_line_more(going: _Lines | None, ended: _Lines | None) -> _Lines | None:
+def _only_surplus(by_waiting: _Lines | None, by_absent: _Lines | None) -> _Lines | None:
     """Return the op and line that the waiting ranks issued more often, and how much more often;
-    None if that is not one line, and all that differs.
+    None unless the ranks differ in one known line alone.
     """
-    if going is None or ended is None:
+    if by_waiting is None or by_absent is None:
         return None
-    more = going - ended
-    only = len(more) == 1 and not ended - going and all(lines for _, lines in more)
-    return more if only else None
+    surplus, lack = by_waiting - by_absent, by_absent - by_waiting
+    is_only_one = len(surplus) == 1 and not lack and all(lines for _, lines in surplus)
+    return surplus if is_only_one else None
+
+
+def _first_surplus(track: Track, surplus: _Lines) -> Collective:
+    """Return the first op that a rank issued from a line after the others last did."""
+    at_line = [op for _, op in sorted(track.ops.items()) if (op.op, op.call_lines) in surplus]
+    return at_line[len(at_line) - surplus.total()]
 
 
 def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
