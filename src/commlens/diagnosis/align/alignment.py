@@ -110,6 +110,11 @@ class Mismatch:
         return self.blamed_by == "undecided"
 
     @property
+    def others(self) -> list[int]:
+        """Return the ranks that met the culprits, sorted; none on a tie."""
+        return sorted(set(self.ops) - set(self.culprits))
+
+    @property
     def absorbs(self) -> bool:
         """Return whether later faults on the channel may follow from this one."""
         return (
@@ -506,7 +511,7 @@ def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure
     culprits, met = mismatch.culprits, mismatch.ops
     if mismatch.tie or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
         return ""
-    usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
+    usual = met[mismatch.others[0]]
     found = {
         departure_of(job, rank, met[rank], usual)
         for rank in culprits[:_RANKS_OF_A_SIDE]

@@ -71,9 +71,13 @@ class FoundRace:
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
     """Add a cause for each mismatch, also for those that block no rank. Ties between the same lines
     are one fault, and share a cause.
+
+    Args:
+        context: the job.
+        sinks: by number of a mismatch, the node at which ranks wait because of it.
     """
     ties: dict[Hashable, FoundMismatch] = {}
-    astray = {
+    blamed_for_astray = {
         rank
         for mismatch in context.mismatches
         if mismatch.astray is not None and not mismatch.tie
@@ -87,11 +91,14 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
             continue
         found = _found(context, mismatch, blocked)
         if mismatch.tie:
-            known = ties.setdefault(_key_of_tie(found), found)
-            if known is not found and found.op.call_lines:
-                _add_alike(known, found)
+            first = ties.setdefault(_key_of_tie(found), found)
+            if first is not found and found.op.call_lines:
+                _add_alike(first, found)
                 continue
-            found.cause.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
+            # A rank that is blamed for one message that never meets explains others of its own.
+            found.cause.root_cause = mismatch.astray is None or blamed_for_astray.isdisjoint(
+                mismatch.ops
+            )
         line = found.paths[0].line
         if mismatch.tie and len({op.source for op in mismatch.ops.values()}) != 1:
             line = None
@@ -122,21 +129,21 @@ def _key_of_tie(found: FoundMismatch) -> Hashable:
     return found.cause.kind, found.mismatch.astray is None, lines
 
 
-def _add_alike(known: FoundMismatch, found: FoundMismatch) -> None:
-    known.alike.append(found)
-    known.cause.alike += 1
-    known.cause.victims = sorted({*known.cause.victims, *found.cause.victims})
+def _add_alike(first: FoundMismatch, found: FoundMismatch) -> None:
+    first.alike.append(found)
+    first.cause.alike += 1
+    first.cause.victims = sorted({*first.cause.victims, *found.cause.victims})
 
 
 def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> FoundMismatch:
     views, suspects, op = context.job.views, sorted(mismatch.culprits), _odd_op(mismatch)
-    members = [rank for rank in mismatch.ops if rank not in suspects]
-    usual = mismatch.ops[min(members)] if members else None
-    held = sorted(set(blocked) - set(suspects))
+    others = mismatch.others
+    usual = mismatch.ops[others[0]] if others else None
+    waiting = sorted(set(blocked) - set(suspects))
     failed = _failed(context, mismatch)
-    victims = {*held, *members, *failed} - set(suspects)
-    cause = _cause(context, mismatch, suspects, victims)
-    cause.held_up = [rank for rank in held if rank not in views or not views[rank].exit.refused]
+    victims = {*waiting, *others, *failed} - set(suspects)
+    cause = _cause(mismatch, suspects, victims)
+    cause.held_up = [rank for rank in waiting if rank not in views or not views[rank].exit.refused]
     cause.ended_by_it = _ended_by_it(context, failed)
     if usual is not None and mismatch.pair is None:
         cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
@@ -153,9 +160,7 @@ def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> Foun
     )
 
 
-def _cause(
-    context: Context, mismatch: Mismatch, suspects: list[int], victims: set[int]
-) -> MismatchCause:
+def _cause(mismatch: Mismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
     answer, shift = mismatch.answer, mismatch.shift
     confidence, doubt = _confidence(mismatch)
     return MismatchCause(
@@ -186,14 +191,14 @@ def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequenc
     blame.
     """
     answer = mismatch.answer
-    every = set(mismatch.ops) <= set(race.ranks)
+    seen_on_all = set(mismatch.ops) <= set(race.ranks)
     cause = MismatchCause(
         kind=_KINDS[answer.aspect] if answer is not None else "mismatch/op",
         why="in-collective",
         root_cause=True,
         blamed_by="nobody",
         victims=sorted(mismatch.ops),
-        confidence="high" if every else "medium",
+        confidence="high" if seen_on_all else "medium",
         group=group_of(race.main),
         number=mismatch.number,
         issued=_issued(mismatch),
@@ -209,7 +214,7 @@ def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequenc
         ),
         ended_by_it=_ended_by_it(context, mismatch.key[2]),
         repeats=mismatch.repeats,
-        doubt=None if every else "race-not-seen",
+        doubt=None if seen_on_all else "race-not-seen",
     )
     context.add(
         FoundRace(cause, mismatch, race),
@@ -244,6 +249,7 @@ def _not_seen(mismatch: Mismatch) -> list[int]:
 
 
 def _failed(context: Context, mismatch: Mismatch) -> list[int]:
+    """Return the ranks of the group whose processes failed; none if no rank hangs because of it."""
     views = context.job.views
     if mismatch.silent:
         return []
@@ -265,10 +271,13 @@ def _ended_by_it(context: Context, ranks: Iterable[int]) -> list[int]:
 def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, Path]:
     """Return the call paths of the first culprit and of the others, from where they part."""
     culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
-    members = [rank for rank in mismatch.ops if rank not in mismatch.culprits]
-    if not members or mismatch.pair is not None:
-        return path_of(op), path_of(mismatch.ops[min(members)]) if members else Path(None, "", "")
-    return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
+    other = next(iter(mismatch.others), None)
+    if other is None:
+        return path_of(op), Path(None, "", "")
+    usual = mismatch.ops[other]
+    if mismatch.pair is not None:
+        return path_of(op), path_of(usual)
+    return part(context.job, culprit, op, other, usual)
 
 
 def _odd_op(mismatch: Mismatch) -> Collective:

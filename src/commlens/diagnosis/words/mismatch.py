@@ -208,7 +208,6 @@ def _sides(context: Context, found: FoundMismatch) -> list[str]:
     issued ..."]``.
     """
     mismatch, paths = found.mismatch, found.paths
-    members = [rank for rank in mismatch.ops if rank not in found.suspects]
     shown = [(rank, mismatch.ops[rank]) for rank in found.suspects[:3] if rank in mismatch.ops]
     first = shown[0][1].source if shown else None
     odd = "; ".join(
@@ -223,7 +222,7 @@ def _sides(context: Context, found: FoundMismatch) -> list[str]:
         return _issued(op, paths[1].phrase if op.source == usual else frame_phrase(op.source))
 
     others = "; ".join(
-        f"{ranks_phrase(ranks)} {text}" for ranks, text in told_apart(members, said)[:3]
+        f"{ranks_phrase(ranks)} {text}" for ranks, text in told_apart(mismatch.others, said)[:3]
     )
     return [f"{odd}." if odd else "", f"{capital(others)}." if others else ""]
 
@@ -258,7 +257,7 @@ def _evidence(found: FoundMismatch) -> list[str]:
             " routine here."
         )
     elif mismatch.blamed_by == "other-groups":
-        others = ranks_phrase(sorted(set(mismatch.ops) - set(found.suspects)))
+        others = ranks_phrase(mismatch.others)
         evidence.append(
             f"No side has a majority, but the other groups of this kind issue here what {others}"
             " issued."
@@ -315,9 +314,7 @@ def _summary(found: FoundMismatch) -> str:
     skip = _DEPARTURES.get(mismatch.departure, "")
     if answer.aspect == "op":
         group = group_phrase(mismatch.channel.group)
-        theirs = joined(
-            sorted({own.op for rank, own in mismatch.ops.items() if rank not in culprits}), "or"
-        )
+        theirs = joined(sorted({mismatch.ops[rank].op for rank in mismatch.others}), "or")
         odd = told_apart(
             [rank for rank in culprits if rank in mismatch.ops], lambda rank: mismatch.ops[rank].op
         )
