@@ -55,10 +55,10 @@ def find_straggler(
     """
     others = sorted({*compared, *(log.rank for log in logs)} - set(slow.ranks))
     ours = [log for log in logs if log.rank in slow.ranks]
-    held = _what_holds_back(slow, ours)
-    hotspot = _told_hotspot(slow, profiles)
-    stretch = _told_stretch(slow, logs) if hotspot is None else None
-    source, why = None, held[0] if held is not None else None
+    why, held_back = _what_holds_back(slow, ours)
+    hotspot = _clear_hotspot(slow, profiles)
+    stretch = _large_stretch(slow, logs) if hotspot is None else None
+    source = None
     if hotspot is not None and hotspot.other is not None:
         source = hotspot.frame
         why = why or classify_frames(ours[0], hotspot.stack).why
@@ -75,7 +75,7 @@ def find_straggler(
         cost=slow.cost,
         step_s=slow.step_s,
         steps=slow.steps,
-        held_back=held[1] if held is not None else None,
+        held_back=held_back,
         hot_line=_as_data(hotspot) if hotspot is not None else None,
         stretch=_stretch_as_data(stretch) if stretch is not None else None,
     )
@@ -84,7 +84,7 @@ def find_straggler(
         hotspot,
         stretch,
         source,
-        ours[0].pid if ours else 0,
+        ours[0].pid,
         _only_node(slow, logs, others),
     )
 
@@ -95,7 +95,7 @@ def _only_node(slow: Slow, logs: Sequence[RankLog], others: Sequence[int]) -> st
     return logs[0].host if part and len({log.host for log in logs}) == 1 else ""
 
 
-def _told_hotspot(slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]) -> Hotspot | None:
+def _clear_hotspot(slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]) -> Hotspot | None:
     """Return the slow ranks' hotspot, unless another rank spends nearly as much time there."""
     hotspot = find_hotspot(profiles, slow.ranks)
     if hotspot is None or hotspot.other is None:
@@ -103,16 +103,16 @@ def _told_hotspot(slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]) -> Ho
     return hotspot if hotspot.share - hotspot.share_other > slow.cost / 3 else None
 
 
-def _told_stretch(slow: Slow, logs: Sequence[RankLog]) -> Stretch | None:
+def _large_stretch(slow: Slow, logs: Sequence[RankLog]) -> Stretch | None:
     """Return the slow ranks' stretch, if it makes up for a good part of the time lost."""
     stretch = find_stretch(logs, slow.ranks)
     lost_s = slow.cost * slow.step_s
     return stretch if stretch is not None and stretch.extra_s > lost_s / 4 else None
 
 
-def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] | None:
-    """Return what holds slow ranks back, and for which share of the time, as far as their
-    processes show it.
+def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] | tuple[None, None]:
+    """Return why slow ranks could not run, and for which share of the time; None if their
+    processes do not show it.
     """
     throttled = min(log.observation.throttled_fraction or 0.0 for log in logs)
     if throttled > MIN_COST:
@@ -122,7 +122,7 @@ def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] |
         return "memory-pressure", pressure / 100
     if slow.no_cpu > slow.cost / 2 and slow.no_cpu > 2 * slow.no_cpu_others:
         return "no-cpu", slow.no_cpu
-    return None
+    return None, None
 
 
 def _as_data(hotspot: Hotspot) -> HotLine:
