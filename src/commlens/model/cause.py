@@ -832,10 +832,11 @@ LogReport = Literal[
 ]
 """What text logs tell of a job as a whole.
 
-``behind``: a rank timed out in an earlier collective than the others. ``desync``: torch's report
-names the ranks that did not join it. ``timed-out``: in an unknown
-group. ``launcher-ended``: by a signal. ``raised``: an unknown rank. ``ras-behind``: NCCL's RAS
-reports ranks that are apart. ``engine-waits``: vLLM's engine waits for a worker.
+``behind``: a rank timed out in an earlier collective than the others. ``desync``: torch's desync
+report names the ranks that did not join a collective. ``timed-out``: ranks timed out in an unknown
+group. ``launcher-ended``: a signal ended the launcher. ``raised``: an unknown rank raised an
+exception. ``ras-behind``: NCCL's RAS reports ranks that are apart. ``engine-waits``: vLLM's engine
+waits for a worker.
 """
 
 

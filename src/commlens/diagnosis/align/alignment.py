@@ -36,7 +36,7 @@ from commlens.model.cause import BlamedBy, Decision
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
-# whose records are looked at closely: each takes a while, and there may be thousands
+# ranks whose records are looked at closely: each takes a while, and there may be thousands
 _RANKS_OF_A_SIDE = 16
 
 _Overlaps = Mapping[Hashable, tuple[Collective, Collective]]
@@ -348,8 +348,8 @@ def _decide(
     here: Sequence[Shift],
 ) -> Decision:
     """Blame the ranks out of step, else those whose arguments are wrong in themselves, else the
-    minority, else the ranks that do not what the other groups of this kind do, else those that
-    leave their routine.
+    minority, else the ranks that depart from the other groups of this kind, else those that leave
+    their routine.
     """
     out_of_step = tuple(sorted(shift.rank for shift in here))
     if here and not here[0].unsure and set(out_of_step) <= set(met):
@@ -395,8 +395,8 @@ def _racing(
     beside, main = _by_thread(job, {rank: met[rank] for rank in seen if rank in met})
     if not (beside and main):
         return None
-    # a library's runs on all ranks, perhaps later
-    if all(map(_is_librarys, beside)) or _runs_beside_main(
+    # a library's thread runs on all ranks, perhaps later
+    if all(map(_is_of_library, beside)) or _runs_beside_main(
         job, key, number, seen, {_place(op) for op in beside}
     ):
         return Race(beside[0], main[0], on)
@@ -442,7 +442,7 @@ def _runs_beside_main(
     return overlapped and len(running) * 2 >= len(seen)
 
 
-def _is_librarys(op: Collective) -> bool:
+def _is_of_library(op: Collective) -> bool:
     """Return whether a library's own thread issued an op, without a line of the user's."""
     return not op.call_lines and _in_own_thread(op)
 

@@ -82,7 +82,7 @@ def by_routine(
         sides: the ranks of each side.
         left: the ranks that leave their routine.
         been_here: whether a rank was here before. Several ranks that are all in a new place are
-            not blamed: the others may be wrong to stay away.
+            not blamed, because the others may be wrong to stay away.
     """
     kept = [side for side in sides if not set(left).intersection(side)]
     if not left or len(kept) != 1:

@@ -20,7 +20,7 @@ class FoundTakenMessage:
 
 
 def find_taken_messages(context: Context) -> set[int]:
-    """Find the receives that wait for ever, since another one took their message.
+    """Find the receives that wait for ever because a receive from any source took their message.
 
     Returns:
         The ranks that need no other cause: those that receive, and senders that have ended.

@@ -25,18 +25,18 @@ _KINDS: dict[ErrorReport, Kind] = {
 
 @dataclass
 class FoundInErrors:
-    """What errors tell, and the evidence."""
+    """Ranks that errors name, and the evidence."""
 
     cause: ToldByErrors
     line: Frame | None  # the user's line at which the first rank raised its error
-    told: set[int]  # the ranks of which an error tells what they did
+    told: set[int]  # the ranks whose actions an error tells
 
 
 def find_told_by_errors(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
     """Find the ranks whose errors say that ranks differ, or that one failed.
 
     Returns:
-        The ranks that ended with such an error, which no other cause need tell.
+        The ranks that ended with such an error, and need no other cause.
     """
     claims = _claims(context)
     for report, by_rank in claims.items():
@@ -79,7 +79,7 @@ def _line(context: Context, ranks: list[int]) -> Frame | None:
 def _differ(
     context: Context, report: ErrorReport, claims: Mapping[int, Claim], blocked: list[int]
 ) -> FoundInErrors:
-    """Return ranks that differ: the minority of those of which a text tells what they did."""
+    """Return ranks that differ: the minority of those whose actions the texts tell."""
     sides: dict[str, set[int]] = defaultdict(set)
     for claim in claims.values():
         for rank, value in claim.values:
@@ -159,8 +159,8 @@ def _absent(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
 
 
 def _too_large(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
-    """Return ranks that received more than they expect. Whether they or the senders are wrong does
-    not show.
+    """Return ranks that received more than they expect. Their errors do not show whether they or
+    the senders are wrong.
     """
     raised = sorted(claims)
     cause = ToldByErrors(

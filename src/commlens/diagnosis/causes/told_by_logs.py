@@ -1,5 +1,5 @@
-"""What text logs tell of a job as a whole: timeouts in groups without a name, signals to the
-launcher, other tools' reports.
+"""Faults that text logs tell of a job as a whole: timeouts in groups without a name, signals to
+the launcher, other tools' reports.
 
 They count only if the ranks' records show no fault.
 """
@@ -21,12 +21,12 @@ class UnplacedTimeout(NamedTuple):
     """A timeout that cannot be aligned across ranks, as a log tells it."""
 
     text: str
-    ranks: list[int]  # whose logs tell it, if they name their rank
+    ranks: list[int]  # in whose logs it stands, as far as the logs name their rank
 
 
 @dataclass
 class FoundInLogs:
-    """What logs tell, and their lines."""
+    """A fault that logs tell, and the evidence."""
 
     cause: ToldByLogs
     timeouts: Sequence[UnplacedTimeout] = ()

@@ -359,7 +359,7 @@ class _Builder:
 
     def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
         """Follow a receive from any source: it waits for all other ranks of its group, though one
-        would do. For those that have finished only if all have.
+        would do. Ranks that have finished count only if all others have.
         """
         key = op.channel.key
         views = self.job.views

@@ -1,4 +1,4 @@
-"""Words about what text logs tell of a job as a whole."""
+"""Words about faults that text logs tell of a job as a whole."""
 
 from __future__ import annotations
 
