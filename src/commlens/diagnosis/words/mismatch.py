@@ -19,6 +19,7 @@ from commlens.diagnosis.words.sides import (
     tie_step,
     told_apart,
 )
+from commlens.matching.answer import Disagree
 from commlens.model.collective import Collective, FrameKind
 from commlens.text import (
     args_phrase,
@@ -279,49 +280,56 @@ def _steps_ahead(found: FoundMismatch) -> list[str]:
 
 
 def _summary(found: FoundMismatch) -> str:
-    mismatch, name, culprits = found.mismatch, _name(found), found.suspects
-    op, usual = found.op, found.usual
-    subject, shift, answer = ranks_phrase(culprits), mismatch.shift, mismatch.answer
+    mismatch, name, answer = found.mismatch, _name(found), found.mismatch.answer
     if answer is None:
-        assert shift is not None
-        if mismatch.tie:
-            return (
-                f"{subject} are out of step from #{mismatch.number} of"
-                f" {group_phrase(mismatch.channel.group)} on"
-            )
-        if mismatch.departure == "either":
-            own = op_phrase(op, group=False)
-            return (
-                f"{subject} either skipped {name} or issued an extra {own}; everything after it"
-                " pairs up wrongly"
-            )
-        if shift.by < 0:
-            return (
-                f"{subject} issued {count(-shift.by, 'collective')} too many, from {name} on;"
-                " everything after it pairs up wrongly"
-            )
-        extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
-        return f"{subject} skipped {name}{extra}; everything after it pairs up wrongly"
+        return _out_of_step_summary(found)
     if mismatch.astray is not None:
         return messages_part(mismatch)
     if mismatch.blamed_by == "arguments":
         return f"{answer.detail} in {name}: {answer.parties[-1].phrase}"
-    if mismatch.tie or usual is None:
+    if mismatch.tie or found.usual is None:
         sides = " against ".join(
             f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3]
         )
         return f"ranks disagree in {name}: {sides}"
-    skip = _DEPARTURES.get(mismatch.departure, "")
     if answer.aspect == "op":
-        group = group_phrase(mismatch.channel.group)
-        theirs = joined(sorted({mismatch.ops[rank].op for rank in mismatch.others}), "or")
-        odd = told_apart(
-            [rank for rank in culprits if rank in mismatch.ops], lambda rank: mismatch.ops[rank].op
-        )
-        issued = joined([f"{ranks_phrase(ranks)} issued {name}" for ranks, name in odd[:3]])
-        return f"{issued} where the others issued {theirs} (#{mismatch.number} of {group}){skip}"
+        return _op_summary(found)
     if answer.aspect == "p2p":
         return f"{name} does not match: {answer.detail}"
+    return _aspect_summary(found, answer)
+
+
+def _out_of_step_summary(found: FoundMismatch) -> str:
+    mismatch, name, shift = found.mismatch, _name(found), found.mismatch.shift
+    assert shift is not None
+    subject = ranks_phrase(found.suspects)
+    if mismatch.tie:
+        return (
+            f"{subject} are out of step from #{mismatch.number} of"
+            f" {group_phrase(mismatch.channel.group)} on"
+        )
+    if mismatch.departure == "either":
+        own = op_phrase(found.op, group=False)
+        did = f"either skipped {name} or issued an extra {own}"
+    elif shift.by < 0:
+        did = f"issued {count(-shift.by, 'collective')} too many, from {name} on"
+    else:
+        did = f"skipped {name}" + (f" and {shift.by - 1} more" if shift.by > 1 else "")
+    return f"{subject} {did}; everything after it pairs up wrongly"
+
+
+def _op_summary(found: FoundMismatch) -> str:
+    mismatch, ops = found.mismatch, found.mismatch.ops
+    odd = told_apart([rank for rank in found.suspects if rank in ops], lambda rank: ops[rank].op)
+    issued = joined([f"{ranks_phrase(ranks)} issued {op}" for ranks, op in odd[:3]])
+    theirs = joined(sorted({ops[rank].op for rank in mismatch.others}), "or")
+    where = f"#{mismatch.number} of {group_phrase(mismatch.channel.group)}"
+    skip = _DEPARTURES.get(mismatch.departure, "")
+    return f"{issued} where the others issued {theirs} ({where}){skip}"
+
+
+def _aspect_summary(found: FoundMismatch, answer: Disagree) -> str:
+    culprits = found.suspects
     odd_parties = [party for party in answer.parties if set(party.ranks) & set(culprits)] or [
         answer.parties[-1]
     ]
@@ -334,9 +342,10 @@ def _summary(found: FoundMismatch) -> str:
             f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in odd_parties[:3]
         )
     aspect = _ASPECTS.get(answer.aspect, answer.aspect)
+    skip = _DEPARTURES.get(found.mismatch.departure, "")
     return (
-        f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {own}, the"
-        f" others {theirs}{skip}"
+        f"{ranks_and_verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {_name(found)}:"
+        f" {own}, the others {theirs}{skip}"
     )
 
 
