@@ -100,6 +100,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
                 mismatch.ops
             )
         line = found.paths[0].line
+        # on a tie between several lines, none of them is the line to look at
         if mismatch.tie and len({op.source for op in mismatch.ops.values()}) != 1:
             line = None
         context.add(
@@ -281,7 +282,7 @@ def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, 
 
 
 def _odd_op(mismatch: Mismatch) -> Collective:
-    """Return the record of the first culprit that has one."""
+    """Return the record of the first culprit that has one; if none has, of the first rank."""
     return next(
         (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
         next(iter(mismatch.ops.values())),
