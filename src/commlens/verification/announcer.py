@@ -204,10 +204,8 @@ class Announcer:
                 self._note_any_source(channel, tag)
                 return None
             sends = args.op == "send"
-            from_any_source = (-1, f"recv {tag}" if channel.matches_tags else "recv")
-            if not sends and from_any_source in channel.pairs:
-                # A receive from any source was issued before, so it is unknown which of this peer's
-                # messages this one gets.
+            if not sends and _received_from_any(channel, tag):
+                # It is unknown which of this peer's messages this receive gets.
                 return None
             identity = (channel, sends, args.peer, tag)
         found = self._channels.get(identity)
@@ -361,3 +359,8 @@ class Announcer:
         if thread not in self._threads:
             self._threads.add(thread)
             self._board.set_word(B.THREADS, len(self._threads))
+
+
+def _received_from_any(channel: Channel, tag: int) -> bool:
+    """Return whether this rank issued a receive from any source on a channel before."""
+    return (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs
