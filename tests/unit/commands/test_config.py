@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commlens.config import (
-    NAMES,
-)
+from commlens.config import NAMES
 from conftest import RunCommlens
 
 

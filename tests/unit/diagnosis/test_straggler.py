@@ -10,13 +10,8 @@ from paced_jobs import job
 from paced_samples import found, late, samples
 
 from commlens.diagnosis.straggler import straggler_verdict
-from commlens.model.collective import (
-    Frame,
-    FrameKind,
-)
-from commlens.speed.pace import (
-    find_slow_ranks,
-)
+from commlens.model.collective import Frame, FrameKind
+from commlens.speed.pace import find_slow_ranks
 
 
 def test_a_slow_rank_that_is_alone_on_its_node() -> None:

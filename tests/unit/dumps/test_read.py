@@ -22,14 +22,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import OpenBox, read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import read_evidence
-from commlens.dumps.save import (
-    SavedRank,
-    add_node,
-    discard_job,
-    dump_name,
-    holds,
-    save_dump,
-)
+from commlens.dumps.save import SavedRank, add_node, discard_job, dump_name, holds, save_dump
 from commlens.errors import CommandError
 from commlens.model.health import HealthEvent, NodeHealth, RankPlace
 from commlens.model.ranklog import Observation

@@ -14,13 +14,7 @@ from live_jobs import SEEN, let_everybody_in, live_job, ranks_of, run_code, unpr
 from commlens.blackbox.reader import read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import read_evidence
-from commlens.dumps.save import (
-    SavedRank,
-    add_node,
-    dump_name,
-    save_dump,
-    save_reports,
-)
+from commlens.dumps.save import SavedRank, add_node, dump_name, save_dump, save_reports
 from commlens.errors import DumpError
 from commlens.model.verdict import Verdict
 from commlens.reports.page import render_page

@@ -7,9 +7,7 @@ import json
 import pytest
 
 import commlens
-from commlens.model.trace import (
-    Depth,
-)
+from commlens.model.trace import Depth
 from commlens.reports.trace_terminal import render
 
 AR, AG = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.model.collective import (
-    Frame,
-    FrameKind,
-)
+from commlens.model.collective import Frame, FrameKind
 from commlens.processes import profile
 
 

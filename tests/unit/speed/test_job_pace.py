@@ -7,9 +7,7 @@ from paced_jobs import job
 from paced_samples import late, samples
 
 from commlens.speed.job_pace import judge, packed
-from commlens.speed.pace import (
-    condensed,
-)
+from commlens.speed.pace import condensed
 
 
 @pytest.mark.parametrize("per_node", [1, 2])

@@ -11,12 +11,7 @@ from paced_samples import late, samples
 
 from commlens.commands import main
 from commlens.diagnosis.examine import examine_logs
-from commlens.speed.pace import (
-    find_slow_in_records,
-    find_slow_ranks,
-    measure,
-    recent,
-)
+from commlens.speed.pace import find_slow_in_records, find_slow_ranks, measure, recent
 
 
 @pytest.mark.parametrize(("how", "device"), [("wait", "cpu"), ("cpp", "cpu"), ("wait", "cuda")])

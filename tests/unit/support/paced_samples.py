@@ -8,11 +8,7 @@ from builders import START
 
 from commlens.model.ranklog import RankLog
 from commlens.speed import pace
-from commlens.speed.pace import (
-    Pace,
-    find_slow_ranks,
-    measure,
-)
+from commlens.speed.pace import Pace, find_slow_ranks, measure
 
 
 def samples(logs: list[RankLog], number: int = 6, least: int = 2) -> list[Pace]:

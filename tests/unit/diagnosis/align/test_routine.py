@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from builders import (
-    Job,
-    Op,
-    Step,
-    all_reduce,
-    collective,
-    recv,
-    send,
-)
+from builders import Job, Op, Step, all_reduce, collective, recv, send
 from judging import judge
 
 from commlens.diagnosis.align.routine import find_loop, follows_history

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import (
-    SCRIPT,
-    START,
-    Job,
-    S,
-    Stay,
-    at,
-    training,
-)
+from builders import SCRIPT, START, Job, S, Stay, at, training
 from goldens import hold
 from judging import blame, judge
 from starting_ranks import WORLD, init, rank, verdict

@@ -6,9 +6,7 @@ from builders import MS, START, S
 from goldens import hold
 from starting_ranks import WORLD, in_store, init, key, rank, verdict, wrote
 
-from commlens.model.collective import (
-    State,
-)
+from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation
 
 

@@ -7,14 +7,7 @@ from __future__ import annotations
 import pytest
 from builders import Job, Stay, at, training
 
-from commlens.diagnosis.views.status import (
-    JobStatus,
-    StatusRow,
-    arrange,
-    cells,
-    fold,
-    status_of,
-)
+from commlens.diagnosis.views.status import JobStatus, StatusRow, arrange, cells, fold, status_of
 from commlens.model.ranklog import End
 
 

@@ -11,9 +11,7 @@ from flight_recorder_dumps import dump, entry
 
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.pickle_data import read_pickle
-from commlens.formats.flight_recorder.reader import (
-    read_flight_recorder_pickle,
-)
+from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 
 
 def columns_from_table(value: Any, protocol: int = 2):
