@@ -538,10 +538,7 @@ def test_outputs_changed_in_place_and_dictionaries(mesh):
     ops = mode.comm_module_operation_counts
     assert [
         str(op["name"]) for op in ops["InPlace.first"]["operations_list"] if not op["is_bw"]
-    ] == [
-        "aten.t.default",
-        "aten.addmm.default",
-    ]
+    ] == ["aten.t.default", "aten.addmm.default"]
 
 
 def test_gradients_of_an_input(mesh):

@@ -1550,10 +1550,7 @@ def test_long_runs_are_summarised(fake: None) -> None:
     assert [event.step for event in whole] == [0, 0, 1, 1]
     assert [
         (event.phase, event.site, event.count, event.step, event.last_step) for event in summarised
-    ] == [
-        (FORWARD, "Talker", 8, 2, 9),
-        (BACKWARD, "Talker", 8, 2, 9),
-    ]
+    ] == [(FORWARD, "Talker", 8, 2, 9), (BACKWARD, "Talker", 8, 2, 9)]
     assert trace.coverage.recorded == trace.coverage.dispatched == 20
 
 

@@ -84,13 +84,7 @@ def launched(
         for name, size, wanted in chosen(request, "name", "size", "engine_environment")
         if wanted == engine
     ]
-    return out, launch(
-        out,
-        "verify_forked",
-        engine,
-        *names,
-        environ=engine_environment,
-    )
+    return out, launch(out, "verify_forked", engine, *names, environ=engine_environment)
 
 
 MIXED = [
@@ -113,11 +107,7 @@ def launched_mixed(
     out = tmp_path_factory.mktemp("mixed")
     names = [f"{name}:{size}" for name, size in chosen(request, "name", "size")]
     return out, launch(
-        out,
-        "verify_forked",
-        "mixed",
-        *names,
-        environ={"COMMLENS_NATIVE_DIR": str(native_cache)},
+        out, "verify_forked", "mixed", *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)}
     )
 
 

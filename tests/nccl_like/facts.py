@@ -213,11 +213,7 @@ def barrier_blocks(here: Here) -> Answer:
     return (
         seconds > OCCUPIED_S / 2
         and numbers == 1
-        and (last["profiling_name"], last["input_sizes"])
-        == (
-            "nccl:all_reduce_barrier",
-            [[1]],
-        ),
+        and (last["profiling_name"], last["input_sizes"]) == ("nccl:all_reduce_barrier", [[1]]),
         said,
     )
 

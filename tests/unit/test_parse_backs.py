@@ -26,7 +26,7 @@ LISTS = {"evidence", "missing_evidence", "notes", "problems", "blind", "signs"}
 MAKERS = ("_phrase", "_words", "_step", "_sentence")
 """How the names of functions end that make one."""
 MORE_MAKERS = {
-    *("joined", "capital", "sentence", "ranks_and_verb", "duration", "size", "words", "cells"),
+    *("joined", "capital", "sentence", "ranks_and_verb", "duration", "size", "words", "cells")
 }
 PARAMETERS = {"phrase", "sentence", "summary", "explanation", "words"}
 """Parameters that are one."""

@@ -123,11 +123,7 @@ def check(log: RankLog) -> None:
 
 @contextmanager
 def writer(path: Path, loop: str = "write_for_ever") -> Iterator[subprocess.Popen[bytes]]:
-    command = [
-        sys.executable,
-        "-c",
-        f"import test_writer; test_writer.{loop}({str(path)!r})",
-    ]
+    command = [sys.executable, "-c", f"import test_writer; test_writer.{loop}({str(path)!r})"]
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),

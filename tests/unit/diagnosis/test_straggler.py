@@ -20,10 +20,9 @@ def test_a_slow_rank_that_is_alone_on_its_node() -> None:
     assert slow is not None
     log = job(4, 200, late)[2]
     verdict = straggler_verdict(slow, [log], {2: Counter({(load,): 40, (): 60})}, compared=range(4))
-    assert (verdict.source, verdict.victims) == (
-        None,
-        [0, 1, 3],
-    ), "no other rank's profile shows what is usual"
+    assert (verdict.source, verdict.victims) == (None, [0, 1, 3]), (
+        "no other rank's profile shows what is usual"
+    )
     hold("straggler/alone-on-its-node", verdict)
 
 

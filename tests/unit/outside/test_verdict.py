@@ -78,10 +78,9 @@ def test_a_key_of_the_store(tmp_path: Path):
     assert (found.kind, found.culprits, found.source) == ("missing", [3], "train.py:81")
     hold("outside/key-of-the-store", found)
     alone = verdict(*[call("all_reduce", 81)] * 3, waiting)
-    assert (alone.culprits, alone.confidence) == (
-        [],
-        "low",
-    ), "any rank may have been to set the key"
+    assert (alone.culprits, alone.confidence) == ([], "low"), (
+        "any rank may have been to set the key"
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,7 @@ def test_the_words_about_several_ranks_are_plural() -> None:
     [
         ([True, True], 2, "nothing is wrong: the job moves (step 6)"),
         ([True, True], 4, "nothing is wrong in what was seen: ranks 0-1 move (step 6)"),
-        (
-            [True, None],
-            2,
-            "nothing is wrong: no rank waits for another, and rank 0 moves (step 6)",
-        ),
+        ([True, None], 2, "nothing is wrong: no rank waits for another, and rank 0 moves (step 6)"),
         ([None, None], 2, "no rank waits for another, and none moved within 2.5 s (step 6)"),
     ],
 )

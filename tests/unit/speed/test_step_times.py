@@ -27,11 +27,9 @@ def ms(ns: float) -> float:
 def test_exposed_waits():
     """A step: 10 or 15 ms, an all_reduce of 0.5 ms that all wait for, 2 ms, another one."""
     times = step_times(job(4, 20, compute))
-    assert (times.steps, times.first_step, times.last_step) == (
-        18,
-        1,
-        18,
-    ), "neither the first step nor the last one, whose end is not known"
+    assert (times.steps, times.first_step, times.last_step) == (18, 1, 18), (
+        "neither the first step nor the last one, whose end is not known"
+    )
     assert ms(times.step_ns) == 18
     assert {rank: ms(waited) for rank, waited in times.waited_by_rank.items()} == {
         0: 6,
@@ -57,13 +55,9 @@ def test_exposed_waits():
         == "A step takes 18 ms (steps 1 to 18). A rank waits in collectives for 4.7 ms of it (26%)."
         " Rank 2 waits least (998 us), rank 0 most (6.0 ms)."
     )
-    assert table.headings == [
-        "group",
-        "where",
-        "calls",
-        "waited",
-        "of the step",
-    ], "no column without content"
+    assert table.headings == ["group", "where", "calls", "waited", "of the step"], (
+        "no column without content"
+    )
     assert table.rows[1] == ["", "all_reduce at train.py:10 train", "1", "4.2 ms", "24%"]
 
 
@@ -76,10 +70,9 @@ def test_a_collective_that_runs_while_its_rank_computes():
         for op, following in zip(log.collectives[::2], log.collectives[1::2], strict=True):
             op.wait_began_ns, op.wait_ended_ns = following.announced_ns - MS, following.announced_ns
     times = step_times(logs)
-    assert (ms(times.waited_ns), ms(times.hidden_ns)) == (
-        1.5,
-        1.5,
-    ), "in flight for 2.5 ms, waited for during the last one"
+    assert (ms(times.waited_ns), ms(times.hidden_ns)) == (1.5, 1.5), (
+        "in flight for 2.5 ms, waited for during the last one"
+    )
     assert "another 1.5 ms of collectives are hidden behind its work" in step_table(times).answer
     assert times.unknown == [
         "A collective may have ended before the rank waited for it, so less may be hidden than"

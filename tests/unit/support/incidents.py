@@ -246,20 +246,14 @@ NO_CAUSES = [
         "another job's GPU lost",
         "stuck",
         _all(
-            lambda scene: scene.xid(1, 2, 79, before_s=1),
-            lambda scene: scene.nodes[1].lose_gpu(2),
+            lambda scene: scene.xid(1, 2, 79, before_s=1), lambda scene: scene.nodes[1].lose_gpu(2)
         ),
     ),
     Incident("an old Xid", "stuck", lambda scene: scene.xid(1, 0, 79, before_s=3000)),
     Incident(
         "an Xid that the job survived", "stuck", lambda scene: scene.xid(1, 0, 31, before_s=30)
     ),
-    Incident(
-        "a sign only",
-        "stuck",
-        lambda scene: scene.xid(1, 0, 63, before_s=1),
-        coincides=True,
-    ),
+    Incident("a sign only", "stuck", lambda scene: scene.xid(1, 0, 63, before_s=1), coincides=True),
     Incident(
         "errors rising everywhere",
         "stuck",

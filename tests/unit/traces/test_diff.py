@@ -288,11 +288,7 @@ def test_runs_are_compared_rank_by_rank():
     assert (
         change.sentence
         == "ranks 3,5: new: 2 all_gather on tp in backward of MLP.layers.1, 6.0 kB on the wire"
-        and change.ranks
-        == [
-            3,
-            5,
-        ]
+        and change.ranks == [3, 5]
     )
     assert comparison.answer.startswith(
         "8 ranks compared. 1 change: 260 collectives instead of 256"

@@ -140,10 +140,7 @@ def test_an_estimate_is_by_mesh_dimension_and_counts_summarised_collectives_in_f
     found = estimate(_trace(), NET, step_time=0.1)
     assert [
         (part.name, part.ranks, part.nodes, part.calls, part.wire_bytes) for part in found.parts
-    ] == [
-        ("dp", 8, 8, 1, 1000 * MB),
-        ("tp", 4, 1, 20, 2000 * MB),
-    ]
+    ] == [("dp", 8, 8, 1, 1000 * MB), ("tp", 4, 1, 20, 2000 * MB)]
     assert found.seconds == pytest.approx(0.1 + 0.02)
     assert found.seconds_per_step == pytest.approx(0.06)
     assert found.share == pytest.approx(0.6)

@@ -30,13 +30,10 @@ def test_the_memory_of_jobs_that_ended_long_ago_is_freed(
     for name in ("train-1", "train-2"):
         ranks[name].end()
     discard_forgotten([folder / "train-2"])
-    assert {job.name for job in folder.iterdir()} == {
-        "train-1",
-        "train-2",
-        "other",
-    }, "a day has not passed"
+    assert {job.name for job in folder.iterdir()} == {"train-1", "train-2", "other"}, (
+        "a day has not passed"
+    )
     discard_forgotten([folder / "train-2"], after_s=0.0)
-    assert {job.name for job in folder.iterdir()} == {
-        "train-2",
-        "other",
-    }, "its own stays, and the one that lives"
+    assert {job.name for job in folder.iterdir()} == {"train-2", "other"}, (
+        "its own stays, and the one that lives"
+    )

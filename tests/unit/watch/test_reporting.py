@@ -94,11 +94,9 @@ def test_the_verdict_is_that_of_all_records(
 def test_few_nodes_are_asked_for_all_records() -> None:
     verdict = diagnose_logs(simulate(lambda job, rank: [Stay(57, "load_batch")]))
     many = [Beat(slot, f"n{slot}", [100 + slot]) for slot in range(4, 100)]
-    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [
-        1,
-        2,
-        3,
-    ], "the culprit's node, and those of some that wait"
+    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], (
+        "the culprit's node, and those of some that wait"
+    )
     assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
     assert (
         nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES)

@@ -60,10 +60,7 @@ class Rank:
             )
         )
         self.status = SimpleNamespace(
-            oldest_index=index,
-            oldest_mono_ns=int(since_s * S),
-            capacity=2000,
-            issued=len(self.ops),
+            oldest_index=index, oldest_mono_ns=int(since_s * S), capacity=2000, issued=len(self.ops)
         )
 
     def go_on(self) -> None:

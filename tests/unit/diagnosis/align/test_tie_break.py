@@ -88,8 +88,7 @@ def test_the_only_side_that_keeps_its_routine_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "known", "blamed"),
-    [([2, 3], {2}, True), ([2, 3], {0, 1}, False), ([0], (), False)],
+    ("left", "known", "blamed"), [([2, 3], {2}, True), ([2, 3], {0, 1}, False), ([0], (), False)]
 )
 def test_several_ranks_in_a_new_place_are_not_blamed(
     left: list[int], known: Collection[int], blamed: bool

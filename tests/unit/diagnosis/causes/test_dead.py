@@ -87,12 +87,9 @@ def test_a_rank_that_exits_because_of_a_peer_is_a_victim() -> None:
     logs = job.logs()
     logs[0].exception, logs[0].closed = "SystemExit: 1", True
     logs[0].observation = Observation(End.FAILED, 1, ended_ns=job.now - 5_000_000)
-    assert blame(judge(logs)) != (
-        "dead",
-        "killed",
-        [1],
-        "train.py:30",
-    ), "it ended first, for no known reason"
+    assert blame(judge(logs)) != ("dead", "killed", [1], "train.py:30"), (
+        "it ended first, for no known reason"
+    )
     last = logs[0].collectives[-1]
     last.state, last.error = (
         State.FAILED,

@@ -184,11 +184,7 @@ def passed(rank: int) -> str:
     ],
 )
 def test_ranks_that_a_monitored_barrier_names(
-    tmp_path: Path,
-    ranks: dict[int, str],
-    culprits: list[int],
-    victims: list[int],
-    named: str,
+    tmp_path: Path, ranks: dict[int, str], culprits: list[int], victims: list[int], named: str
 ) -> None:
     verdict = judge(tmp_path, *(raised(rank, text) for rank, text in ranks.items()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", culprits, victims)

@@ -128,11 +128,7 @@ def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(
     ],
 )
 def test_the_watchdog_tells_sizes_but_no_splits_and_no_root(
-    tmp_path: Path,
-    op: str,
-    sizes: list[tuple[int, int]],
-    kind: str,
-    not_compared: list[str] | None,
+    tmp_path: Path, op: str, sizes: list[tuple[int, int]], kind: str, not_compared: list[str] | None
 ) -> None:
     lines = []
     for rank, (sent, received) in enumerate(sizes):
@@ -519,11 +515,7 @@ TRACEBACK = (
 
 @pytest.mark.parametrize(
     ("name", "log", "kind"),
-    [
-        ("ras", RAS, "missing"),
-        ("vllm", VLLM, "undetermined"),
-        ("traceback", TRACEBACK, "dead"),
-    ],
+    [("ras", RAS, "missing"), ("vllm", VLLM, "undetermined"), ("traceback", TRACEBACK, "dead")],
 )
 def test_what_a_log_tells_of_no_rank_names_nobody(
     tmp_path: Path, name: str, log: str, kind: str

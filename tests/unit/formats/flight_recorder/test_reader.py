@@ -145,13 +145,9 @@ def test_the_entry_that_closes_a_batch_has_nothing_to_do_with_the_collective_of_
         if read == "pickle"
         else read_flight_recorder_json(as_json(value), "rank_3.json")
     )
-    assert rows.state.tolist() == [
-        0,
-        2,
-        2,
-        2,
-        2,
-    ], "the collective is in flight still, the messages have completed"
+    assert rows.state.tolist() == [0, 2, 2, 2, 2], (
+        "the collective is in flight still, the messages have completed"
+    )
     assert rows.p2p.tolist() == [False, True, True, True, False] and rows.coalesced.tolist() == [
         0,
         1,
@@ -260,10 +256,7 @@ def test_native_gloo_knows_only_what_it_let_go_of():
     assert [
         (one.group.name, one.group.ranks, one.group.description, one.device)
         for one in rows.channels
-    ] == [
-        ("0", (), "default_pg", "cpu"),
-        ("4", (), "", "cpu"),
-    ]
+    ] == [("0", (), "default_pg", "cpu"), ("4", (), "", "cpu")]
 
 
 def test_what_nccl_let_go_of_without_completing_has_timed_out():

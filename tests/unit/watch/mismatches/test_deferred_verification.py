@@ -49,10 +49,9 @@ def test_a_mismatch_is_reported_even_if_another_rank_never_issues() -> None:
         node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
     assert node.look() == []
     (verdict,) = node.look(after=1.1)
-    assert (verdict.kind, verdict.culprits) == (
-        "mismatch/shape",
-        [],
-    ), "rank 2 might have sided with rank 3"
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), (
+        "rank 2 might have sided with rank 3"
+    )
 
 
 @pytest.mark.parametrize("last", range(4))
@@ -312,10 +311,9 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
     node.ranks[0].issue(all_reduce(8), ranks=range(8))
     node.ranks[1].issue(all_reduce(9), ranks=range(8))
     (verdict,) = [*node.look(), *node.look(after=1.1)]
-    assert (verdict.kind, verdict.culprits) == (
-        "mismatch/shape",
-        [],
-    ), "of two, nobody is the odd one"
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), (
+        "of two, nobody is the odd one"
+    )
     node.ranks[0].issue(all_reduce(8), ranks=(0, 4), group="dp")
     node.ranks[1].issue(all_reduce(5), ranks=(1, 5), group="dp")
     assert node.settle() == []

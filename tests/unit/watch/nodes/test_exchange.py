@@ -219,10 +219,9 @@ def test_status_reads_the_other_nodes_without_taking_part(
         ]
     )
     assert lines == ["rank 1 on host1: rank 1 has died."]
-    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [
-        0,
-        1,
-    ], "no slot was drawn"
+    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [0, 1], (
+        "no slot was drawn"
+    )
     # Asked, it looks at its ranks; a node that is gone does not answer.
     there._looks._take = lambda: b"evidence"
     for _ in range(2):
