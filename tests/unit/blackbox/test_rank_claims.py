@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import job_box
 from commlens.capture.rank_environment import Place
 from commlens.dumps.folder import discard
-
-
-def box(folder: Path, *, silent_s: float, setup: int = 0, ended: bool = True) -> Path:
-    """Write a box whose process gave its last sign of life so long ago."""
-    folder.mkdir()
-    path = folder / job_dirs.box_name(0, os.getpid())
-    # no process has this pid and this start
-    start = 1 if ended else job_dirs.start_ticks(os.getpid())
-    writer = BoxWriter(
-        path,
-        capacity=4,
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        start_ticks=start,
-        about=job_dirs.this_machine()._asdict(),
-    )
-    writer.word(L.HEARTBEAT_UNIX, time.time_ns() - int(silent_s * 1e9))
-    writer.word(L.SETUP, setup)
-    return path
 
 
 def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
