@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from boxes import Box
-from watch_ranks import Rank
 
-from commlens.blackbox import job_dirs
 from commlens.commands import main
-from commlens.dumps.save import dump_name
-from commlens.errors import CommandError, EvidenceError
 from commlens.outside.find_ranks import FoundJob, RankProcess
-from commlens.watch.jobs import find_jobs
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "dump"])
@@ -59,69 +52,3 @@ def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
     monkeypatch.setattr("commlens.outside.find_ranks.find_job", lambda wanted: ranks(41, [0, 1]))
     assert main([verb, str(os.getpid())]) == 3
     assert "`commlens attach 41` says whether they are stuck, and where" in capsys.readouterr().err
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[dict[str, Rank]]:
-    folder = job_dirs.user_folder(tmp_path)
-    made = {name: Rank(folder / name, 0, 1) for name in ("train-1", "train-2", "other")}
-    yield made
-    for rank in made.values():
-        rank.end()
-
-
-def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    root = str(tmp_path)
-    assert {job.name for job in find_jobs(None, root)} == {"train-1", "train-2", "other"}
-    assert [job.name for job in find_jobs("train-2", root)] == ["train-2"]
-    assert [job.name for job in find_jobs("oth", root)] == ["other"]
-    assert [job.name for job in find_jobs(str(ranks["train-1"].pid), root)] == ["train-1"]
-    assert find_jobs(str(job_dirs.user_folder(tmp_path) / "other"), root)[0].name == "other"
-    with pytest.raises(CommandError, match=r"matches several jobs: \S+-train-1, \S+-train-2"):
-        find_jobs("train", root)
-    assert [
-        job.name for job in find_jobs(dump_name([job_dirs.user_folder(tmp_path) / "other"]), root)
-    ] == ["other"]
-    with pytest.raises(CommandError, match=r"The jobs are .*other"):
-        find_jobs("nothing-like-it", root)
-
-
-def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    """Also if its pid is another process's now, or if its process ran in another container some
-    minutes ago.
-    """
-    root, folder = str(tmp_path), job_dirs.user_folder(tmp_path)
-    ranks["train-1"].end()
-    reused = Box(
-        0, 1, pid=ranks["other"].pid, job="reused", about=job_dirs.this_machine()._asdict()
-    )
-    reused.write(folder / "reused")
-    Box(0, 1, pid=ranks["other"].pid, job="container").write(folder / "container")
-    assert {job.name for job in find_jobs(None, root)} == {"train-2", "other"}
-    assert [job.name for job in find_jobs(str(ranks["other"].pid), root)] == ["other"]
-    assert [job.name for job in find_jobs("reused", root)] == ["reused"]
-    for rank in ranks.values():
-        rank.end()
-    with pytest.raises(
-        EvidenceError,
-        match=(
-            r"No recorded job runs on this machine\. These have ended and left black boxes:"
-            r" .*train-1"
-        ),
-    ):
-        find_jobs(None, root)
-
-
-def test_a_process_that_is_not_recorded_gets_advice(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    with pytest.raises(
-        EvidenceError,
-        match=rf"The process {os.getpid()} \(.*\) is not recorded.*COMMLENS=1.*py-spy dump",
-    ):
-        find_jobs(str(os.getpid()), str(tmp_path))
-
-
-def test_no_job_at_all(tmp_path: Path) -> None:
-    with pytest.raises(EvidenceError, match="No job is recorded on this machine"):
-        find_jobs(None, str(tmp_path))
-    with pytest.raises(EvidenceError, match="no job is recorded on this machine"):
-        find_jobs("train", str(tmp_path))
