@@ -7,32 +7,11 @@ from collections.abc import Iterator
 import pytest
 from builders import Job, S, all_reduce, recv
 from goldens import hold
+from refused_jobs import refuse
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.model.collective import State
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import End, Observation
 from commlens.model.refusal import Refusal
-
-TEXT = (
-    "DistributedOperationException: Cannot apply desired operation due to shape"
-    " mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
-)
-
-
-def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[RankLog]:
-    """What is in flight was refused, and the ranks ended by that."""
-    for log in logs:
-        for op in log.collectives:
-            if op.in_flight:
-                op.state, op.error, op.done_ns = (
-                    State.FAILED,
-                    TEXT,
-                    at_ns or op.announced_ns + S // 10,
-                )
-                if raises:
-                    log.exception = f"commlens.errors.{TEXT.splitlines()[0]}"
-                    log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
-    return logs
 
 
 @pytest.mark.parametrize("refused", [False, True])

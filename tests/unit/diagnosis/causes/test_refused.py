@@ -10,33 +10,13 @@ import msgspec
 import pytest
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
 from goldens import hold
+from refused_jobs import EXCEPTION, refuse
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import End, Observation
 from commlens.model.refusal import Refusal, RefusedWait
 from commlens.model.verdict import Verdict
-
-TEXT = (
-    "DistributedOperationException: Cannot apply desired operation due to shape"
-    " mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
-)
-
-
-def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[RankLog]:
-    """What is in flight was refused, and the ranks ended by that."""
-    for log in logs:
-        for op in log.collectives:
-            if op.in_flight:
-                op.state, op.error, op.done_ns = (
-                    State.FAILED,
-                    TEXT,
-                    at_ns or op.announced_ns + S // 10,
-                )
-                if raises:
-                    log.exception = f"commlens.errors.{TEXT.splitlines()[0]}"
-                    log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
-    return logs
 
 
 def refused(verdict: Verdict) -> list[str]:
@@ -365,6 +345,6 @@ def test_a_rank_that_a_refusal_ended_is_not_the_one_that_others_wait_for() -> No
         yield all_reduce(job.world, 8, line=11)
 
     logs = Job(3).run(program).logs()
-    logs[2].exception = f"commlens.errors.{TEXT.splitlines()[0]}"
+    logs[2].exception = EXCEPTION
     verdict = diagnose_logs(logs)
     assert (verdict.culprits, verdict.confidence) == ([], "low")
