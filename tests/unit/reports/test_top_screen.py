@@ -21,15 +21,6 @@ from commlens.model.verdict import Verdict
 from commlens.reports.top_screen import Screen, View, draw
 
 
-def status(fault=None, *, ranks: int = 4, after_s: float = 30.0) -> JobStatus:
-    logs = (
-        Job(ranks)
-        .run(training(at(2, 5, fault) if fault is not None else lambda *_: None))
-        .logs(after_s=after_s)
-    )
-    return status_of("train", logs)
-
-
 def frame(
     job: JobStatus,
     rows: list[StatusRow],
@@ -56,7 +47,8 @@ def frame(
 
 
 def test_a_frame_of_80_columns_holds_the_answer_and_all_columns():
-    job = status(Stay(57, "load_batch"))
+    logs = Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(after_s=30)
+    job = status_of("train", logs)
     rows = arrange(fold(job.rows), "rank")
     lines = frame(job, rows, View(stack=True), stack=("Ranks 0-1,3", "all_reduce  x.py:1"))
     assert "rank 2 never reached all_reduce" in " ".join(lines[1:3])

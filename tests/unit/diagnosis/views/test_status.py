@@ -11,12 +11,8 @@ from commlens.diagnosis.views.status import JobStatus, StatusRow, arrange, cells
 from commlens.model.ranklog import End
 
 
-def status(fault=None, *, ranks: int = 4, after_s: float = 30.0) -> JobStatus:
-    logs = (
-        Job(ranks)
-        .run(training(at(2, 5, fault) if fault is not None else lambda *_: None))
-        .logs(after_s=after_s)
-    )
+def status(*fault: object) -> JobStatus:
+    logs = Job(4).run(training(at(2, 5, *fault) if fault else at(-1, 0))).logs(after_s=30)
     return status_of("train", logs)
 
 
