@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
 from zygote_client import Zygote, has_ended
 
 PRELUDE = """
@@ -51,13 +51,6 @@ class Ended:
 
     returncode: int | None  # None: it had to be killed
     output: str
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Ranks:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from ports import free_port
 
 SOURCE = Path(__file__).parents[2] / "src"
 TRAIN = """

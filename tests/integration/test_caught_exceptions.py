@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import Bench
+from ports import free_port
 
 pytest.importorskip("torch")
 
@@ -59,16 +60,11 @@ worker() if "RANK" in os.environ else main()
 
 
 def test_an_exception_that_ray_train_catches_is_named_with_the_users_line(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     bench = Bench(tmp_path)
     bench.script.write_text(WORKERS)
     bench.boxes.mkdir()
     try:
-        program = bench.start(str(bench.script), str(port), COMMLENS="1")
+        program = bench.start(str(bench.script), str(free_port()), COMMLENS="1")
         assert program.end() == 0, program.report()
     finally:
         bench.close()

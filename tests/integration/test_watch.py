@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from chosen import long
 from launching import Bench
+from ports import free_port
 
 from commlens.processes import pyspy
 
@@ -129,7 +129,7 @@ def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before
     environ = {
         "COMMLENS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "COMMLENS_STALL_TIMEOUT": "2",
     }
@@ -256,7 +256,7 @@ dist.all_reduce(torch.ones(2))
     program = bench.start(
         "lightning.py",
         COMMLENS="1",
-        MASTER_PORT=free_port(),
+        MASTER_PORT=str(free_port()),
         COMMLENS_STALL_TIMEOUT="2",
         COMMLENS_ON_STALL="abort",
     )
@@ -272,9 +272,3 @@ dist.all_reduce(torch.ones(2))
     assert gone(bench)
     assert not bench.processes(), "no orphan"
     assert bench.dumped == ["rank0", "rank1"]
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])

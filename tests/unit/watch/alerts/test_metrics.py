@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from commlens.config import Settings, load_settings
 from commlens.errors import ConfigError
@@ -16,12 +16,6 @@ from commlens.watch.reporting import Evidence, Reporter
 from commlens.watch.slowness import Slowness
 
 pytest.importorskip("prometheus_client")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def metrics(tmp_path: Path, said: list[str], **settings: Any) -> Metrics:
