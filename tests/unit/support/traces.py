@@ -216,3 +216,10 @@ def one_event(**more: object) -> TraceData:
     rec.issue("all_reduce", "tp", Phase.FORWARD, "MLP.net2", 4000, 14)
     rec.data.events = [msgspec.structs.replace(rec.data.events[0], **more)]
     return rec.finish()
+
+
+def on(data: TraceData, backend: str) -> TraceData:
+    """The same trace with all groups on another backend."""
+    return msgspec.structs.replace(
+        data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups]
+    )

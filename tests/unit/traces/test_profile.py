@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from traces import US, training
+from traces import US, on, training
 
 import commlens
 from commlens.errors import CommandError, FormatError
@@ -202,10 +201,4 @@ def test_view_takes_a_profile(on_gpus, tmp_path, capsys):
     assert (
         commands.main(["view", str(tmp_path / "x.json"), "--profile", str(tmp_path / "none.json")])
         == 2
-    )
-
-
-def on(data: TraceData, backend: str) -> TraceData:
-    return msgspec.structs.replace(
-        data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from traces import US, Recorder, training
+from traces import US, Recorder, on, training
 
 import commlens
 from commlens.model.trace import Phase, TraceData
@@ -13,12 +13,6 @@ from commlens.text import short_duration
 from commlens.traces.times import Time, step_times, time_of, times
 
 MS = 1000 * US
-
-
-def on(data: TraceData, backend: str) -> TraceData:
-    return msgspec.structs.replace(
-        data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups]
-    )
 
 
 def one(op: str = "all_reduce", size: int = 1000, **more: object) -> TraceData:
