@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from watch_ranks import eventually
+from watch_ranks import eventually, sleeper
 
 from commlens.blackbox import job_dirs
 from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.process import Ending
 
 pytestmark = pytest.mark.launches
-
-
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
-    )
 
 
 def test_handles_are_opened_as_soon_as_there_is_a_box(tmp_path: Path) -> None:

@@ -9,18 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from watch_ranks import eventually
+from watch_ranks import eventually, sleeper
 
 from commlens.processes import process
 from commlens.processes.process import Ending, Handle
 
 pytestmark = pytest.mark.launches
-
-
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
-    )
 
 
 def test_read_stat_of_this_process() -> None:

@@ -122,6 +122,13 @@ class Rank:
                 pipe.close()
 
 
+def sleeper() -> subprocess.Popen[bytes]:
+    """Start a process that lives until its stdin closes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+
+
 def eventually(condition: object, timeout_s: float = 15.0) -> None:
     """Wait for a condition, which is what an event-driven program can be tested for."""
     assert callable(condition)
