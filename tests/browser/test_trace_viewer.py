@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from comm_debug_json import ADDMM, AG, AR, module
 
 import commlens
 from commlens.formats.trace_json import encode, read_trace
@@ -16,56 +17,28 @@ from commlens.traces.ranks import RankTraces
 
 from .traces_to_look_at import HOSTILE, hostile, training
 
-AR, AG, RS = (
-    "c10d_functional.all_reduce",
-    "c10d_functional.all_gather_into_tensor",
-    "c10d._reduce_scatter_base_",
-)
-
-
-def section(
-    fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()
-) -> dict[str, object]:
-    """A module of CommDebugMode's JSON, as torch writes it."""
-    return {
-        "fqn": fqn,
-        "module_type": "class 'torch.nn.modules.linear.Linear'",
-        "parameters": [["weight", "(Shard(dim=0),)"]],
-        "children": list(children),
-        "collectives_forward": list(forward),
-        "collectives_backward": list(backward),
-        "operations_forward": list(ops),
-        "operations_backward": [],
-        "operations_checkpointing": list(ops),
-    }
+RS = "c10d._reduce_scatter_base_"
 
 
 def comm_debug_json(name: str = "MLP") -> str:
-    op = {
-        "name": "aten.addmm.default",
-        "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
-        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"],
-        "device_mesh": "DeviceMesh((4,))",
-        "is_bw": False,
-        "is_activation_checkpointing": False,
-    }
-    leaf = section(f"{name}.net2", forward=[[AR, 2]], ops=[op])
+    op = ADDMM | {"is_activation_checkpointing": False}
+    leaf = module(f"{name}.net2", forward=[[AR, 2]], ops=[op], recomputed=[op])
     names = [
         ["c10d.allgather_into_tensor_coalesced_", 1],
         ["c10d.alltoall_base_", 2],
         ["_dtensor.shard_dim_alltoall", 1],
         ["c10d.recv_any_source_", 1],
     ]
-    tree = section(
+    tree = module(
         name,
-        section(f"{name}.net1"),
+        module(f"{name}.net1"),
         leaf,
         leaf,
         forward=[[AR, 3], *names],
         backward=[[AG, 1], [RS, 4]],
     )
     return json.dumps(
-        section(
+        module(
             "Global",
             tree,
             forward=[[AR, 3], *names, ["c10d.allreduce_", 4]],

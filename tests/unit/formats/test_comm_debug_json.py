@@ -5,39 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from comm_debug_json import ADDMM, AG, AR, module
 
 import commlens
 from commlens.model.trace import Depth
 from commlens.reports.trace_terminal import render
 
-AR, AG = "c10d_functional.all_reduce", "c10d_functional.all_gather_into_tensor"
-
-
-def module(
-    fqn: str, *children: object, forward: object = (), backward: object = (), ops: object = ()
-) -> dict[str, object]:
-    return {
-        "fqn": fqn,
-        "module_type": "class 'torch.nn.modules.linear.Linear'",
-        "parameters": [["weight", "(Shard(dim=0),)"]],
-        "children": list(children),
-        "collectives_forward": list(forward),
-        "collectives_backward": list(backward),
-        "operations_forward": list(ops),
-        "operations_backward": [],
-        "operations_checkpointing": [],
-    }
-
 
 def test_comm_debug_modes_json_is_read(tmp_path):
-    op = {
-        "name": "aten.addmm.default",
-        "input_shape": ["torch.Size([16])", "torch.Size([8, 10])"],
-        "input_sharding": ["(Shard(dim=0),)", "(Replicate(),)"],
-        "device_mesh": "DeviceMesh((4,))",
-        "is_bw": False,
-    }
-    leaf = module("MLP.net2", forward=[[AR, 2]], ops=[op])
+    leaf = module("MLP.net2", forward=[[AR, 2]], ops=[ADDMM])
     tree = module("MLP", module("MLP.net1"), leaf, leaf, forward=[[AR, 3]], backward=[[AG, 1]])
     root = module("Global", tree, forward=[[AR, 3], ["c10d.allreduce_", 4]], backward=[[AG, 1]])
     path = tmp_path / "comm_mode_log.json"
