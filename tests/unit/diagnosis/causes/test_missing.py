@@ -97,26 +97,18 @@ def test_why_from_the_process(observation: Observation, why: str) -> None:
     hold(f"missing/{why}", verdict)
 
 
-def test_finished_early() -> None:
+@pytest.mark.parametrize(
+    ("batches", "of_others", "name"), [(4, 6, "finished-early"), (6, 5, "one-more-batch")]
+)
+def test_one_rank_has_another_number_of_batches(batches: int, of_others: int, name: str) -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
-        for _ in range(4 if rank == 2 else 6):
-            yield all_reduce(job.world, 100, line=20)
-            yield Step()
-
-    verdict = judge(Job(4).run(program).logs())
-    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [2])
-    hold("missing/finished-early", verdict)
-
-
-def test_one_rank_alone_has_one_more_batch() -> None:
-    def program(job: Job, rank: int) -> Iterator[object]:
-        for _ in range(6 if rank == 2 else 5):
+        for _ in range(batches if rank == 2 else of_others):
             yield all_reduce(job.world, 100, line=20)
             yield Step()
 
     verdict = judge(Job(4).run(program).logs())
     assert blame(verdict) == ("missing", "finished", [2], "train.py:20")
-    hold("missing/one-more-batch", verdict)
+    hold(f"missing/{name}", verdict)
 
 
 @pytest.mark.parametrize("dies", [True, False])
