@@ -462,3 +462,13 @@ def mixed(
             yield Step()
 
     return program
+
+
+def from_any_then_from_one(job: Job, rank: int) -> Iterator[object]:
+    """Rank 0 takes a message from any rank, and then the one of rank 1."""
+    if rank == 0:
+        yield recv(job.world, None, line=10)
+        yield recv(job.world, 1, line=11)
+    else:
+        yield send(job.world, 0, line=20 + rank)
+    yield all_reduce(job.world, line=30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from builders import Die, Job, Stay, all_reduce, recv, send
+from builders import Die, Job, Stay, all_reduce, from_any_then_from_one, recv, send
 from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -19,18 +19,8 @@ def judge(size: int, program: object) -> Verdict:
     return verdict
 
 
-def gather(job: Job, rank: int) -> Iterator[object]:
-    """Rank 0 takes a message from any rank, and then the one of rank 1."""
-    if rank == 0:
-        yield recv(job.world, None, line=10)
-        yield recv(job.world, 1, line=11)
-    else:
-        yield send(job.world, 0, line=20 + rank)
-    yield all_reduce(job.world, line=30)
-
-
 def test_the_receive_from_any_source_took_the_message() -> None:
-    verdict = judge(3, gather)
+    verdict = judge(3, from_any_then_from_one)
     assert (verdict.kind, verdict.culprits, verdict.certain) == ("mismatch/p2p", [0], True)
     assert verdict.victims == [1, 2]
     hold("mismatch/p2p-taken-by-another-receive", verdict)
@@ -64,7 +54,7 @@ def test_messages_that_a_collective_orders_do_not_race() -> None:
 
 def test_a_sender_that_has_ended_sends_no_more() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
-        yield from list(gather(job, rank))[: None if rank == 0 else 1]
+        yield from list(from_any_then_from_one(job, rank))[: None if rank == 0 else 1]
 
     cause = judge(3, program).findings[0].cause
     assert isinstance(cause, TakenMessage)
@@ -72,7 +62,7 @@ def test_a_sender_that_has_ended_sends_no_more() -> None:
 
 def test_a_sender_that_still_runs_may_send_more() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
-        for action in gather(job, rank):
+        for action in from_any_then_from_one(job, rank):
             yield action
             if rank == 1:
                 yield Stay(57, "load_batch")
@@ -83,7 +73,7 @@ def test_a_sender_that_still_runs_may_send_more() -> None:
 
 def test_a_sender_that_died_is_to_blame() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
-        for action in gather(job, rank):
+        for action in from_any_then_from_one(job, rank):
             yield action
             if rank == 1:
                 yield Die(Observation(End.KILLED, exit_code=-9, signal="SIGKILL"))

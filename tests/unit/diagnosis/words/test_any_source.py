@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from builders import Job, all_reduce, recv, send
+from builders import Job, from_any_then_from_one
 
 from commlens.diagnosis.examine import diagnose_logs
 
 
 def test_all_lines_are_named() -> None:
-    def program(job: Job, rank: int) -> Iterator[object]:
-        if rank == 0:
-            yield recv(job.world, None, line=10)
-            yield recv(job.world, 1, line=11)
-        else:
-            yield send(job.world, 0, line=20 + rank)
-        yield all_reduce(job.world, line=30)
-
-    finding = diagnose_logs(Job(3).run(program).logs()).findings[0]
+    finding = diagnose_logs(Job(3).run(from_any_then_from_one).logs()).findings[0]
     assert finding.summary == (
         "rank 0 waits for a message from rank 1 at train.py:11 step, but its receive from any"
         " source at train.py:10 step took that message"
