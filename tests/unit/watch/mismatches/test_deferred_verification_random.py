@@ -13,19 +13,9 @@ from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_boxes import Node, all_reduce
+from random_steps import SLOW, STEPS, Item, applies, one_step, sizes, steps, with_fault
 
 from commlens.model.verdict import Verdict
-from unit.diagnosis.test_examine_random import (
-    FAULT_STEP,
-    SLOW,
-    STEPS,
-    Item,
-    applies,
-    broken,
-    one_step,
-    sizes,
-    steps,
-)
 
 CAPACITIES = st.sampled_from([32, 64, 1024])
 
@@ -90,14 +80,7 @@ def test_one_disagreement_is_reported_with_its_culprit(
         return
     place = data.draw(st.sampled_from(places), label="place")
 
-    def program(job: Job, rank: int) -> Iterator[object]:
-        for step in range(STEPS):
-            if (rank, step) == (culprit, FAULT_STEP):
-                yield from broken(job, rank, items, fault, place)
-            else:
-                yield from one_step(job, rank, items)
-
-    _, said = watched(Job(size).run(program), seed)
+    _, said = watched(Job(size).run(with_fault(items, fault, place, culprit)), seed)
     kind = {"size": "shape", "reduce_op": "reduce-op"}.get(fault, fault)
     assert [(verdict.kind, verdict.culprits) for verdict in said] == [
         (f"mismatch/{kind}", [culprit])
