@@ -78,8 +78,11 @@ def test_the_store_and_local_sockets_are_left_alone(monkeypatch: pytest.MonkeyPa
         assert own[1].recv(1) == b""
 
 
-def test_a_group_that_was_made_before_recording_is_left_alone() -> None:
+def test_a_group_that_was_made_before_recording_is_left_alone(
+    earlier: tuple[socket.socket, socket.socket],
+) -> None:
     connections.abort(Group())
+    assert works(earlier)
 
 
 def test_a_rank_that_is_no_member_of_a_group_has_no_group() -> None:

@@ -79,9 +79,11 @@ def test_a_capture_begins_when_no_query_is_under_way(monkeypatch):
 def test_a_query_that_does_not_end_holds_no_capture_up(monkeypatch):
     queues = queues_with_one_in_flight(monkeypatch)
     monkeypatch.setattr(device_queues, "LONGEST_QUERY_S", 0.05)
+    began = []
     # as if by another thread
-    monkeypatch.setattr(torch_progress, "in_flight", queues.capture_begins)
+    monkeypatch.setattr(torch_progress, "in_flight", lambda: began.append(queues.capture_begins()))
     queues.look(LATER_NS)
+    assert began
 
 
 def test_nothing_is_queried_during_a_capture(monkeypatch):
