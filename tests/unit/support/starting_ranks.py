@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from builders import MS, SCRIPT, START, S
+from judging import judge
 
-from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import (
     SETUP,
     STORE,
@@ -22,8 +22,6 @@ from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.verdict import Verdict
 
 WORLD = 4
-
-
 IDLE = Observation(End.RUNNING, window_s=6.0, stack_moved=False, cpu_s=0.0, proc_state="S")
 
 
@@ -117,11 +115,7 @@ def rank(
 
 
 def verdict(*logs: RankLog) -> Verdict:
-    found = diagnose_logs(logs)
-    assert all(
-        finding.confidence == "high" or finding.would_raise_confidence for finding in found.findings
-    ), "no reason is given"
-    return found
+    return judge(list(logs))
 
 
 def key(op: str, name: str, line: int, state: State = State.COMPLETED) -> Collective:

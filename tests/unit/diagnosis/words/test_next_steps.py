@@ -8,12 +8,11 @@ import msgspec
 import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv
 from goldens import hold
+from judging import judge
 
-from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.words.next_steps import stopped_line
 from commlens.model.collective import Frame, FrameKind, State
-from commlens.model.ranklog import End, Observation, RankLog
-from commlens.model.verdict import Verdict
+from commlens.model.ranklog import End, Observation
 
 
 def training(fault: object = None, extra: bool = False, backend: str = "gloo") -> object:
@@ -28,15 +27,6 @@ def training(fault: object = None, extra: bool = False, backend: str = "gloo") -
             yield all_reduce(group, line=70, function="evaluate")
 
     return program
-
-
-def judge(logs: list[RankLog]) -> Verdict:
-    verdict = diagnose_logs(logs)
-    assert all(
-        finding.confidence == "high" or finding.would_raise_confidence
-        for finding in verdict.findings
-    ), "no reason is given"
-    return verdict
 
 
 @pytest.mark.parametrize("size", [2, 4])
