@@ -8,7 +8,6 @@ beginning. Rank 0 writes the verdicts that it logs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from pathlib import Path
@@ -171,8 +170,7 @@ def main() -> None:
         nodes = 2 if which.endswith("@") else 1
         jobs.append(Job(which, int(size), body, settings, timeout_s=240.0, nodes=nodes))
     prepare()
-    for job in itertools.chain(jobs):
-        Jobs(out).run([job])
+    Jobs(out).run(jobs, at_once=1)
 
 
 if __name__ == "__main__":
