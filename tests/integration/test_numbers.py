@@ -75,7 +75,7 @@ def reported(launched: tuple[Path, str], job: str) -> tuple[list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("job", "why", "departure", "tensor"),
     [long(f"{case}:4", *expected, when=case not in USUAL, id=case) for case, *expected in FAULTS]
-    + [long("ddp-bit:4@", "parameter", "one-bit", "1.norm.weight", when=False, id="by-the-store")],
+    + [pytest.param("ddp-bit:4@", "parameter", "one-bit", "1.norm.weight", id="by-the-store")],
 )
 def test_the_rank_the_tensor_and_the_step(
     launched: tuple[Path, str], job: str, why: str, departure: str, tensor: str
