@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 from commlens.diagnosis.index.columns import RankOps, SharedIds, reduce_all
 from commlens.formats.columns import RankColumns
+from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.model.collective import Collective
 
 
@@ -74,3 +76,8 @@ def as_json(value: Any) -> bytes:
         del one["frames"]
         one["time_discovered_started_ns"] = one["time_discovered_started_ns"] or 0
     return json.dumps(changed, sort_keys=True, separators=(",", ":")).encode()
+
+
+def columns_from_table(value: Any, protocol: int = 2) -> RankColumns:
+    """Pickle a dump as torch does, and read it."""
+    return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")

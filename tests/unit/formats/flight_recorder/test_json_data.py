@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any
+from flight_recorder_dumps import as_json, columns_from_table, dump, entry
 
-from flight_recorder_dumps import as_json, dump, entry
-
-from commlens.formats.flight_recorder.reader import (
-    read_flight_recorder_json,
-    read_flight_recorder_pickle,
-)
-
-
-def columns_from_table(value: Any, protocol: int = 2):
-    return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")
+from commlens.formats.flight_recorder.reader import read_flight_recorder_json
 
 
 def test_json_says_the_same_but_for_the_stacks():

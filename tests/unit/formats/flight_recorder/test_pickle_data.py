@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from typing import Any
 
 import pytest
-from flight_recorder_dumps import dump, entry
+from flight_recorder_dumps import columns_from_table, dump, entry
 
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
-
-
-def columns_from_table(value: Any, protocol: int = 2):
-    return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")
 
 
 @pytest.mark.parametrize("protocol", range(6))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flight_recorder_dumps import as_json, dump, entry, operation
+from flight_recorder_dumps import as_json, columns_from_table, dump, entry, operation
 
 from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
@@ -20,10 +20,6 @@ from commlens.formats.flight_recorder.reader import (
 from commlens.model.collective import State
 
 REAL = "megatron_moe_16ranks/*/_dump_*"
-
-
-def columns_from_table(value: Any, protocol: int = 2):
-    return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")
 
 
 def test_entries_become_columns_and_objects_only_when_asked_for():
