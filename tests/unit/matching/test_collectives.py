@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from builders import asked, spec
+from comparing import odd_one
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,10 +14,6 @@ from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import WIRE_OPS
 
 A = asked("all_reduce", spec((4, 5)), reduce_op="SUM")
-
-
-def odd_one(usual: CollectiveArgs, odd: CollectiveArgs, size: int = 4) -> object:
-    return compare_collectives({r: odd if r == 2 else usual for r in range(size)}, range(size))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 from builders import asked, spec
+from comparing import odd_one
 
 from commlens.matching.answer import Agree, Disagree, Severity, Unknown
 from commlens.matching.collectives import compare_collectives
 from commlens.model.collective import CollectiveArgs, TensorSpec
-
-
-def odd_one(usual: CollectiveArgs, odd: CollectiveArgs, size: int = 4) -> object:
-    return compare_collectives({r: odd if r == 2 else usual for r in range(size)}, range(size))
 
 
 def exchange(
