@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from builders import SCRIPT
 from paced_jobs import job
+from paced_samples import late
 
 from commlens.diagnosis.causes.straggler import FoundStraggler, find_straggler, find_stretch
 from commlens.model.cause import HotLine
@@ -18,10 +19,6 @@ from commlens.speed.pace import Slow
 
 LOAD, MAIN = Frame(SCRIPT, 7, "load_batch"), Frame(SCRIPT, 30, "main")
 SLOW = Slow([2], cost=0.33, steps=50, step_s=0.153, no_cpu=0.0, no_cpu_others=0.0)
-
-
-def late(rank: int, step: int) -> float:
-    return 150.0 if rank == 2 else 100.0
 
 
 def straggler(
