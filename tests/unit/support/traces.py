@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+import commlens
 from commlens.model.collective import Frame, ProcessGroup
 from commlens.model.trace import (
     Cause,
@@ -208,6 +209,11 @@ def training(
         )
     ]
     return rec.finish()
+
+
+def trace() -> commlens.Trace:
+    """The training of rank 0."""
+    return commlens.Trace(training())
 
 
 def one_event(**more: object) -> TraceData:

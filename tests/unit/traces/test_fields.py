@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from traces import training
+from traces import trace
 
-import commlens
 from commlens.traces.fields import FIELDS
-
-
-def trace() -> commlens.Trace:
-    return commlens.Trace(training())
 
 
 def test_every_field_filters_by_what_it_counts():

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from traces import training
+from traces import trace
 
-import commlens
 from commlens.traces.rows import COLUMNS
-
-
-def trace() -> commlens.Trace:
-    return commlens.Trace(training())
 
 
 def test_rows_are_flat_and_alike():

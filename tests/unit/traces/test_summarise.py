@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from traces import Recorder, training
+from traces import Recorder, trace
 
 import commlens
 from commlens.model.trace import Coverage, Phase, TraceData
 from commlens.reports.trace_terminal import render
-
-
-def trace() -> commlens.Trace:
-    return commlens.Trace(training())
 
 
 def test_totals_of_the_summary_add_up():

@@ -6,7 +6,7 @@ import io
 
 import msgspec
 import pytest
-from traces import Recorder, one_event, training
+from traces import Recorder, one_event, trace, training
 
 import commlens
 from commlens.model.collective import ProcessGroup
@@ -28,10 +28,6 @@ mesh dimension   ranks   calls     bytes   share     time   waited
 dp                   2      16    256 kB     75%   1.4 ms   960 us
 tp                   4      16   84.2 kB     25%   1.4 ms   960 us
 """
-
-
-def trace() -> commlens.Trace:
-    return commlens.Trace(training())
 
 
 @pytest.mark.parametrize(
