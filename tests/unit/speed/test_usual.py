@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from builders import MS, SCRIPT, Job, S, Step, all_reduce, training
+from paced_jobs import ten_seconds_apart
 
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.ranklog import RankLog
@@ -19,11 +20,11 @@ from commlens.speed.usual import (
 EVALUATE = Frame(SCRIPT, 90, "evaluate")
 
 
-def log_of(*ops: Collective, pid: int = 1000) -> RankLog:
-    return RankLog(0, 2, pid=pid, collectives=list(ops))
+def log_of(*ops: Collective) -> RankLog:
+    return RankLog(0, 2, pid=1000, collectives=list(ops))
 
 
-def ops_at(line: int, seconds: list[float], first: int = 1) -> list[Collective]:
+def ops_at(line: int, seconds: list[float]) -> list[Collective]:
     """Completed collectives of one line, one every ten seconds, which took these times."""
 
     def program(job: Job, rank: int) -> object:
@@ -31,16 +32,7 @@ def ops_at(line: int, seconds: list[float], first: int = 1) -> list[Collective]:
             yield all_reduce(job.world, line=line)
 
     found = Job(2).run(program).logs()[0].collectives  # type: ignore[arg-type]
-    return [
-        msgspec.structs.replace(
-            op,
-            index=first + number,
-            announced_ns=(first + number) * 10 * S,
-            done_ns=(first + number) * 10 * S + int(took * S),
-            step=1,
-        )
-        for number, (op, took) in enumerate(zip(found, seconds, strict=True))
-    ]
+    return ten_seconds_apart(found, seconds)
 
 
 def test_a_place_is_known_after_three_collectives() -> None:

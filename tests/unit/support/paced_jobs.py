@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from builders import DISPATCHER, MS, SCRIPT, START
+import msgspec
+from builders import DISPATCHER, MS, SCRIPT, START, S
 
 from commlens.model.collective import (
     Channel,
@@ -79,3 +80,19 @@ def job(
         log.observation = Observation(seen_ns=max(now))
         assert rank == log.rank
     return logs
+
+
+def ten_seconds_apart(ops: Sequence[Collective], took_s: Sequence[float]) -> list[Collective]:
+    """The same collectives after the first step, one every ten seconds, each of which took its
+    time.
+    """
+    return [
+        msgspec.structs.replace(
+            op,
+            index=number,
+            announced_ns=number * 10 * S,
+            done_ns=number * 10 * S + int(took * S),
+            step=1,
+        )
+        for number, (op, took) in enumerate(zip(ops, took_s, strict=True), 1)
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from builders import Job, S, training
+from paced_jobs import ten_seconds_apart
 
 from commlens.config import Settings
 from commlens.errors import FormatError
@@ -18,19 +19,10 @@ from commlens.watch.stall import Wait
 from commlens.watch.stall_limit import FACTOR, FLOOR_S, StallLimit
 
 
-def records(took_s: float = 0.04, count: int = 16) -> list[Collective]:
-    """Completed collectives of two lines, in turn, which took this long."""
+def records(count: int = 16) -> list[Collective]:
+    """Completed collectives of two lines, in turn, which took 40 ms."""
     ops = Job(2).run(training(lambda job, rank, step: None, count // 2)).logs()[0].collectives  # type: ignore[arg-type]
-    return [
-        msgspec.structs.replace(
-            op,
-            index=number,
-            announced_ns=number * 10 * S,
-            done_ns=number * 10 * S + int(took_s * S),
-            step=1,
-        )
-        for number, op in enumerate(ops[:count], 1)
-    ]
+    return ten_seconds_apart(ops[:count], [0.04] * count)
 
 
 class Rank:
