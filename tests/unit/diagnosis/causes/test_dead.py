@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import pytest
 from builders import Die, Job, S, Stay, Step, all_reduce, at, recv, send, training
@@ -175,11 +175,15 @@ def test_nobody_saw_how_it_ended() -> None:
     hold("dead/end-unseen", verdict)
 
 
-def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
-    logs = Job(4).run(training(at(-1, 0))).logs()
+def gone(logs: list[RankLog]) -> list[RankLog]:
+    """Nobody saw how the ranks ended, all in one moment."""
     for log in logs:
         log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
-    assert judge(logs).kind == "healthy"
+    return logs
+
+
+def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
+    assert judge(gone(Job(4).run(training(at(-1, 0))).logs())).kind == "healthy"
 
 
 @pytest.mark.parametrize(("earlier_ns", "culprits"), [(0, []), (3 * S, [2])])
@@ -187,9 +191,8 @@ def test_of_ranks_that_all_ended_unseen_the_last_sign_of_life_tells_which_was_fi
     earlier_ns: int, culprits: list[int]
 ) -> None:
     """The others waited for rank 2, but any of them may have been killed."""
-    logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
+    logs = gone(Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs())
     for log in logs:
-        log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
         log.heartbeat_ns = log.captured_ns - earlier_ns * (log.rank == 2)
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == ("dead", culprits)
@@ -202,14 +205,6 @@ def test_an_end_without_exit_handlers_after_the_last_group_is_a_clean_one(end: O
     for log in logs:
         log.observation, log.left, log.closed = end, True, False
     assert judge(logs).kind == "healthy"
-
-
-def gone(logs: list[RankLog], alive: Collection[int] = ()) -> list[RankLog]:
-    """Nobody saw how the ranks ended, all in one moment."""
-    for log in logs:
-        if log.rank not in alive:
-            log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
-    return logs
 
 
 def ring(job: Job, rank: int) -> Iterator[object]:
