@@ -132,9 +132,9 @@ def key(op: str, name: str, line: int, state: State = State.COMPLETED) -> Collec
     )
 
 
-def in_store(number: int, name: str, *, op: str = "store.get", line: int = 30) -> RankLog:
-    log = rank(number, init(), inside=False, at=line)
-    log.store_wait = key(op, name, line, State.ISSUED)
+def in_store(number: int, name: str, *, op: str = "store.get") -> RankLog:
+    log = rank(number, init(), inside=False, at=30)
+    log.store_wait = key(op, name, 30, State.ISSUED)
     log.store_wait.issue_thread = log.pid
     return log
 

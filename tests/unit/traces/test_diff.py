@@ -19,9 +19,9 @@ from commlens.traces.ranks import RankTraces
 Edit = Callable[[TraceEvent], "TraceEvent | None"]
 
 
-def edited(edit: Edit, data: TraceData | None = None) -> TraceData:
+def edited(edit: Edit) -> TraceData:
     """A trace with every event changed, or left out."""
-    data = training() if data is None else data
+    data = training()
     data.events = [new for event in data.events if (new := edit(event)) is not None]
     return data
 

@@ -10,9 +10,7 @@ from commlens.model.trace import Phase, TraceData
 from commlens.traces.ranks import RankTraces
 
 
-def pipelined(
-    messages: dict[tuple[int, int], int], *, more: tuple[int, ...] = (), group: str = "tp"
-) -> RankTraces:
+def pipelined(messages: dict[tuple[int, int], int], *, more: tuple[int, ...] = ()) -> RankTraces:
     """Eight ranks with these messages between them; the ranks in ``more`` issue one more
     all_gather.
     """
@@ -22,7 +20,7 @@ def pipelined(
             for (sender, receiver), calls in messages.items():
                 for _ in range(calls if rank in (sender, receiver) else 0):
                     op, peer = ("send", receiver) if rank == sender else ("recv", sender)
-                    rec.issue(op, group, Phase.FORWARD, None, 64, 50, peer=peer)
+                    rec.issue(op, "tp", Phase.FORWARD, None, 64, 50, peer=peer)
             if rank in more:
                 rec.issue("all_gather", "dp", Phase.FORWARD, "MLP.layers.1", 4000, 40)
 

@@ -18,8 +18,8 @@ from commlens.watch.node_health import HealthOfNode, root_of
 from commlens.watch.roster import Member
 
 
-def me(rank: int = 0) -> Member:
-    return Member(os.getpid(), 0, rank, 1, 1, 0, process.Handle.invisible(os.getpid()))
+def me() -> Member:
+    return Member(os.getpid(), 0, 0, 1, 1, 0, process.Handle.invisible(os.getpid()))
 
 
 def test_off_watches_nothing() -> None:

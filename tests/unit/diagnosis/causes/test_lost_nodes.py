@@ -16,7 +16,7 @@ from commlens.model.verdict import Verdict
 NODE = LostNode("n07", [3], 6.0, False)
 
 
-def waiting_for(last: list[int], size: int = 4) -> list[RankLog]:
+def waiting_for(last: list[int]) -> list[RankLog]:
     """The logs of ranks that wait for these in their last collective."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -27,7 +27,7 @@ def waiting_for(last: list[int], size: int = 4) -> list[RankLog]:
         if rank not in last:
             yield all_reduce(group, line=20)
 
-    return Job(size).run(program).logs()
+    return Job(4).run(program).logs()
 
 
 def about(node: LostNode) -> Verdict:

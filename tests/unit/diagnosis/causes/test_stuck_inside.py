@@ -9,8 +9,8 @@ from judging import judge
 from commlens.model.ranklog import End, Observation, RankLog
 
 
-def stuck_inside(size: int = 4) -> list[RankLog]:
-    logs = Job(size).run(training(lambda *_: None)).logs()
+def stuck_inside() -> list[RankLog]:
+    logs = Job(4).run(training(lambda *_: None)).logs()
     for log in logs:
         del log.collectives[11:]
         log.issued = 11

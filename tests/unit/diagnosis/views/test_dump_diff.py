@@ -29,8 +29,8 @@ def progress(before: list[RankLog], after: list[RankLog]) -> Movement:
     )
 
 
-def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
-    return Job(4).run(training(at(rank, step, Stay(57, "load_batch")))).logs(after_s=after_s)
+def stuck(step: int = 5, after_s: float = 30.0) -> list[RankLog]:
+    return Job(4).run(training(at(2, step, Stay(57, "load_batch")))).logs(after_s=after_s)
 
 
 def test_nothing_moved() -> None:

@@ -5,7 +5,7 @@ screen.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from builders import Job, Stay, Step, all_reduce, at, recv, send, training
 
@@ -24,22 +24,19 @@ from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog
 from commlens.reports.entries_terminal import print_entries, room
 
-Program = Callable[[Job, int], Iterator[object]]
-
 
 def table_of(
     logs: Sequence[RankLog],
     selection: EntrySelection | None = None,
     *,
     rows: int = 14,
-    columns: int = 3,
 ) -> EntryTable:
     chosen = selection or select_entries(diagnose_logs(logs))
     return lay_out(
         [found for log in logs if (found := collect_entries(columns_from_log(log), chosen))],
         chosen,
         rows=rows,
-        columns=columns,
+        columns=3,
     )
 
 

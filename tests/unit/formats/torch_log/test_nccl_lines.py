@@ -29,10 +29,10 @@ def made(rank: int, size: int, comm: int = 0, name: str = "", place: int | None 
     )
 
 
-def call(rank: int, number: int, op: str, comm: int = 0, count: int = 2097152) -> str:
+def call(rank: int, number: int, op: str, comm: int = 0) -> str:
     return (
         f"{head(rank)} {op}: opCount {number:x} sendbuff 0x7fdf541ff800 recvbuff 0x7fdf541ff800"
-        f" count {count} datatype 7 op 0 root 0 comm 0x55e290bd3{comm}{rank}0 [nranks=4] stream"
+        f" count 2097152 datatype 7 op 0 root 0 comm 0x55e290bd3{comm}{rank}0 [nranks=4] stream"
         " 0x55e29067e430\n"
     )
 
