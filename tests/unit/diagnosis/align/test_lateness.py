@@ -8,6 +8,7 @@ import pytest
 from builders import Job, S, Stay, all_reduce, at, training
 from judging import blame, judge
 
+from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation
 
 SLEEP = Stay(57, "load_batch")
@@ -49,7 +50,7 @@ def test_stuck_until_the_timeout_then_ended_by_the_launcher() -> None:
             )
         else:
             last.state, last.error = (
-                type(last.state).FAILED,
+                State.FAILED,
                 "RuntimeError: Timed out waiting 25000ms for recv operation to complete",
             )
             last.done_ns = job.now + 25_000_000_000

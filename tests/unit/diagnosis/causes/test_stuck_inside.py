@@ -6,6 +6,7 @@ from builders import Job, training
 from goldens import hold
 from judging import judge
 
+from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 
 
@@ -15,7 +16,7 @@ def stuck_inside() -> list[RankLog]:
         del log.collectives[11:]
         log.issued = 11
         last = log.collectives[-1]
-        last.state, last.done_ns, last.wait_ended_ns = type(last.state).ISSUED, 0, 0
+        last.state, last.done_ns, last.wait_ended_ns = State.ISSUED, 0, 0
         log.closed = False
         log.observation = Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False)
     return logs
