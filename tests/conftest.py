@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from harness import Harness
     from zygote_client import Zygote
 
 # The same examples each time, so that a run says something of the change that it tests. `make
@@ -157,6 +158,14 @@ def zygote() -> Iterator[Zygote]:
 
     with contextlib.closing(Zygote()) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def jobs(zygote: Zygote) -> Harness:
+    """Starts jobs, whose ranks the zygote forks."""
+    from harness import Harness
+
+    return Harness(zygote)
 
 
 RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -4,12 +4,11 @@ that pauses is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chosen import long
-from harness import Harness, JobResult, harness
+from harness import Harness, JobResult
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -38,12 +37,6 @@ def main():
 
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Harness]:
-    with harness() as made:
-        yield made
 
 
 def seconds_to_verdict(result: JobResult) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from chosen import long
 from emulated_nodes import launch, nodes, wait
-from harness import Harness, JobResult, harness
+from harness import Harness, JobResult
 from incidents import CAUSES, NO_CAUSES, PER_NODE, RANKS, Incident, tell
 from node_files import NodeFiles
 from test_slow_rank import LAUNCH, TRAIN
@@ -30,12 +30,6 @@ pytestmark = pytest.mark.timeout(120)
 PROGRAM = Path(__file__).parent / "broken_hardware.py"
 QUICK = {"two nodes on one leaf cut", "RAS contradicts", "another job's GPU lost"}
 KINDS = {"stuck": "stuck-inside", "missing": "missing", "dead": "dead"}
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Harness]:
-    with harness() as made:
-        yield made
 
 
 def run(jobs: Harness, ranks: int, folder: Path, *arguments: str, settings: Settings) -> JobResult:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from chosen import long
 from harness import Harness, JobResult
-from zygote_client import Zygote
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -33,11 +32,6 @@ pytestmark = pytest.mark.timeout(240)  # the first test compiles the backend
 STALL_TIMEOUT_S = 4.0  # a rank asks torch's recorder two seconds after a group has fallen quiet
 
 Run = Callable[..., JobResult]
-
-
-@pytest.fixture
-def jobs(zygote: Zygote) -> Harness:
-    return Harness(zygote)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from _diagnosing import commlens, grade
 from chosen import long
 from dumpgen import converted
 from harness import STALL_TIMEOUT_S, Harness, JobResult
-from zygote_client import Zygote
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
@@ -69,11 +68,6 @@ def stall_timeout_s(name: str) -> float:
 
 SPEAKS_WITHIN_S = 2.0 if "PYTEST_XDIST_WORKER" not in os.environ else 10.0
 """After the stall timeout: 2 s, and more where other tests have the cores."""
-
-
-@pytest.fixture
-def jobs(zygote: Zygote) -> Harness:
-    return Harness(zygote)
 
 
 def run(jobs: Harness, name: str, world_size: int, folder: Path, **options: object) -> JobResult:

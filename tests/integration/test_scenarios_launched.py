@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from chosen import long
 from harness import Harness
-from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
 from commlens.scenarios import find
@@ -122,11 +121,6 @@ def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
     assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines())
     assert "commlens" not in watched.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def jobs(zygote: Zygote) -> Harness:
-    return Harness(zygote)
 
 
 @pytest.mark.timeout(90)
