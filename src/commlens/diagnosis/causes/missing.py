@@ -150,17 +150,17 @@ def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Abse
     absent = [node for node, _ in members]
     edges = [edge for node in absent for edge in context.graph.edges_into(node)]
     edge = most_waited(edges)
-    same = [
-        other
-        for other in edges
-        if other.instance == edge.instance or (other.op is edge.op and edge.is_from_any)
-    ]
+    same: list[Edge] = []
+    elsewhere: list[Edge] = []
+    for other in edges:
+        is_same = other.instance == edge.instance or (other.op is edge.op and edge.is_from_any)
+        (same if is_same else elsewhere).append(other)
     return Absence(
         [node.rank for node in absent],
         [doing for _, doing in members],
         edge,
         same,
-        [other for other in edges if other not in same],
+        elsewhere,
         sorted({other.rank for other in same}),
         context.blocked_by(absent),
     )
