@@ -4,9 +4,11 @@ tensors and source lines.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
@@ -111,6 +113,23 @@ def count(value: float, singular: str, plural: str | None = None) -> str:
 def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
     """The verb form for one rank or for several: ``verb([2], "waits", "wait")`` is ``"waits"``."""
     return singular if len(set(ranks)) == 1 else plural
+
+
+_with_alike: ContextVar[Callable[[Iterable[int]], Collection[int]]] = ContextVar(
+    "with_alike", default=set
+)
+
+
+@contextlib.contextmanager
+def naming_alike(with_alike: Callable[[Iterable[int]], Collection[int]]) -> Iterator[None]:
+    """Let :func:`ranks_phrase` name more ranks than it is given: ``with_alike`` adds those that are
+    in the same state and were not examined themselves.
+    """
+    token = _with_alike.set(with_alike)
+    try:
+        yield
+    finally:
+        _with_alike.reset(token)
 
 
 def used_columns(
@@ -262,7 +281,7 @@ def ranks_phrase(ranks: Iterable[int], one: str = "rank", several: str = "ranks"
     """``"rank 2"``, ``"ranks 0-1,3"``; a long set is cut short: ``"ranks 1,3-9,... (3967 in
     all)"``. ``one`` and ``several`` are used in place of rank and ranks.
     """
-    members = sorted(set(ranks))
+    members = sorted(_with_alike.get()(ranks))
     if len(members) == 1:
         return f"{one} {members[0]}"
     text = format_ranks(members)
@@ -291,7 +310,7 @@ def _is_default(group: ProcessGroup) -> bool:
 def group_phrase(group: ProcessGroup) -> str:
     """``"group dp [0-3]"``, ``"the default group [0-3]"``."""
     name = "the default group" if _is_default(group) else f"group {group.label}"
-    return f"{name} [{format_ranks(group.ranks)}]"
+    return f"{name} [{format_ranks(group.all_ranks)}]"
 
 
 def numbered(name: str, number: int) -> str:
@@ -309,7 +328,7 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
         return (
             op.op
             if op.op == "init_process_group"
-            else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
+            else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.all_ranks)}"
         )
     name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:

@@ -4,6 +4,7 @@ find the causes and word them. No torch, no I/O.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
 from commlens.diagnosis.causes.unexplained import find_unexplained
+from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, say_of_all, without_others
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
@@ -36,7 +38,7 @@ from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.pace import find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
-from commlens.text import count
+from commlens.text import count, naming_alike
 
 if TYPE_CHECKING:
     from commlens.diagnosis.index.columns import RankDump
@@ -86,10 +88,15 @@ def diagnose_logs(
     problems: Sequence[str] = (),
     stalled_after_s: float = 1.0,
     lost_nodes: Sequence[LostNode] = (),
+    alike: AlikeRanks = NONE_ALIKE,
 ) -> Verdict:
     """Return the verdict of :func:`examine_logs`, which takes these arguments."""
     return examine_logs(
-        logs, problems=problems, stalled_after_s=stalled_after_s, lost_nodes=lost_nodes
+        logs,
+        problems=problems,
+        stalled_after_s=stalled_after_s,
+        lost_nodes=lost_nodes,
+        alike=alike,
     ).verdict
 
 
@@ -102,6 +109,7 @@ def examine_logs(
     unread: int = 0,
     lost_nodes: Sequence[LostNode] = (),
     health: Sequence[NodeHealth] = (),
+    alike: AlikeRanks = NONE_ALIKE,
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -117,14 +125,21 @@ def examine_logs(
         unread: number of files that could not be read, and may belong to ranks without a log.
         lost_nodes: nodes that have fallen silent.
         health: the hardware of nodes, besides that in the logs.
+        alike: ranks without a log that are in the state of ranks with one.
     """
     chosen, notes = select_job(logs)
     if not chosen:
         missing = [*problems, *notes, "No rank's log could be read."]
         return _without_records(nothing_to_diagnose(missing))
-    job = index_logs(chosen, stalled_after_s)
+    if alike.others:
+        chosen = without_others(chosen, alike)
+    job = index_logs(chosen, stalled_after_s, alike.others)
     job.more_health = health
-    examined = _examine(job, [*problems, *notes], unread, lost_nodes)
+    with naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext():
+        examined = _examine(job, [*problems, *notes], unread, lost_nodes)
+    if alike.others:
+        say_of_all(examined.verdict, alike)
+        examined.verdict.looked_at += evidence.counted_only(len(alike.others))
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
     )

@@ -119,6 +119,13 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     backend: str = ""  # of the channel's device type: "gloo", "nccl"
     mesh_dim: str | None = None  # "dp", if the group is a dimension of a DeviceMesh
     incarnation: int = 0  # number of default groups that the process had created before
+    # all its ranks, if ``ranks`` are those that are examined; empty: ``ranks`` are all
+    whole: tuple[int, ...] = ()
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """All global ranks of the group, also those that are not examined."""
+        return self.whole or self.ranks
 
     @property
     def label(self) -> str:

@@ -162,7 +162,7 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
 def group_of(op: Collective) -> GroupRef | None:
     """Return the group of a collective; none of a wait for a key of the store."""
     group = op.channel.group
-    return None if op.is_store_wait else GroupRef(group.name, group.label, list(group.ranks))
+    return None if op.is_store_wait else GroupRef(group.name, group.label, list(group.all_ranks))
 
 
 def collective_of(op: Collective) -> CollectiveRef:

@@ -5,7 +5,7 @@ blocked threads.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -301,8 +301,16 @@ class JobIndex:
         return {rank: self.views[rank].tracks[key] for rank in self.users.get(key, ())}
 
 
-def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
-    """Index the black boxes of one job, in time linear in their records."""
+def index_logs(
+    logs: Sequence[RankLog], stalled_after_s: float, alike: Collection[int] = ()
+) -> JobIndex:
+    """Index the black boxes of one job, in time linear in their records.
+
+    Args:
+        logs: of the job's ranks.
+        stalled_after_s: a shorter wait is not stuck.
+        alike: ranks without a log that are in the state of ranks with one.
+    """
     limit = int(stalled_after_s * 1e9)
     stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
     exits = attribute_exits(
@@ -311,7 +319,7 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     size = world_size(logs)
     strangers = {log.rank: log for log in logs if log.unrecorded}
     logs = [log for log in logs if not log.unrecorded]
-    no_record, elsewhere = absent_ranks(logs, size)
+    no_record, elsewhere = absent_ranks(logs, size, alike)
     no_record, elsewhere = (
         sorted({*no_record, *strangers}),
         [rank for rank in elsewhere if rank not in strangers],

@@ -5,7 +5,7 @@ a log.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from commlens.model.ranklog import RankLog
 from commlens.text import count, ranks_phrase
@@ -91,15 +91,22 @@ def _completeness(log: RankLog) -> tuple[int, int, int, int, int, str]:
     )
 
 
-def absent_ranks(logs: Sequence[RankLog], size: int) -> tuple[list[int], list[int]]:
+def absent_ranks(
+    logs: Sequence[RankLog], size: int, alike: Collection[int] = ()
+) -> tuple[list[int], list[int]]:
     """Return the ranks that left no log on the hosts seen, and the ranks that probably run on
     another node.
 
     Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the
     highest of a host ran there and left no log. Of the others, fewer than one host runs left no log
     either; more are probably on other nodes.
+
+    Args:
+        logs: of the job's ranks.
+        size: of the job.
+        alike: ranks without a log that are in the state of ranks with one.
     """
-    have = {log.rank for log in logs}
+    have = {log.rank for log in logs}.union(alike)
     missing = [rank for rank in range(size) if rank not in have]
     if not missing:
         return [], []

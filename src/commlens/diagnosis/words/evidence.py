@@ -26,6 +26,11 @@ def looked_at(job: JobIndex) -> str:
     return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
 
 
+def counted_only(ranks: int) -> str:
+    """``"; 99,936 more ranks wait like some of these"``."""
+    return f"; {count(ranks, 'more rank')} {'waits' if ranks == 1 else 'wait'} like some of these"
+
+
 def missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
     return [

@@ -81,7 +81,7 @@ def kinds_phrase(ops: Sequence[Collective]) -> str:
     if len({group_label(group, "") for group in groups.values()}) == 1 or ops[0].is_point_to_point:
         return kind_phrase(ops[0])
     names = [
-        f"{group_label(group, 'the default group')} [{format_ranks(group.ranks)}]"
+        f"{group_label(group, 'the default group')} [{format_ranks(group.all_ranks)}]"
         for group in groups.values()
     ]
     return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (

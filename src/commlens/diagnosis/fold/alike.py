@@ -1,0 +1,241 @@
+"""Ranks in one state, of which some are examined and the others are only counted.
+
+The groups of the examined ranks are cut down to the ranks that matter, the job is diagnosed as
+always, and what was found is said of all ranks. Such a verdict counts only if it blames ranks that
+were all examined: then no majority and no absence can depend on those that were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, get_type_hints
+
+import msgspec
+
+from commlens.diagnosis.fold.state_key import blocking, is_small, role
+from commlens.model.cause import Cause, Rank
+from commlens.model.collective import Channel, Collective
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
+
+_RANKS: Final = list[Rank]
+
+
+EXAMINED: Final = 4
+"""Ranks that are examined of each state: all if there are no more."""
+
+
+class Alike(NamedTuple):
+    """Ranks in one state."""
+
+    examined: frozenset[int]  # those that stand for the others
+    others: frozenset[int]  # not examined
+
+
+def ranks_to_examine(states: Iterable[Collection[int]]) -> set[int]:
+    """Return the lowest ranks of each state.
+
+    Args:
+        states: the ranks in each.
+    """
+    return {rank for ranks in states for rank in sorted(ranks)[:EXAMINED]}
+
+
+class AlikeRanks:
+    """All ranks of a job of which others were examined.
+
+    Args:
+        classes: ranks in one state each, without a rank in common.
+    """
+
+    def __init__(self, classes: Iterable[Alike]) -> None:
+        self.classes = [each for each in classes if each.others]
+        self.others: frozenset[int] = frozenset().union(*(each.others for each in self.classes))
+        """The ranks that were not examined."""
+        self.standing: frozenset[int] = frozenset().union(*(each.examined for each in self.classes))
+        """The examined ranks that are in the state of others."""
+        self._known: dict[frozenset[int], frozenset[int]] = {}
+
+    def with_alike(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Return ranks with all others of a state of which all examined ranks are among them."""
+        given = frozenset(ranks)
+        found = self._known.get(given)
+        if found is None:
+            more = [
+                each.others for each in self.classes if each.examined and each.examined <= given
+            ]
+            found = self._known[given] = given.union(*more)
+        return found
+
+
+NONE_ALIKE: Final = AlikeRanks(())
+"""Of a job whose ranks are all examined."""
+
+
+def without_others(logs: Sequence[RankLog], alike: AlikeRanks) -> list[RankLog]:
+    """Return the logs with groups of the ranks that are examined, or of which nothing is known."""
+    channels: dict[Channel, Channel] = {}
+    by_id: dict[int, Channel] = {}
+    cut: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def channel_of(op: Collective) -> Channel:
+        before = op.channel
+        if id(before) not in by_id:
+            group = before.group
+            ranks = group.all_ranks
+            if ranks not in cut:
+                cut[ranks] = tuple(rank for rank in ranks if rank not in alike.others)
+            changed = msgspec.structs.replace(group, ranks=cut[ranks], whole=ranks)
+            after = Channel(changed, before.device, before.runs_ahead)
+            by_id[id(before)] = channels.setdefault(after, after)
+        return by_id[id(before)]
+
+    def cut_down(ops: Sequence[Collective]) -> list[Collective]:
+        return [msgspec.structs.replace(op, channel=channel_of(op)) for op in ops]
+
+    return [
+        msgspec.structs.replace(
+            log, collectives=cut_down(log.collectives), setups=cut_down(log.setups)
+        )
+        for log in logs
+    ]
+
+
+def counts_for_all(verdict: Verdict, alike: AlikeRanks) -> bool:
+    """Return whether a verdict on the examined ranks is one on all: it blames ranks that stand for
+    no others, and says the same of all ranks in one state.
+    """
+    roots = [each for each in verdict.findings if each.root_cause] or verdict.findings[:1]
+    return (
+        verdict.kind not in NOTHING_FOUND
+        and bool(roots)
+        and all(_counts_for_all(each, alike) for each in roots)
+    )
+
+
+def _counts_for_all(finding: Finding, alike: AlikeRanks) -> bool:
+    named = {*finding.culprits, *getattr(finding.cause, "ranks", ())}
+    victims = set(finding.victims)
+    return (
+        bool(named)
+        and all(
+            alike.with_alike(ranks).difference(ranks) <= members
+            for ranks, members in _in_groups(finding)
+        )
+        and (bool(finding.culprits) or finding.kind == "waiting")
+        and not named & alike.standing
+        and all(
+            bool(each.examined) and (each.examined <= victims or not each.examined & victims)
+            for each in alike.classes
+        )
+    )
+
+
+def standing_for_others(logs: Sequence[RankLog], alike: AlikeRanks) -> AlikeRanks:
+    """Return the states without the examined ranks that share a small group, in which they wait,
+    with a rank that stands for no others: they may wait for that one, the others do not.
+
+    Args:
+        logs: of the examined ranks.
+        alike: the states.
+    """
+    usual = alike.standing | alike.others
+    apart = {
+        log.rank
+        for log in logs
+        for op in blocking(log.collectives)
+        if is_small(op.channel.group, log.world_size)
+        and not usual.issuperset(op.channel.group.all_ranks)
+    }
+    return AlikeRanks(Alike(each.examined - apart, each.others) for each in alike.classes)
+
+
+def awaited_others(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
+    """Return the ranks that were not examined although an examined one may wait for them, or had
+    messages from or to them. Without their records, the wait would be followed to the wrong end.
+
+    A rank that is in the state of an examined one has issued as many collectives as that one, in
+    groups of one kind.
+
+    Args:
+        logs: of the examined ranks.
+        alike: the others.
+    """
+    by_rank = {log.rank: log for log in logs}
+    issued = [
+        (each.others, _issued(by_rank[min(each.examined)]) if each.examined else {})
+        for each in alike.classes
+    ]
+    waits = {
+        (op.channel, op.sequence_number): op
+        for log in logs
+        for op in log.collectives
+        if op.in_flight and not op.is_point_to_point
+    }
+    found: set[int] = set()
+    members: dict[tuple[int, ...], frozenset[int]] = {}
+    for (channel, number), op in waits.items():
+        ranks = op.channel.group.all_ranks
+        others = members.setdefault(ranks, alike.others.intersection(ranks))
+        for of_class, numbers in issued:
+            if numbers.get(role(channel), 0) < number:
+                found |= of_class & others
+    return found | _peers(logs, alike)
+
+
+def _peers(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
+    """Return the ranks that were not examined, of those that examined ones have messages with."""
+    messages = [op for log in logs for op in log.collectives if op.is_point_to_point]
+    found = {op.peer for op in messages if op.peer is not None}
+    for ranks in {op.channel.group.all_ranks for op in messages if op.peer is None}:
+        found.update(ranks)  # one of them may send
+    return found & alike.others
+
+
+def _issued(log: RankLog) -> dict[tuple[object, ...], int]:
+    """Return the highest sequence number that a rank issued, by the kind of group."""
+    numbers: dict[tuple[object, ...], int] = {}
+    for op in log.collectives:
+        if not op.is_point_to_point:
+            kind = role(op.channel)
+            numbers[kind] = max(numbers.get(kind, 0), op.sequence_number)
+    return numbers
+
+
+def _in_groups(finding: Finding) -> Iterator[tuple[list[int], set[int]]]:
+    """Yield ranks that the finding names in a group, with the ranks of that group. Ranks in one
+    state need not have been in one group before.
+    """
+    cause, group = finding.cause, finding.group
+    for wait in getattr(cause, "waits", ()):
+        if (of := getattr(wait, "group", None)) is not None:
+            yield wait.ranks, set(of.ranks)
+    if group is not None:
+        members = set(group.ranks)
+        for issued in getattr(cause, "issued", ()):
+            yield issued.ranks, members
+        yield getattr(cause, "came", []), members
+
+
+def say_of_all(verdict: Verdict, alike: AlikeRanks) -> None:
+    """Add to a verdict's victims, and to its waits, the ranks that are in the same state."""
+    for finding in verdict.findings:
+        finding.victims = sorted(alike.with_alike(finding.victims))
+        if finding.cause is not None:
+            finding.cause = _of_all(finding.cause, alike)
+    if verdict.findings:
+        first = verdict.findings[0]
+        verdict.victims, verdict.cause = first.victims, first.cause
+
+
+def _of_all(part: Any, alike: AlikeRanks) -> Any:
+    """Return a cause, or a part of one, with all ranks that are in the same state."""
+    hints = get_type_hints(type(part), include_extras=True)
+    changed: dict[str, object] = {}
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if hints[name] == _RANKS and not (name == "ranks" and isinstance(part, Cause)):
+            changed[name] = sorted(alike.with_alike(value))
+        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+            changed[name] = [_of_all(each, alike) for each in value]
+    return msgspec.structs.replace(part, **changed)
