@@ -124,7 +124,7 @@ def template(world_size: int, behind: bool, records: int) -> bytes:
         file.write(box.bytes())
         file.flush()
         with OpenBox(Path(file.name)) as opened:
-            packed = opened.packed(newest=remote_evidence._newest(opened.status(), records))
+            packed = opened.packed(newest=remote_evidence.newest_records(opened.status(), records))
     return packed[:HEAD] + zlib.decompress(packed[HEAD:])
 
 

@@ -65,6 +65,7 @@ NOT_SETTINGS: Final = frozenset(
         "COMMLENS_TEST_DATA",
         "COMMLENS_UPDATE_GOLDEN",
         "COMMLENS_TEST_NATIVE",
+        "COMMLENS_TEST_TREE_ARITY",
         "COMMLENS_NATIVE_DIR",
         "COMMLENS_BUILD_NATIVE",
     }

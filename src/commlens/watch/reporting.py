@@ -12,6 +12,7 @@ from pathlib import Path
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
+from commlens.diagnosis.fold.alike import NONE_ALIKE, counts_for_all
 from commlens.dumps import save
 from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
@@ -25,6 +26,7 @@ from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
 from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.death import STOP_SIGNALS
+from commlens.watch.few_ranks import few_ranks
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
@@ -36,6 +38,8 @@ from commlens.watch.nodes.remote_evidence import (
     more_records_of_each,
     records_of_each,
 )
+from commlens.watch.nodes.states import States, states_of
+from commlens.watch.nodes.states_tree import TREE_ABOVE
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run, read_logs
 
@@ -119,6 +123,8 @@ class Evidence:
         self.vanished: list[Lost] = []  # those of them that have ended without a word
         # only the newest records of the other nodes' ranks were asked for
         self.lacks_records = False
+        # of the last diagnosis: the ranks that were not examined
+        self.alike = NONE_ALIKE
         # by slot: what the other nodes sent for the last diagnosis
         self._newest: dict[int, remote_evidence.NodeEvidence] = {}
 
@@ -147,12 +153,45 @@ class Evidence:
             about: the verdict that was made of these. The nodes that it is about are asked for more
                 records, or all nodes are, if it names nobody.
         """
+        self.alike = NONE_ALIKE
         remote, more = self.remote_logs(about)
         here, problems = self._logs_here()
-        logs = [*here, *remote]
+        return self._joined([*here, *remote], [*problems, *more])
+
+    def _joined(self, logs: list[RankLog], problems: list[str]) -> tuple[list[RankLog], list[str]]:
         self.lost = self.nodes.lost(SILENT_S)
         self.vanished = vanished(self.lost, logs)
-        return one_run(logs), [*problems, *more, *correct_clocks(logs)]
+        return one_run(logs), [*problems, *correct_clocks(logs)]
+
+    def states(self) -> States:
+        """Return the states of this node's ranks."""
+        members = self._roster.current()
+        observed = {member.pid: self._observed(member) for member in members if member.here}
+        return states_of(members, observed, self.health.report(members))
+
+    def logs_of_few(self) -> tuple[list[RankLog], list[str]] | None:
+        """Return the logs of a few ranks in each state, and what could not be read, in sentences;
+        :attr:`alike` are the other ranks.
+
+        None if this node does not report, there are few nodes, or a few ranks are not enough.
+        """
+        if self.nodes.reporter is not None or len(self.nodes.others) <= TREE_ABOVE:
+            return None
+        problems: list[str] = []
+
+        def read_here() -> list[RankLog]:
+            here, unreadable = self._logs_here()
+            problems.extend(unreadable)
+            return here
+
+        few = few_ranks(self.nodes, self.states(), read_here)
+        if few is None:
+            return None
+        self.alike, self._newest = few.alike, few.nodes
+        self.remote |= {node.host: node for node in few.nodes.values()}
+        problems += [problem for node in few.nodes.values() for problem in node.problems]
+        problems += [*map(_unanswered, few.silent), *self.nodes.unknown]
+        return self._joined(few.logs, problems)
 
     def logs_again(self) -> list[RankLog]:
         """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking
@@ -329,11 +368,7 @@ class Reporter:
             return self._diagnose_again()
 
     def _diagnose_again(self) -> Verdict:
-        self.logs, problems = self.evidence.logs()
-        verdict = self._judge(problems)
-        if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
-            self.logs, problems = self.evidence.logs(about=verdict)
-            verdict = self._judge(problems)
+        verdict, problems = self._judge_few() or self._judge_all()
         vanished, lost = self.evidence.vanished, self.evidence.lost
         if vanished and not verdict.culprits:
             self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
@@ -342,13 +377,32 @@ class Reporter:
         self._diagnosed = verdict
         return verdict
 
+    def _judge_few(self) -> tuple[Verdict, list[str]] | None:
+        """Diagnose a few ranks in each state. None if that does not tell what is wrong with all."""
+        few = self.evidence.logs_of_few()
+        if few is None:
+            return None
+        self.logs, problems = few
+        verdict = self._judge(problems)
+        return (verdict, problems) if counts_for_all(verdict, self.evidence.alike) else None
+
+    def _judge_all(self) -> tuple[Verdict, list[str]]:
+        self.logs, problems = self.evidence.logs()
+        verdict = self._judge(problems)
+        if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
+            self.logs, problems = self.evidence.logs(about=verdict)
+            verdict = self._judge(problems)
+        return verdict, problems
+
     def _judge(self, problems: list[str], lost_nodes: Sequence[LostNode] = ()) -> Verdict:
         assert self._diagnose is not None
+        alike = self.evidence.alike
         return self._diagnose(
             self.logs,
             problems=problems,
             stalled_after_s=self._stalled_after_s,
             lost_nodes=lost_nodes,
+            **({"alike": alike} if alike.others else {}),
         )
 
     def report(self, verdict: Verdict, line: str = "") -> None:
@@ -496,7 +550,9 @@ class Reporter:
             from commlens.reports.verdict_page import verdict_html
 
             logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs_again()
-            examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
+            examined = examine_logs(
+                logs, stalled_after_s=self._stalled_after_s, alike=self.evidence.alike
+            )
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
                 folder,

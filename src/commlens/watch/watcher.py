@@ -313,7 +313,10 @@ class Watcher:
         if (line := self._lost_store.take_line(nodes, self._roster.current())) and not self._over:
             self.reporter.say(line)
         if (request := nodes.take_request()) is not None:
-            nodes.answer(request, self.reporter.evidence.packed(request.records))
+            if request.tree is not None:
+                nodes.answer_states(request, self.reporter.evidence.states())
+            else:
+                nodes.answer(request, self.reporter.evidence.packed(request.records))
         for host, news in nodes.take_news():
             self.reporter.say(
                 f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text

@@ -10,8 +10,9 @@ import msgspec
 
 from commlens.speed.job_pace import Judgement, Sample
 from commlens.watch.mismatches.channel_progress import Blocks
+from commlens.watch.nodes.states_tree import Tree
 
-_PREFIX: Final = "commlens/4"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/5"  # the number changes with the values' meaning
 
 
 class Request(NamedTuple):
@@ -20,6 +21,8 @@ class Request(NamedTuple):
     slot: int  # of the node that asks
     number: int
     records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
+    # of the states of all ranks, in place of records: the tree in which the nodes join them
+    tree: Tree | None = None
 
 
 LAST: Final = Request(-1, 1)
@@ -60,6 +63,7 @@ class Beat(msgspec.Struct, frozen=True):
     asks: int = 0  # the number of its last request for evidence
     asked_nodes: list[int] = []  # the slots of the nodes that it asks; empty: all
     asked_records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
+    asked_tree: Tree | None = None  # it asks for the states of all ranks, joined in this tree
     answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
     news: list[News] = []
     serves_store: bool = False  # the job's store ends only with all ranks of this node
@@ -86,7 +90,7 @@ class Beat(msgspec.Struct, frozen=True):
     def request_to(self, slot: int) -> Request | None:
         """Return this node's last request; None if it does not ask the node with this slot."""
         return (
-            Request(self.slot, self.asks, self.asked_records)
+            Request(self.slot, self.asks, self.asked_records, self.asked_tree)
             if self.asks and (not self.asked_nodes or slot in self.asked_nodes)
             else None
         )

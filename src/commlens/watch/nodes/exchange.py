@@ -28,6 +28,8 @@ from commlens.watch.nodes.beat import LAST, Beat, News, Request, decoded, key
 from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
+from commlens.watch.nodes.states import States, pack_states, unpack_states
+from commlens.watch.nodes.states_tree import LEVEL_S, Collecting, Tree
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
@@ -47,6 +49,7 @@ _REST_MAX_S: Final = 2.0
 _RETRY_MAX_S: Final = 2.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
+_GONE_MAX: Final = 256  # slots of nodes that have gone, between those of nodes that live
 
 Answer = TypeVar("Answer")
 
@@ -111,6 +114,9 @@ class Nodes:
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
+        self._own_states: States | None = None  # not yet added to those of the nodes below
+        self._collecting: Collecting | None = None  # from the nodes below in the tree
+        self._from_root: Collecting | None = None  # for this node, which asked
         # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
         self._waits: dict[tuple[int, int], int] = {}
 
@@ -361,7 +367,7 @@ class Nodes:
         *,
         of: Sequence[int] = (),
         records: int = 0,
-        timeout_s: float = GATHER_S,
+        timeout_s: float | None = None,
     ) -> tuple[dict[int, Answer], list[Beat]]:
         """Ask the other nodes for their evidence, and read each answer while others are on their
         way.
@@ -371,13 +377,15 @@ class Nodes:
             of: the slots of those to ask; empty: all.
             records: how many of each rank's newest records to ask for; 0: as many as the size of
                 the job allows.
-            timeout_s: how long to wait for the answers.
+            timeout_s: how long to wait for the answers; None: as long as they may take.
 
         Returns:
             What was read by slot, in the order of the slots, and the nodes that did not answer in
             time.
         """
         asked = [beat for beat in self.others if not of or beat.slot in of]
+        if timeout_s is None:
+            timeout_s = GATHER_S + self._busy_period_s() - BUSY_PERIOD_S
         end = time.monotonic() + timeout_s
         with self._lock:
             self._gathering, self._gathered = True, {}
@@ -387,6 +395,7 @@ class Nodes:
                     asks=self._mine.asks + 1,
                     asked_nodes=list(of),
                     asked_records=records,
+                    asked_tree=None,
                 )
                 self._poke.set()
         found: dict[int, tuple[bytes, Answer]] = {}
@@ -418,6 +427,82 @@ class Nodes:
 
     def _has_answered(self, beat: Beat) -> bool:
         return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
+
+    def answer_states(self, request: Request, states: States) -> None:
+        """Store the states of this node's ranks, with those of the nodes below in the tree."""
+        with self._lock:
+            self._own_states = states
+            self._mine = msgspec.structs.replace(
+                self._mine, answered=(request.slot, request.number)
+            )
+        self._poke.set()
+
+    def gather_states(self, own: States) -> States | None:
+        """Ask the other nodes for the states of their ranks. Returns what came in time, with this
+        node's own; None if the nodes cannot be a tree: too many slots are of nodes that have gone.
+        """
+        slots = {self._mine.slot, *(beat.slot for beat in self.others)}
+        first, count = min(slots), max(self._count, max(slots) + 1)
+        gone = tuple(sorted(set(range(first, count)) - slots))
+        if len(gone) > _GONE_MAX:
+            return None
+        tree = Tree(first, count, gone)
+        with self._changed:
+            now, period_s = time.monotonic(), self._busy_period_s()
+            self._mine = msgspec.structs.replace(
+                self._mine, asks=self._mine.asks + 1, asked_nodes=[], asked_tree=tree
+            )
+            request = Request(self._mine.slot, self._mine.asks, 0, tree)
+            self._collecting = self._collecting_for(request, now)
+            self._own_states = own
+            until = now + tree.patience_s(first, period_s) + LEVEL_S
+            self._from_root = from_root = Collecting(
+                request[:2], tree, [first], began=now, until=until, period_s=period_s
+            )
+            self._poke.set()
+            while not from_root.is_complete(time.monotonic()) and not self._refused:
+                self._changed.wait(BUSY_PERIOD_S)
+            self._from_root = None
+            from_root.sum.add(own)
+            return from_root.sum
+
+    def _collecting_for(self, request: Request, now: float) -> Collecting:
+        """Return what this node is to collect from the nodes below it. Called with the lock."""
+        assert request.tree is not None
+        period_s, slot, tree = self._busy_period_s(), self._mine.slot, request.tree
+        until = now + tree.patience_s(slot, period_s)
+        return Collecting(
+            request[:2], tree, tree.children(slot), began=now, until=until, period_s=period_s
+        )
+
+    def _collect(self, client: Client) -> None:
+        """Read the states that the nodes below have stored, and store the sum once all have."""
+        with self._lock:
+            collecting, own, from_root = self._collecting, self._own_states, self._from_root
+            if collecting is not None and own is not None:
+                collecting.sum.add(own)
+                self._own_states = None
+                collecting.has_own = True
+        for each in filter(None, (collecting, from_root)):
+            self._read_states(client, each)
+        now = time.monotonic()
+        if collecting is not None and collecting.has_own and collecting.is_complete(now):
+            packed = pack_states(collecting.sum, collecting.request)
+            client.set(key("states", self._mine.slot), packed)
+            with self._lock:
+                if self._collecting is collecting:
+                    self._collecting = None
+            self._poke.set()  # what was set is sent with the next request
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read_states(self, client: Client, collecting: Collecting) -> None:
+        slots = collecting.to_read(time.monotonic())
+        there = client.existing([key("states", slot) for slot in slots])
+        for name, value in zip(there, client.get(there), strict=True):
+            states = unpack_states(value, collecting.request)
+            if states is not None:
+                collecting.add(int(name.rpartition("/")[2]), states)
 
     # --- the thread
 
@@ -509,11 +594,15 @@ class Nodes:
     def _period_s(self) -> float:
         with self._lock:
             waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
-            if self._gathering or self._mine.dead or self._mine.ended:
+            collects = self._collecting is not None or self._from_root is not None
+            if self._gathering or collects or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
         rest_s = min(_REST_MAX_S, PERIOD_S * max(1.0, self._count / _REST_NODES))
-        return min(rest_s, BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)) if busy else rest_s
+        return min(rest_s, self._busy_period_s()) if busy else rest_s
+
+    def _busy_period_s(self) -> float:
+        return BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
@@ -554,9 +643,12 @@ class Nodes:
                     and mine.shares_incarnation(beat)
                     and mine.answered != request[:2]
                 ):
+                    is_new = self._asked is None or self._asked[:2] != request[:2]
+                    if request.tree is not None and is_new:
+                        self._collecting = self._collecting_for(request, now)
                     self._asked = request
             # gather() may have asked again since this node's value was stored
-            asks = self._mine.asks
+            asks = self._mine.asks if self._mine.asked_tree is None else 0
             wanted = [
                 beat.slot
                 for beat in beats
@@ -576,6 +668,8 @@ class Nodes:
                 self._changed.notify_all()
         if self._asked or any(beat.news or beat.dead for beat in beats):
             self._wake()
+        if self._collecting is not None or self._from_root is not None:
+            self._collect(client)
 
     def _to_read(self, client: Client, count: int) -> list[str]:
         """Return the keys of the nodes whose values to read."""

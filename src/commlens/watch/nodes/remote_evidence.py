@@ -68,7 +68,7 @@ def pack(
         if member.box is not None:
             try:
                 box = member.box.packed(
-                    newest=_newest(
+                    newest=newest_records(
                         member.box.status(), records or records_of_each(member.world_size)
                     )
                 )
@@ -109,8 +109,8 @@ def more_records_of_each(ranks: int) -> int:
     return max(HEAD_RECORDS, _MORE_RECORDS // max(ranks, 1))
 
 
-def _newest(status: BoxStatus, share: int) -> int | None:
-    """Return how many of a rank's newest records to send, the oldest one in flight among them;
+def newest_records(status: BoxStatus, share: int) -> int | None:
+    """Return how many of a rank's newest records to read, the oldest one in flight among them;
     None: all.
     """
     if share >= min(status.capacity, status.issued):

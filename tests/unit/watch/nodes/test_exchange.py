@@ -19,11 +19,12 @@ from watch_ranks import member
 from commlens.blackbox import layout
 from commlens.watch.nodes import ask as other_nodes
 from commlens.watch.nodes import exchange as nodes
-from commlens.watch.nodes import known_nodes, meeting_places
+from commlens.watch.nodes import known_nodes, meeting_places, states_tree
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
+from commlens.watch.nodes.states import States
 from commlens.watch.nodes.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
@@ -138,6 +139,43 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(
     ask.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
+
+
+@pytest.mark.parametrize("killed", [None, "inner", "root"])
+def test_the_states_of_all_ranks_come_up_the_tree(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, killed: str | None
+) -> None:
+    monkeypatch.setattr(states_tree, "ARITY", 2)
+    monkeypatch.setattr(states_tree, "LEVEL_S", 0.6)
+    members = [meet(rank) for rank in (7, 3, 9, 5, 0, 8, 6, 2)]
+    first = members[4]
+    assert eventually(lambda: len(first.others) == 7 and all(node.reporter for node in members[:4]))
+    by_slot = {node._mine.slot: node for node in members}
+    lost = by_slot[{"inner": 1, "root": 0}.get(killed or "", -1)] if killed else None
+    if lost is first:
+        pytest.skip("the node that asks drew the slot of the root")
+    own = {id(node): States({b"same": 1 << node._mine.ranks[0]}) for node in members}
+    asked = threading.Event()
+
+    def answer() -> None:
+        for node in members:
+            if node is not lost and (request := node.take_request()) is not None:
+                asked.set()
+                assert request.tree is not None
+                node.answer_states(request, own[id(node)])
+
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(first.gather_states(own[id(first)])))
+    thread.start()
+    if lost is not None:
+        kill(lost)  # others take it for alive, and wait for it
+        members.remove(lost)
+    assert eventually(lambda: answer() or found)
+    expected = {0, 2, 3, 5, 6, 7, 8, 9} - (set(lost._mine.ranks) if lost is not None else set())
+    assert asked.is_set()
+    assert found[0].ranks == expected
+    read = first._known.beats
+    assert all(beat.answered[1] for beat in read if beat.ranks[0] in expected)
 
 
 def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:

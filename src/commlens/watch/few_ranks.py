@@ -1,0 +1,91 @@
+"""The evidence of a few ranks of a large job: some in each state, and the ranks that these wait
+for, node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from commlens.diagnosis.fold.alike import (
+    Alike,
+    AlikeRanks,
+    awaited_others,
+    ranks_to_examine,
+    standing_for_others,
+)
+from commlens.model.ranklog import RankLog
+from commlens.watch.nodes import remote_evidence
+from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.exchange import Nodes
+from commlens.watch.nodes.remote_evidence import NodeEvidence, more_records_of_each
+from commlens.watch.nodes.states import States, fit
+
+NODES_MAX: Final = 64
+"""With more, it costs more to follow the waits than to read the newest records of all nodes."""
+_ROUNDS_MAX: Final = 4  # in which the waits are followed from node to node
+_SILENT_MAX: Final = 16  # nodes
+
+
+class FewRanks(NamedTuple):
+    """The evidence."""
+
+    logs: list[RankLog]
+    alike: AlikeRanks  # the ranks without a log
+    nodes: dict[int, NodeEvidence]  # by slot: those that were asked
+    silent: list[Beat]  # the nodes that did not answer
+
+
+def few_ranks(
+    nodes: Nodes, own: States, read_here: Callable[[], Sequence[RankLog]]
+) -> FewRanks | None:
+    """Ask the other nodes for the states of their ranks, and some of them for evidence.
+
+    Args:
+        nodes: the job's other nodes.
+        own: the states of this node's ranks.
+        read_here: returns the logs of this node's ranks.
+
+    Returns:
+        The evidence; None if the job moves on, or a few ranks are not enough.
+    """
+    states = nodes.gather_states(own)
+    if states is None or states.too_many:
+        return None
+    others, known = nodes.others, states.ranks
+    silent = [beat for beat in others if not known.issuperset(beat.ranks)]
+    if len(silent) > _SILENT_MAX:
+        return None
+    slots = {rank: beat.slot for beat in others for rank in beat.ranks}
+    classes = states.classes()
+    wanted = ranks_to_examine(classes)
+    here = read_here()
+    found: dict[int, NodeEvidence] = {}
+    asked: set[int] = set()
+    for _ in range(_ROUNDS_MAX):
+        asking = {slots[rank] for rank in wanted if rank in slots} - asked
+        asked |= asking
+        if len(asked) > NODES_MAX:
+            return None
+        if asking:
+            answers, late = _ask(nodes, asking)
+            found |= answers
+            silent += late
+        logs = [*here, *(log for node in found.values() for log in node.logs)]
+        if not fit(states, logs):
+            return None
+        examined = frozenset(log.rank for log in logs)
+        alike = AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
+        wanted = awaited_others(logs, alike)
+        if not wanted:
+            return FewRanks(logs, standing_for_others(logs, alike), found, silent)
+    return None
+
+
+def _ask(nodes: Nodes, slots: set[int]) -> tuple[dict[int, NodeEvidence], list[Beat]]:
+    ranks = sum(len(beat.ranks) for beat in nodes.others if beat.slot in slots)
+    return nodes.gather(
+        lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
+        of=sorted(slots),
+        records=more_records_of_each(ranks),
+    )

@@ -1,0 +1,108 @@
+"""The tree in which the nodes join the states of their ranks, so that the node that reports reads
+one value.
+
+The slots that the nodes drew are the tree: each has up to ``ARITY`` children, whose slots follow
+from its own. Each node adds what its children have stored to its own states, and stores the sum. If
+a child is lost, its children move up: the node reads their values in its place. Adding a value
+twice changes nothing, so no node has to know what another one decided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from commlens.watch.nodes.states import States
+
+_OF_TESTS: Final = os.environ.get("COMMLENS_TEST_TREE_ARITY", "")
+ARITY: Final = int(_OF_TESTS or 32)
+TREE_ABOVE: Final = 0 if _OF_TESTS else 16
+"""Other nodes of which so many are asked for all their records."""
+FIRST_S: Final = 1.5
+"""Within which a node without children answers, not counting the time until it sees the request."""
+LEVEL_S: Final = 2.0  # for each level of the tree below a node
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True):
+    """The shape of the tree, which the node that reports sends with its request."""
+
+    first: int  # lowest slot of this incarnation of the job: the root
+    count: int  # of slots drawn
+    lost: tuple[int, ...] = ()  # slots of nodes that do not answer
+
+    def children(self, slot: int) -> list[int]:
+        """Return the slots of a node's children; in place of one that is lost, its children."""
+        low = self.first + (slot - self.first) * ARITY + 1
+        found: list[int] = []
+        for child in range(low, min(low + ARITY, self.count)):
+            found += self.children(child) if child in self.lost else [child]
+        return found
+
+    def levels_below(self, slot: int) -> int:
+        """Return the number of levels below a node."""
+        levels, place = 0, slot - self.first
+        while (place := place * ARITY + 1) < self.count - self.first:
+            levels += 1
+        return levels
+
+    def patience_s(self, slot: int, period_s: float) -> float:
+        """Return how long after the request a node stores its sum at the latest.
+
+        Args:
+            slot: of the node.
+            period_s: between two looks of a node at the values of others.
+        """
+        return period_s + FIRST_S + LEVEL_S * self.levels_below(slot)
+
+
+class Collecting:
+    """What a node collects for one request.
+
+    Args:
+        request: slot and number of the request.
+        tree: of the request.
+        slots: of the nodes to collect from.
+        began: ``time.monotonic()`` at which the request was seen.
+        until: when there is nothing more to wait for.
+        period_s: between two looks of a node at the values of others.
+    """
+
+    def __init__(
+        self,
+        request: tuple[int, int],
+        tree: Tree,
+        slots: Iterable[int],
+        *,
+        began: float,
+        until: float,
+        period_s: float,
+    ) -> None:
+        self.request = request
+        self.sum = States({})
+        self.has_own = False  # the states of the node that collects were added
+        self._tree = tree
+        self._began = began
+        self._until = until
+        self._period_s = period_s
+        self._waits_for = set(slots)
+        self._moved_up: set[int] = set()  # their children were asked in their place
+
+    def to_read(self, now: float) -> list[int]:
+        """Return the slots of the nodes whose values to read now."""
+        for slot in sorted(self._waits_for - self._moved_up):
+            if now > self._began + self._tree.patience_s(slot, self._period_s):
+                self._moved_up.add(slot)
+                self._waits_for.update(self._tree.children(slot))
+        return sorted(self._waits_for)
+
+    def add(self, slot: int, states: States) -> None:
+        """Add what a node stored."""
+        self._waits_for.discard(slot)
+        self.sum.add(states)
+
+    def is_complete(self, now: float) -> bool:
+        """Return whether there is nothing more to wait for."""
+        return not self._waits_for or now > self._until
