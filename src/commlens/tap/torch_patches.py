@@ -42,8 +42,8 @@ class WaitListener(Protocol):
     def tensor_wait_begins(self, tensor: Any) -> Any:
         """Called before a thread blocks in a functional collective's ``wait_tensor(tensor)``."""
 
-    def wait_ended(self, token: Any) -> None:
-        """Called when this wait has ended."""
+    def wait_ended(self, token: Any, error: BaseException | None) -> None:
+        """Called when this wait has ended, perhaps with an error."""
 
 
 class _Recorder(Protocol):
@@ -235,7 +235,7 @@ def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
         if recorder is not None and token is not None:
             recorder.wait_ended(work, token, error)
         for tracer, token in held:
-            tracer.wait_ended(token)
+            tracer.wait_ended(token, error)
 
 
 def _tensor_wait_begins(tensor: Any) -> Any:
@@ -254,7 +254,7 @@ def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
     if token is not None:
         recorder.tensor_wait_ended(token, error)
     for tracer, mark in held:
-        tracer.wait_ended(mark)
+        tracer.wait_ended(mark, error)
 
 
 def _tap_waits_in_cpp() -> None:

@@ -377,8 +377,8 @@ class Tracer:
             event.wait_began_ns = _now()
         return event
 
-    def wait_ended(self, event: RawEvent) -> None:
-        """Record the end of a wait."""
+    def wait_ended(self, event: RawEvent, error: BaseException | None) -> None:
+        """Record the end of a wait, however it ended."""
         if not event.wait_ended_ns:
             event.wait_ended_ns = _now()
 
