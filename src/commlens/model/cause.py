@@ -65,6 +65,7 @@ Why = Literal[
     "optimizer-state",
     "rng",
     "same-batch",
+    "collective-output",
     "nan",
     "value",
     "unknown",
@@ -585,6 +586,7 @@ class Straggler(OfHardware, tag="straggler", kw_only=True):
 
 
 TensorKind = Literal[
+    "collective-output",
     "parameter",
     "buffer",
     "gradient",
@@ -598,6 +600,7 @@ TensorKind = Literal[
 
 Departure = Literal[
     "not-broadcast",
+    "other-outputs",
     "other-gradients",
     "other-hyperparameters",
     "one-bit",
@@ -613,7 +616,8 @@ Departure = Literal[
 ]
 """The cause that fits how values that must agree came to differ.
 
-``not-broadcast``: they differed from the first check on. ``one-bit``, ``one-element``: of one
+``not-broadcast``: they differed from the first check on. ``other-outputs``: they are outputs of one
+collective. ``one-bit``, ``one-element``: of one
 tensor, as when hardware fails. ``not-updated``: they stayed what they were at the check before.
 ``other-order``: parameters are registered in another order. ``other-tensors``: ranks have tensors
 that others lack. ``rounding``: all of them differ by little. ``same-data``: ranks read the same
@@ -640,6 +644,7 @@ class DivergedTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     sides: list[TensorSide]  # the most ranks first
     element: int | None = None  # the only one that differs, counted from 0
     bit: int | None = None  # the only one of that element that differs
+    source: str | None = None  # of a collective's output: file name and line number of the call
 
 
 class OwnTensors(msgspec.Struct, frozen=True):

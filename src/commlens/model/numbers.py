@@ -8,10 +8,11 @@ import msgspec
 
 from commlens.model.cause import Rank, TensorKind
 
-Relation = Literal["equal", "presumed", "learned", "different"]
+Relation = Literal["equal", "output", "presumed", "learned", "different"]
 """What is known of a tensor's values on the ranks of a table.
 
-``equal``: they must be the same, bit for bit. ``presumed``: so they must, unless they differ much
+``equal``: they must be the same, bit for bit. ``output``: so they must on the ranks that report
+them, as one collective gave them. ``presumed``: so they must, unless they differ much
 from the beginning. ``learned``: so they must, if they have been so while they changed.
 ``different``: no two ranks may have the same.
 """
@@ -34,6 +35,7 @@ class Measure(msgspec.Struct, frozen=True, array_like=True):
     nans: int = 0
     infs: int = 0
     parameter: str = ""  # of an optimizer's state: the name of the parameter that it belongs to
+    source: str = ""  # of a collective's output: file name and line number of the call
 
     @property
     def owner(self) -> str:

@@ -50,6 +50,7 @@ BATCH: Final = "batch"
 _AGREED_CHANGES: Final = 2  # after which tensors that agree count as replicas
 _NEVER: Final = -(1 << 30)  # changes: they differed
 _WHY: Final[Mapping[TensorKind, Why]] = {
+    "collective-output": "collective-output",
     "hyperparameter": "optimizer-state",
     "gradient": "gradient",
     "optimizer-state": "optimizer-state",

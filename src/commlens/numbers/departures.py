@@ -21,12 +21,15 @@ from commlens.numbers.differences import SMALL, Difference, Part, are_close
 from commlens.numbers.weights import LoneWord, lone_word
 
 TRAINED: Final[tuple[TensorKind, ...]] = (
+    "collective-output",
     "hyperparameter",
     "gradient",
     "optimizer-state",
     "parameter",
 )
-"""What an optimizer's step depends on, causes before effects."""
+"""What an optimizer's step depends on, causes before effects. The output of a collective is the
+same on all ranks, whatever they send.
+"""
 
 _STATES_MAX: Final = 4  # of one parameter
 _LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
@@ -99,6 +102,8 @@ def find_departure(
         return "not-updated"
     if lone is not None:
         return "one-bit" if lone.bit is not None else "one-element"
+    if kind == "collective-output":
+        return "other-outputs"
     if kind == "gradient":
         return "other-random-numbers" if rng else "other-gradients"
     if equal_at is None and kind != "value":
@@ -161,7 +166,11 @@ def tensor_of(difference: Difference, lone: LoneWord | None) -> DivergedTensor:
             at = lone.position * 32 + lone.bit
             element, bit = at // (8 * size), at % (8 * size)
     return DivergedTensor(
-        *difference.key, [side_of(side) for side in difference.sides], element=element, bit=bit
+        *difference.key,
+        [side_of(side) for side in difference.sides],
+        element=element,
+        bit=bit,
+        source=difference.measures[0].source or None,
     )
 
 

@@ -85,7 +85,9 @@ def must_be_equal(part: Part, check: CheckId) -> bool:
     """Return whether nothing is left to learn: at a place of the user's choice, what looks like
     replicas counts as such.
     """
-    return part.relation == "equal" or (part.relation == "presumed" and bool(check.wait_s))
+    return part.relation in ("equal", "output") or (
+        part.relation == "presumed" and bool(check.wait_s)
+    )
 
 
 def count_tensors(parts: Iterable[Part]) -> int:

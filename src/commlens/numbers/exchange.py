@@ -219,7 +219,9 @@ class Collector:
         learned: set[int] = set()
         for report in reports.values():
             for table in report.tables:
-                (learned if table.relation in ("presumed", "learned") else told).update(table.ranks)
+                if table.relation != "output":
+                    of = learned if table.relation in ("presumed", "learned") else told
+                    of.update(table.ranks)
         expected = set(check.ranks) or told or learned or self._ranks
         return sorted(expected - reports.keys())
 

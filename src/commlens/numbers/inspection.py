@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from commlens.model.numbers import Measure, NanEvent, Table
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
+from commlens.numbers.outputs import Output
 from commlens.numbers.replicas import (
     Model,
     Place,
@@ -36,6 +37,7 @@ class Inspection:
         looked: the tensors. They may change as soon as this returns.
         nans: tell of parameters and optimizer states that are NaN.
         first_nan: where NaN came up.
+        outputs: of collectives, which are being measured already.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Inspection:
         *,
         nans: bool = True,
         first_nan: NanEvent | None = None,
+        outputs: Sequence[Output] = (),
     ) -> None:
         self.first_nan = first_nan
         self._nans = nans
@@ -54,6 +57,7 @@ class Inspection:
                 named.append(each.named)
                 self._kept_by.append(each.kept_by)
         self._unread = Unread(named)
+        self._outputs = outputs
 
     def read(self) -> tuple[list[Table], list[Measure]]:
         """Return the tables, and the parameters and optimizer states that are NaN. Waits for the
@@ -66,6 +70,8 @@ class Inspection:
                 nans.append(measure)
             for replicas in kept_by:
                 tables.setdefault(replicas, []).append(measure)
+        for output in self._outputs:
+            tables.setdefault(output.kept_by, []).extend(output.unread.read())
         return [
             Table(replicas.ranks, replicas.relation, tuple(measures))
             for replicas, measures in tables.items()

@@ -26,6 +26,7 @@ class Named(NamedTuple):
     name: str
     tensor: torch.Tensor
     parameter: str = ""  # of an optimizer's state: the name of the parameter that it belongs to
+    source: str = ""  # of a collective's output: file name and line number of the call
 
 
 class Unread:
@@ -40,6 +41,7 @@ class Unread:
                 each.tensor.numel(),
                 str(each.tensor.dtype)[6:],
                 each.parameter,
+                each.source,
             )
             for each in named
         ]
@@ -57,11 +59,11 @@ class Unread:
         measures: dict[int, Measure] = {}
         for indices, part in self._parts:
             for index, (digest, statistics) in zip(indices, part.read(), strict=True):
-                kind, name, items, dtype, parameter = self._about[index]
+                kind, name, items, dtype, *more = self._about[index]
                 norm, total, nans, infs = statistics
                 mean = total / items if items else 0.0
                 measures[index] = Measure(
-                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs), parameter
+                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs), *more
                 )
         return [measures[index] for index in range(len(self._about))]
 
@@ -75,6 +77,11 @@ class _UnreadPart:
             self._digests = _to_cpu(torch.stack([_digest(each) for each in detached]))
             self._statistics = _statistics(detached)
         self._ready = _event(device)
+        if self._ready is not None:
+            # They may have been made on another stream, and be freed before this one reads them.
+            stream = torch.get_device_module(device).current_stream(device)
+            for each in detached:
+                each.record_stream(stream)
 
     def read(self) -> list[tuple[int, list[float]]]:
         """Return the hash and the statistics of each tensor. Waits for the device."""
@@ -125,8 +132,28 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 # --- the hash
 
-_columns: dict[torch.device, torch.Tensor] = {}
-_rows: dict[torch.device, torch.Tensor] = {}
+
+class _Weights(NamedTuple):
+    """Weights on a device. They are never freed: any stream may still read them."""
+
+    values: torch.Tensor
+    ready: Any  # the event behind their copy, on the stream that made it; None for the CPU
+
+
+_columns: dict[torch.device, _Weights] = {}
+_rows: dict[torch.device, list[_Weights]] = {}  # the longest last
+
+
+def _weights(values: Sequence[int], device: torch.device) -> _Weights:
+    on_device = torch.tensor([signed(value) for value in values]).to(device)
+    return _Weights(on_device, _event(device))
+
+
+def _usable(weights: _Weights) -> torch.Tensor:
+    """Return the weights once this stream may read them."""
+    if weights.ready is not None:
+        weights.ready.wait()
+    return weights.values
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,16 +162,14 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     device, count = words.device, words.numel()
     columns = _columns.get(device)
     if columns is None:
-        numbers = torch.tensor([signed(value) for value in column_weights()])
-        columns = _columns[device] = numbers.to(device)
+        columns = _columns[device] = _weights(column_weights(), device)
     if count <= ROW:
-        return _weighed(words, columns[:count])
+        return _weighed(words, _usable(columns)[:count])
     rows = -(-count // ROW)
-    weights = _rows.get(device)
-    if weights is None or len(weights) < rows:
-        numbers = torch.tensor([signed(value) for value in row_weights(2 * rows)])
-        weights = _rows[device] = numbers.to(device)
-    return _weighed(_sums_of_rows(words, columns), weights[:rows])
+    of_rows = _rows.setdefault(device, [])
+    if not of_rows or len(of_rows[-1].values) < rows:
+        of_rows.append(_weights(row_weights(2 * rows), device))
+    return _weighed(_sums_of_rows(words, _usable(columns)), _usable(of_rows[-1])[:rows])
 
 
 def _sums_of_rows(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

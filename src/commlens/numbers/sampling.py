@@ -25,6 +25,7 @@ from commlens.numbers.exchange import log_stop
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
+from commlens.numbers.outputs import Output, OutputWatch
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots, group_ranks
 
 _SEARCHES_MAX: Final = 16
@@ -56,6 +57,7 @@ class Sampler:
         self._noted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._steps = 0  # of the first optimizer
         self.watch: NanWatch | None = None  # until the first NaN is reported
+        self._outputs = OutputWatch()
         self.off = False
 
     def after_step(self, optimizer: Any) -> None:
@@ -65,7 +67,9 @@ class Sampler:
             self._optimizers += 1
             followed = self._followed[optimizer] = Followed(self._optimizers)
         followed.steps += 1
+        outputs: list[Output] = []
         if followed.number == 1:
+            outputs = self._next_step(followed.steps + 1)
             self._steps = followed.steps
             if self.watch is not None:
                 self._look_for_nan(self.watch, optimizer)
@@ -87,7 +91,18 @@ class Sampler:
             self.plan.tolerance,
             tensors=hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest(),
         )
-        exchange.send(check, Inspection(looked, nans=not self.plan.nan))
+        exchange.send(check, Inspection(looked, nans=not self.plan.nan, outputs=outputs))
+
+    def _next_step(self, step: int) -> list[Output]:
+        """Begin a step of the first optimizer. Return the outputs of the step that has ended."""
+        outputs = self._outputs.take()
+        if self._is_due(step):
+            self._outputs.start()
+        else:
+            self._outputs.stop()
+        if self._outputs.error is not None:
+            raise self._outputs.error
+        return outputs
 
     def _look_for_nan(self, watch: NanWatch, optimizer: Any) -> None:
         """Report where NaN came up, when a parameter has it."""

@@ -194,6 +194,19 @@ def _global_ranks(process_group: Any) -> tuple[int, ...]:
         return tuple(range(process_group.size()))
 
 
+def is_coalescing(process_group: Any) -> bool:
+    """Return whether the program collects collectives of this group, to issue them together."""
+    return process_group in c10d._world.pg_coalesce_state
+
+
+def unique_name(process_group: Any) -> str:
+    """Return a name that all ranks give this group and no other one; "" for the default group."""
+    if process_group is c10d._world.default_pg:
+        return ""
+    group = Group(process_group, 0, {})
+    return f"{group.description} ({group.name})" if group.description else group.name
+
+
 class Groups:
     """The groups seen so far."""
 

@@ -101,6 +101,16 @@ def test_the_first_kind_that_differs_is_the_cause(
     assert found.unequal_kinds == unequal
 
 
+def test_the_output_of_a_collective_is_the_cause_of_all_that_follows() -> None:
+    job = Job(relation="output")
+    output = "collective-output all_reduce 1"
+    assert not job.check(1, {output: 1.0, **later(1)})
+    odd = dict.fromkeys([output, "gradient a", "parameter a"], 50.0)
+    found = only(job.check(2, {output: 2.0, **later(2)}, {1: odd}))
+    assert (found.why, found.departure) == ("collective-output", "other-outputs")
+    assert (found.culprits, found.equal_at) == ([1], 1)
+
+
 def test_different_from_the_first_check_on() -> None:
     found = only(Job().check(1, later(1), {2: {"parameter a": 5.0, "parameter b": 6.0}}))
     assert (found.departure, found.equal_at, found.culprits) == ("not-broadcast", None, [2])

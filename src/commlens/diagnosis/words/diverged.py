@@ -111,6 +111,8 @@ def _subject(cause: Diverged) -> str:
 
 
 def _title(tensor: DivergedTensor) -> str:
+    if tensor.kind == "collective-output":
+        return f"output of {tensor.name}{f' at {tensor.source}' if tensor.source else ''}"
     return f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
 
 
@@ -198,6 +200,11 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         "It differs in the first check: the ranks did not start from the same values, or did not"
         " load the same checkpoint."
     ),
+    "other-outputs": _is(
+        "A collective gives all ranks of its group the same bytes. Here they differ as soon as it"
+        " is done: they were damaged on the way or in memory, or something else writes to this"
+        " tensor."
+    ),
     "other-gradients": _is("The ranks update their parameters with different gradients."),
     "other-hyperparameters": _hyperparameters,
     "one-bit": _element,
@@ -221,6 +228,10 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
 _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "not-broadcast": _is(
         "broadcast the values after they are made or loaded, or load the checkpoint on all ranks"
+    ),
+    "other-outputs": lambda cause: (
+        "look for code that writes to this tensor while the collective runs; if there is none, test"
+        f" the memory and the network of {ranks_phrase(_suspects(cause))}"
     ),
     "other-gradients": _is(
         "look for a reduction that these ranks left out: no_sync(), a gradient hook, a parameter"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from goldens import hold
 from number_reports import Job
@@ -40,6 +41,16 @@ def test_the_rank_the_tensor_and_the_steps() -> None:
 
 def test_a_whole_verdict() -> None:
     hold("diverged/parameter", verdict_of(diverged(f"parameter {NORM}")))
+
+
+def test_an_output_of_a_collective() -> None:
+    job = Job(relation="output")
+    name = "collective-output all_reduce 7"
+    assert not job.check(300, {name: 1.0})
+    [found] = job.check(400, {name: 2.0}, {3: {name: 3.0}})
+    [tensor] = found.tensors
+    named = msgspec.structs.replace(tensor, source="train.py:42")
+    hold("diverged/output", verdict_of(msgspec.structs.replace(found, tensors=[named])))
 
 
 def test_two_replicas() -> None:

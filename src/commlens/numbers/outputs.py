@@ -1,0 +1,216 @@
+"""The outputs of collectives that give all ranks of their group the same bytes, measured during one
+step of the first optimizer.
+
+An output is measured when the wait for it has returned, on the stream that waits: what the program
+does to it comes later, and no thread and no stream waits for us. What C++ waits for, as DDP does
+for its gradients, is not measured: a check compares the gradients themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from commlens.model.ops import WIRE_OPS
+from commlens.numbers.measuring import Named, Unread, reason_to_skip
+from commlens.numbers.replicas import Replicas, group_ranks
+from commlens.numbers.user_lines import user_line
+from commlens.tap import tap, torch_patches
+from commlens.tap.groups import is_coalescing, unique_name
+
+_ALIKE: Final = frozenset({"all_reduce", "broadcast", "all_gather"})
+_COLLECTIVES_MAX: Final = 4096  # in one step; the first optimizer may make no further step
+# gloo writes the outputs of all other ops with copies, in a thread of its own
+_IN_PLACE: Final = frozenset({"allreduce_", "broadcast_"})
+_ENGINE: Final = "torch/autograd/graph.py"
+
+
+class Output(NamedTuple):
+    """The measures of a collective's outputs, and the ranks that have the same outputs."""
+
+    unread: Unread
+    kept_by: Replicas
+
+
+class _Pending(NamedTuple):
+    """A collective that is under way."""
+
+    name: str
+    source: str
+    ranks: tuple[int, ...]
+    tensors: list[torch.Tensor]
+    versions: list[int | None]  # of the tensors, as the call left them
+    in_place: bool  # no copy of the backend counts as a version
+
+
+class OutputWatch:
+    """Subscriber of the tap, and listener to waits. An error of it ends it, and is kept."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._outputs: list[Output] = []
+        self._counts: dict[str, int] = {}  # collectives of this step, by group
+        self._works: dict[Any, _Pending] = {}
+        self._by_address: dict[int, _Pending] = {}  # of an output
+        self._is_on = False
+        self._thread = 0  # that trains
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._forget()
+        self._thread = threading.get_ident()
+        if not self._is_on and self.error is None:
+            self._is_on = True
+            torch_patches.add_tracer(self)
+            tap.attach(self)
+
+    def stop(self) -> None:
+        """Listen to nothing any more."""
+        if self._is_on:
+            self._is_on = False
+            tap.detach(self)
+            torch_patches.remove_tracer(self)
+        self._works.clear()
+        self._by_address.clear()
+
+    def take(self) -> list[Output]:
+        """Return what was measured in this step."""
+        outputs = self._outputs
+        self._forget()
+        return outputs
+
+    def _forget(self) -> None:
+        self._outputs = []
+        self._counts.clear()
+        self._works.clear()
+        self._by_address.clear()
+
+    # --- called by the tap
+
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> _Pending | None:
+        """Number the collective among those of its group."""
+        op = WIRE_OPS.get(spec.name)
+        if op not in _ALIKE or not self._is_on:
+            return None
+        try:
+            return self._begin(op, spec, arguments, sys._getframe(1))
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    def _begin(
+        self, op: str, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None
+    ) -> _Pending | None:
+        group = tap.unbox_group(arguments[spec.process_group])
+        ranks = group_ranks(group)
+        is_odd = is_coalescing(group) or _is_capturing() or self._is_in_other_thread()
+        if len(ranks) < 2 or is_odd or not _is_waited_for(frame):
+            return None
+        name = unique_name(group)
+        number = self._counts[name] = self._counts.get(name, 0) + 1
+        if sum(self._counts.values()) > _COLLECTIVES_MAX:
+            self.stop()
+            return None
+        outputs = [arguments[index] for index in spec.writes or spec.tensors]
+        tensors = [
+            each
+            for each in torch.utils._pytree.tree_leaves(outputs)
+            if reason_to_skip(each) is None
+        ]
+        title = f"{op} {number}{f' of group {name}' if name else ''}"
+        return _Pending(title, user_line(frame), ranks, tensors, [], spec.name in _IN_PLACE)
+
+    def _is_in_other_thread(self) -> bool:
+        """Return whether another thread of the program runs, at a time of its own. Threads of C++
+        belong to backward passes.
+        """
+        here = threading.get_ident()
+        if here == self._thread:
+            return False
+        known = (each for each in threading.enumerate() if each.ident == here)
+        return any(not isinstance(each, threading._DummyThread) for each in known)
+
+    def returned(self, pending: _Pending | None, result: Any) -> None:
+        """Measure the output of a collective that has none to wait for, or wait for its end."""
+        if pending is None:
+            return
+        try:
+            pending.versions.extend(_versions(pending))
+            boxed = result[-1] if type(result) is tuple else result
+            if boxed is None:
+                self._measure(pending)
+                return
+            self._works[tap.unbox_work(boxed)] = pending
+            self._by_address.update({each.data_ptr(): pending for each in pending.tensors})
+        except Exception as error:
+            self._fail(error)
+
+    def raised(self, pending: _Pending | None, error: BaseException) -> None:
+        """Do nothing: a collective that was refused has no output."""
+
+    # --- called by the hooks of waits
+
+    def wait_begins(self, work: Any) -> _Pending | None:
+        """Return the collective that a thread waits for."""
+        return self._works.pop(work, None)
+
+    def tensor_wait_begins(self, tensor: Any) -> _Pending | None:
+        """Return the collective that a thread waits for."""
+        try:
+            return self._by_address.pop(tensor.data_ptr(), None) if self._by_address else None
+        except Exception:
+            return None
+
+    def wait_ended(self, pending: _Pending, error: BaseException | None) -> None:
+        """Measure the output."""
+        if error is not None or not self._is_on:
+            return
+        try:
+            self._measure(pending)
+        except Exception as failed:
+            self._fail(failed)
+
+    # ---
+
+    def _measure(self, pending: _Pending) -> None:
+        for tensor in pending.tensors:
+            self._by_address.pop(tensor.data_ptr(), None)
+        if not pending.tensors or pending.versions != _versions(pending):
+            return  # the program has changed its output before it waited
+        names = [
+            f"{pending.name}, tensor {number}" if len(pending.tensors) > 1 else pending.name
+            for number in range(len(pending.tensors))
+        ]
+        named = [
+            Named("collective-output", name, tensor, source=pending.source)
+            for name, tensor in zip(names, pending.tensors, strict=True)
+        ]
+        with torch.utils._python_dispatch._disable_current_modes():
+            self._outputs.append(Output(Unread(named), Replicas(pending.ranks, "output")))
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.stop()
+
+
+def _is_waited_for(frame: FrameType | None) -> bool:
+    """Return whether Python issued a collective, which then waits for it: not DDP in C++."""
+    while frame is not None and frame.f_code.co_filename == tap.__file__:
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.endswith(_ENGINE)
+
+
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def _versions(pending: _Pending) -> list[int | None]:
+    """Return how often each output has been written; None where that is unknown."""
+    return [
+        each._version if pending.in_place and not each.is_inference() else None
+        for each in pending.tensors
+    ]
