@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlens.model.numbers import Relation
+from commlens.numbers.megatron import find_copies
 
 _WRAPPERS: Final = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # of DDP: with these, ranks train apart from each other on purpose
@@ -129,11 +130,18 @@ class Model:
     def _find_places(self) -> None:
         for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
             by_ddp = _replicas_by_ddp(root)
+            copies = find_copies(root, group_ranks)
             untold = self._untold(root)
             for name, parameter in root.named_parameters():
-                known = (*replicas_of_dtensor(parameter), *by_ddp.get(id(parameter), ()))
+                by_megatron = (Replicas(ranks, "equal") for ranks in copies.get(id(parameter), ()))
+                known = (
+                    *replicas_of_dtensor(parameter),
+                    *by_ddp.get(id(parameter), ()),
+                    *by_megatron,
+                )
                 is_part = hasattr(parameter, "placements") or _is_flat(parameter)
-                kept = known or (() if is_part else untold)
+                is_part = is_part or id(parameter) in copies
+                kept = tuple(dict.fromkeys(known)) or (() if is_part else untold)
                 self.places[id(parameter)] = Place(plain_name(prefix + name), kept)
 
     def _untold(self, root: nn.Module) -> tuple[Replicas, ...]:
