@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "blackbox",
         "diagnosis",
         "errors",
+        "health",
         "launchers",
         "model",
         "processes",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
@@ -12,6 +14,7 @@ from commlens.errors import CommandError, EvidenceError
 if TYPE_CHECKING:
     from commlens.model.verdict import Verdict
     from commlens.outside.find_ranks import FoundJob
+    from commlens.outside.hardware import HardwareLook
     from commlens.outside.sample import HostSamples
 
 
@@ -20,8 +23,9 @@ class AttachCommand:
     line.
 
     It finds the ranks by their environment and process tree, reads their stacks from outside with
-    py-spy at three moments, and changes nothing in the job. Exit status: 0 the job moves or nothing
-    is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could be looked at.
+    py-spy at three moments, looks at the node's hardware, and changes nothing in the job. Exit
+    status: 0 the job moves or nothing is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could
+    be looked at.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -146,6 +150,9 @@ def _of_black_boxes(job: FoundJob) -> Verdict | None:
     logs = snapshot(folders[0])
     if {log.pid for log in logs} < {one.pid for one in job.ranks}:
         return None
+    with _hardware(job) as look:
+        if look is not None and logs:
+            logs[0].health = look.finish(logs)
     verdict = diagnose_logs(logs)
     verdict.looked_at = (
         f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black"
@@ -187,7 +194,29 @@ def _look_here(arguments: argparse.Namespace) -> HostSamples:
 def _look_at(job: FoundJob, arguments: argparse.Namespace) -> HostSamples:
     from commlens.outside.look import look_at
 
-    return look_at(job, window_s=arguments.window, native=arguments.native)
+    with _hardware(job) as look:
+        found = look_at(job, window_s=arguments.window, native=arguments.native)
+        if look is not None:
+            found.health = look.finish([sample.log for sample in found.samples])
+    return found
+
+
+@contextlib.contextmanager
+def _hardware(job: FoundJob) -> Iterator[HardwareLook | None]:
+    """Look at this node's hardware meanwhile, unless the settings say otherwise."""
+    from commlens.config import load_settings
+    from commlens.outside.hardware import HardwareLook
+    from commlens.watch.node_health import root_of
+
+    settings = load_settings().settings
+    if settings.health == "off":
+        yield None
+        return
+    look = HardwareLook(job, root_of(settings))
+    try:
+        yield look
+    finally:
+        look.close()
 
 
 def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verdict) -> None:

@@ -55,10 +55,12 @@ class NodeRecord:
 
     Args:
         host: the node's name.
+        past: the events may be older than the first look.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, past: bool = False) -> None:
         self._host = host
+        self._past = past
         self._first: Look | None = None
         self._last: Look | None = None
         self._events: deque[HealthEvent] = deque(maxlen=EVENTS_MAX)
@@ -96,13 +98,16 @@ class NodeRecord:
         if first is None or last is None:
             return NodeHealth(self._host, not_read=list(not_read), ras=ras_report)
         environment = next((rank.environment for rank in ranks if rank.environment), {})
+        events = tidy(list(self._events), first, last)
+        # an interface that is down now was in use if it went down
+        went_down = {event.part for event in events if event.what == "link-down" and self._past}
         return NodeHealth(
             self._host,
             began_ns=first.taken_ns,
             taken_ns=last.taken_ns,
             ranks=places.place_ranks(ranks, first.values, gpu_of_pid),
-            networks=places.networks(environment, first.values),
-            events=tidy(list(self._events), first, last),
+            networks=places.networks(environment, first.values, went_down),
+            events=events,
             values=dict(last.values),
             not_read=list(not_read),
             ras=ras_report,
@@ -185,16 +190,18 @@ class Monitor:
     Args:
         root: the folder below which the node's files are.
         host: the node's name.
+        past: also read what the kernel logged before.
     """
 
-    def __init__(self, root: Path = ROOT, host: str = "") -> None:
+    def __init__(self, root: Path = ROOT, host: str = "", *, past: bool = False) -> None:
         self._root = root
+        self._past = past
         self._wanted = threading.Event()
         self._looked = threading.Condition()
         self._looks = 0  # finished ones that were asked for
         self._asked = 0
         self._closed = False
-        self._record = NodeRecord(host or os.uname().nodename)
+        self._record = NodeRecord(host or os.uname().nodename, past=past)
         self._sampler: Sampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
         self._environment: Mapping[str, str] | None = None  # of a rank, to ask RAS
@@ -257,7 +264,7 @@ class Monitor:
 
     def _run(self) -> None:
         try:
-            self._sampler = Sampler(self._root)
+            self._sampler = Sampler(self._root, past=self._past)
             due = time.monotonic()
             while not self._closed:
                 asked = self._asked
@@ -354,10 +361,6 @@ def look_once(root: Path = ROOT, host: str = "") -> NodeHealth:
         values, events = sampler.look(thorough=True)
     finally:
         sampler.close()
-    record = NodeRecord(host or os.uname().nodename)
+    record = NodeRecord(host or os.uname().nodename, past=True)
     record.add(Look(taken_ns, values), events)
-    health = record.health(not_read=sampler.not_read)
-    # an interface that is down now was in use if it went down
-    down = {event.part for event in health.events if event.what == "link-down"}
-    health.networks += sorted(down - set(health.networks))
-    return health
+    return record.health(not_read=sampler.not_read)

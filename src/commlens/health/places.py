@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from commlens.health.changes import WORKING, Sources
@@ -56,20 +56,30 @@ def _index(process: RankProcess, gpus: int) -> int:
     return int(chosen) if chosen.isdecimal() and int(chosen) < gpus else -1
 
 
-def networks(environment: Mapping[str, str], sources: Sources) -> list[str]:
+def networks(
+    environment: Mapping[str, str], sources: Sources, went_down: Collection[str] = ()
+) -> list[str]:
     """Return the interfaces that the job uses: of those that were up, the ones that its environment
     chooses, or all.
+
+    Args:
+        environment: of a rank.
+        sources: the values of the first look.
+        went_down: interfaces that were up before that look, also those that it does not list.
     """
     chosen: list[str] = []
+    unlisted = set(went_down)
     for source, variables in CHOICES.items():
         patterns = [environment[name] for name in variables if environment.get(name, "").strip()]
+        parts = sources.get(source, {})
+        unlisted -= parts.keys()
         chosen += [
             part
-            for part, values in sources.get(source, {}).items()
-            if values.get("state") == WORKING[source]
+            for part, values in parts.items()
+            if (values.get("state") == WORKING[source] or part in went_down)
             and (not patterns or any(_is_named(part, each.strip()) for each in patterns))
         ]
-    return chosen
+    return [*chosen, *sorted(unlisted)]
 
 
 def _is_named(part: str, pattern: str) -> bool:

@@ -201,12 +201,13 @@ class Hardware(msgspec.Struct, frozen=True, omit_defaults=True):
     node: str
     ranks: list[Rank]  # that use the part, or run on the node
     event: HealthEvent  # the first of its kind there
-    # how long before the fault it happened, at most; negative: after
+    # how long before the fault it happened, at most, or before the look; negative: after
     before_s: float
     # it can have this effect, at this time, in this place; else it may be a coincidence
     explains: bool
     own: bool = False  # these ranks use the part alone, and the others have their own
     times: int = 1  # it happened
+    before: Literal["fault", "look"] = "fault"  # "look": the time of the fault is not known
 
 
 RasSays = Literal["agrees", "disagrees", "silent"]

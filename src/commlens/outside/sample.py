@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from commlens.model.collective import Frame, Stack, user_frame, user_lines
+from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
 
 CallKind = Literal["collective", "message", "request", "backward", "device", "setup", "store"]
@@ -95,3 +96,4 @@ class HostSamples(msgspec.Struct):
     dumps: dict[str, bytes] = {}  # torch's own, by a name that ends with the rank
     log_lines: list[str] = []  # that report an error or a timeout, each with its rank
     window_s: float = 0.0
+    health: NodeHealth | None = None  # of the host's hardware

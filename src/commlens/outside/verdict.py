@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from commlens.diagnosis.causes.hardware import add_hardware_seen
+from commlens.diagnosis.causes.ras import ask_witness
+from commlens.model.cause import Cause
 from commlens.model.verdict import Verdict
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples
@@ -32,13 +35,25 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
             missing_evidence=missing,
             looked_at=looked,
         )
-    findings = [describe(job, found) for found in find_causes(job)]
+    causes = find_causes(job)
+    for found in causes:
+        _add_hardware(found.cause, hosts, job)
+    findings = [describe(job, found) for found in causes]
     if findings:
         return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
     finding = describe_none_waits(job, none_waits(job))
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked)
     verdict.findings = []
     return verdict
+
+
+def _add_hardware(cause: Cause, hosts: Sequence[HostSamples], job: SeenJob) -> None:
+    """Add to a cause what is wrong with the hardware of its hosts, and what NCCL's RAS says."""
+    healths = [host.health for host in hosts if host.health is not None]
+    spans_nodes = len(hosts) > 1 or len(job.samples) + len(job.absent) < job.world
+    add_hardware_seen(cause, healths, spans_nodes=spans_nodes)
+    reports = [health.ras for health in healths if health.ras is not None]
+    ask_witness(cause, reports, [one.log for one in job.samples], any_group=True)
 
 
 def _missing_evidence(hosts: Sequence[HostSamples], job: SeenJob) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from commlens.diagnosis.api import examine_paths
 from commlens.errors import CommlensError
+from commlens.model.health import NodeHealth
 from commlens.model.verdict import Verdict
 from commlens.outside.sample import HostSamples
 from commlens.outside.verdict import judge
@@ -26,7 +27,8 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
             f"A log has a line about an error, perhaps an old one: {line}" for line in lines
         ]
     dumps = {name: content for host in hosts for name, content in host.dumps.items()}
-    recorded = _of_dumps(dumps, verdict.missing_evidence) if dumps else None
+    healths = [host.health for host in hosts if host.health is not None]
+    recorded = _of_dumps(dumps, healths, verdict.missing_evidence) if dumps else None
     if recorded is None or not recorded.is_fault or not verdict.is_fault:
         return verdict  # a job that moves has ops in flight at any moment, which is no fault
     for finding in verdict.findings:
@@ -42,12 +44,14 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
     return recorded
 
 
-def _of_dumps(dumps: dict[str, bytes], missing: list[str]) -> Verdict | None:
+def _of_dumps(
+    dumps: dict[str, bytes], healths: Sequence[NodeHealth], missing: list[str]
+) -> Verdict | None:
     with tempfile.TemporaryDirectory(prefix="commlens-attach-") as folder:
         for name, content in dumps.items():
             Path(folder, name).write_bytes(content)
         try:
-            return examine_paths(folder).verdict
+            return examine_paths(folder, health=healths).verdict
         except CommlensError as error:
             missing.append(f"Torch's own dumps could not be read: {error}")
             return None

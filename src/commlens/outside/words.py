@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from commlens.diagnosis.words.activities import activity_words, sign_words
 from commlens.diagnosis.words.finding import Words, finding_of, locate
+from commlens.diagnosis.words.hardware import add_hardware
 from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN
 from commlens.model.cause import Doubt, LoopRound, NoneWaits
 from commlens.model.verdict import Finding
@@ -52,6 +53,7 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
 def describe(job: SeenJob, found: Found) -> Finding:
     """Return the finding of what was found. Its evidence ends with where all ranks stand."""
     words = _WORDS[type(found)](job, found)
+    words = add_hardware(words, found.cause)
     words = words._replace(evidence=[*words.evidence, *_places(job)])
     return locate(finding_of(found.cause, words), None, found.frame)
 

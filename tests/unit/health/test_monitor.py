@@ -81,7 +81,7 @@ def test_a_source_that_blocks_holds_nobody_up(
 def test_nobody_waits_for_a_thread_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no sampler")
 
     monkeypatch.setattr(monitor, "Sampler", fail)

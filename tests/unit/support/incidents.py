@@ -332,7 +332,13 @@ class _Node:
 
 
 def tell(
-    incident: Incident, logs: Sequence[RankLog], stalled_ns: int, until_ns: int, folder: Path
+    incident: Incident,
+    logs: Sequence[RankLog],
+    stalled_ns: int,
+    until_ns: int,
+    folder: Path,
+    *,
+    seen_late: bool = False,
 ) -> list[NodeHealth]:
     """Let an incident happen on the nodes of a job, and give its logs what the nodes tell.
 
@@ -342,6 +348,7 @@ def tell(
         stalled_ns: when the job stopped, Unix ns.
         until_ns: when its nodes were looked at last.
         folder: for the files of the nodes.
+        seen_late: nobody has looked at the nodes before the incident.
     """
     pids = [log.pid for log in sorted(logs, key=lambda log: log.rank)]
     nodes = []
@@ -349,13 +356,18 @@ def tell(
         files = NodeFiles(folder / f"n{number}", gpus=PER_NODE + 1)
         ranks = list(range(number * PER_NODE, (number + 1) * PER_NODE))
         files.processes({pids[rank]: index for index, rank in enumerate(ranks)})
-        nodes.append(_Node(files, Sampler(files.root), NodeRecord(f"n{number}"), ranks))
+        sampler = Sampler(files.root, past=seen_late)
+        nodes.append(_Node(files, sampler, NodeRecord(f"n{number}", past=seen_late), ranks))
     scene = Scene([node.files for node in nodes], stalled_ns, pids)
-    _look(nodes, stalled_ns - 130 * S)
+    if not seen_late:
+        _look(nodes, stalled_ns - 130 * S)
     incident.earlier(scene)
-    _look(nodes, stalled_ns - 70 * S)
-    _look(nodes, stalled_ns - 10 * S)
+    if not seen_late:
+        _look(nodes, stalled_ns - 70 * S)
+        _look(nodes, stalled_ns - 10 * S)
     incident.happen(scene)
+    if seen_late:
+        _look(nodes, until_ns - 2 * S)
     _look(nodes, until_ns)
     return [
         _health(node, logs, pids, scene.ras if not number else None)

@@ -29,7 +29,7 @@ from commlens.model.cause import (
     Why,
 )
 from commlens.model.collective import State
-from commlens.model.health import Fault, HealthEvent, What
+from commlens.model.health import Fault, HealthEvent, NodeHealth, What
 from commlens.model.ranklog import RankLog
 from commlens.model.xids import xid
 
@@ -167,6 +167,67 @@ def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
         cause.why = cause.hardware[0].event.fault
 
 
+def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_nodes: bool) -> None:
+    """Add to a cause that was seen from outside what is wrong with the hardware now.
+
+    Nothing tells when the ranks stopped. So what is over explains nothing, nor does a counter that
+    rises during the look: it may always do so.
+
+    Args:
+        cause: what was found.
+        healths: of the nodes that were looked at.
+        spans_nodes: whether the job has ranks on more than one node.
+    """
+    if not isinstance(cause, (StuckInside, Missing, Dead)) or not cause.root_cause:
+        return
+    nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
+    everywhere = _everywhere(nodes)
+    found = [
+        one
+        for node in nodes
+        for event in node.health.events
+        if event.what not in everywhere and event.what not in _ENDS
+        if (one := _seen(cause, node, event, spans_nodes=spans_nodes))
+    ]
+    cause.hardware = _sorted(_together(found))
+    _decide(cause)
+    if cause.blamed_by == "hardware" and cause.confidence == "low":
+        cause.confidence = "medium"
+
+
+def _seen(
+    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, *, spans_nodes: bool
+) -> Hardware | None:
+    place = _place(node, event, spans_nodes=spans_nodes)
+    if place is None or not set(cause.ranks) & set(place.ranks):
+        return None
+    before_s = (node.health.taken_ns - event.first_ns) / _S
+    is_recent = before_s <= _BEFORE_S
+    lasts = _lasts(node, place, event, is_recent=is_recent)
+    if not lasts and not is_recent:
+        return None
+    explains = lasts and place.known and _can_explain(cause, place, event)
+    ranks = sorted(place.ranks)
+    return Hardware(
+        node.health.host, ranks, event, round(before_s, 3), explains, place.own, before="look"
+    )
+
+
+def _lasts(node: Node, place: _Place, event: HealthEvent, *, is_recent: bool) -> bool:
+    """Return whether what happened is still so: the part did not recover, or cannot.
+
+    After an error long ago, a GPU that the driver still lists may have gone on.
+    """
+    if event.what in ("link-down", "nfs-silent"):
+        return not event.over
+    gpus = node.health.values.get("gpu", {})
+    if not is_recent and event.part in gpus:
+        return False
+    if event.what == "xid":  # the process that the driver names cannot go on either
+        return place.own and (bool(event.pid) or xid(event.number).effect == "stops")
+    return place.own and event.what in _GPU_BROKE
+
+
 def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int) -> list[Hardware]:
     """Return the changes of hardware that slow these ranks and no others, the likeliest first.
 
@@ -289,20 +350,16 @@ def _gpu_place(node: Node, event: HealthEvent) -> _Place | None:
 def _found(
     context: Context, nodes: Sequence[Node], everywhere: Collection[What], scene: _Scene
 ) -> list[Hardware]:
-    """Return the changes that fit a fault, those of one kind in one place together."""
+    """Return the changes that fit a fault."""
     spans = _spans_nodes(context, scene.ranks)
-    found: dict[tuple[str, str, What, int], Hardware] = {}
-    for node in nodes:
-        for event in node.health.events:
-            if event.what in everywhere or event.what in _ENDS:
-                continue
-            one = _fitting(context, node, event, scene, spans_nodes=spans)
-            if one is None:
-                continue
-            key = (one.node, event.part, event.what, event.number)
-            before = found.get(key)
-            found[key] = one if before is None else _joined(before, one)
-    return _sorted(found.values())
+    found = [
+        one
+        for node in nodes
+        for event in node.health.events
+        if event.what not in everywhere and event.what not in _ENDS
+        if (one := _fitting(context, node, event, scene, spans_nodes=spans))
+    ]
+    return _sorted(_together(found))
 
 
 def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
@@ -324,16 +381,19 @@ def _fitting(
         return None
     if _went_on(context, place.ranks, event):
         return None
-    explains = (
-        place.known
-        and early_s <= _NEAR_S
-        and event.what in _EXPLAINS[type(scene.cause)]
-        and not (event.what == "xid" and xid(event.number).effect == "sign")
-        and _fits_cause(scene.cause, place, event)
-    )
+    explains = place.known and early_s <= _NEAR_S and _can_explain(scene.cause, place, event)
     before_s = (scene.began_ns - event.first_ns) / _S
     ranks = sorted(place.ranks)
     return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, place.own)
+
+
+def _can_explain(cause: StuckInside | Missing | Dead, place: _Place, event: HealthEvent) -> bool:
+    """Return whether an event can have such an effect."""
+    return (
+        event.what in _EXPLAINS[type(cause)]
+        and not (event.what == "xid" and xid(event.number).effect == "sign")
+        and _fits_cause(cause, place, event)
+    )
 
 
 def _fits_cause(cause: StuckInside | Missing | Dead, place: _Place, event: HealthEvent) -> bool:
@@ -366,6 +426,15 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
         and (not over_network or _spans_nodes(context, op.channel.group.ranks))
         for op in reversed(view.log.collectives[-64:])
     )
+
+
+def _together(found: Sequence[Hardware]) -> Collection[Hardware]:
+    """Return the changes, those of one kind in one place as one."""
+    by_place: dict[tuple[str, str, What, int], Hardware] = {}
+    for one in found:
+        key = (one.node, one.event.part, one.event.what, one.event.number)
+        by_place[key] = _joined(by_place[key], one) if key in by_place else one
+    return by_place.values()
 
 
 def _joined(one: Hardware, other: Hardware) -> Hardware:

@@ -6,40 +6,57 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from commlens.diagnosis.causes.context import Context
-from commlens.model.cause import Missing, RasSays, RasWitness, StuckInside, Wait
-from commlens.model.health import RasCommunicator, RasRank
+from commlens.model.cause import Cause, Missing, RasSays, RasWitness, StuckInside, Wait
+from commlens.model.health import RasCommunicator, RasRank, RasReport
+from commlens.model.ranklog import RankLog
 
 
 def add_ras(context: Context) -> None:
     """Add what RAS says about the group of each root cause, as far as its processes show which of
     the communicators that is.
     """
-    reports = [
-        node.health.ras
-        for node in context.job.nodes
-        if node.health.ras is not None and node.health.ras.answered
-    ]
-    communicators = [each for report in reports for each in report.communicators]
-    by_pid = _by_pid(context)
+    reports = [node.health.ras for node in context.job.nodes if node.health.ras is not None]
+    logs = [view.log for view in context.job.views.values()]
     for case in context.cases:
-        cause = case.found.cause
-        if not case.claim.root_cause or not isinstance(cause, (StuckInside, Missing)):
-            continue
-        about = _about(communicators, _groups(cause.waits), by_pid)
-        if about is not None:
-            cause.ras = _witness(cause, about, by_pid)
-            if cause.ras.says == "disagrees" and cause.confidence == "medium":
-                cause.confidence = "low"
+        if case.claim.root_cause:
+            ask_witness(case.found.cause, reports, logs)
 
 
-def _by_pid(context: Context) -> dict[int, int]:
+def ask_witness(
+    cause: Cause, reports: Iterable[RasReport], logs: Sequence[RankLog], *, any_group: bool = False
+) -> None:
+    """Add to a cause what RAS says about its group.
+
+    Args:
+        cause: what was found.
+        reports: the answers of RAS.
+        logs: of all ranks.
+        any_group: where the ranks of the group are not known, any communicator of the job counts.
+    """
+    if not isinstance(cause, (StuckInside, Missing)):
+        return
+    communicators = [each for report in reports if report.answered for each in report.communicators]
+    by_pid = _by_pid(logs)
+    groups = _groups(cause.waits)
+    if any_group and not groups:
+        groups = [_ranks_of(each, by_pid) for each in communicators]
+    about = _about(communicators, groups, by_pid)
+    if about is not None:
+        cause.ras = _witness(cause, about, by_pid)
+        if cause.ras.says == "disagrees" and cause.confidence == "medium":
+            cause.confidence = "low"
+
+
+def _by_pid(logs: Sequence[RankLog]) -> dict[int, int]:
     """Return the rank of each process whose pid no other rank has."""
-    pids = Counter(view.log.pid for view in context.job.views.values())
-    return {
-        view.log.pid: rank
-        for rank, view in context.job.views.items()
-        if view.log.pid and pids[view.log.pid] == 1
-    }
+    pids = Counter(log.pid for log in logs)
+    return {log.pid: log.rank for log in logs if log.pid and pids[log.pid] == 1}
+
+
+def _ranks_of(each: RasCommunicator, by_pid: Mapping[int, int]) -> list[int]:
+    """Return the ranks of a communicator; none if one of its processes is not known."""
+    ranks = [by_pid.get(pid, -1) for pid in each.pids]
+    return ranks if -1 not in ranks else []
 
 
 def _groups(waits: Sequence[Wait]) -> list[list[int]]:

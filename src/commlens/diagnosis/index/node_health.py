@@ -26,8 +26,8 @@ def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> li
 
     Args:
         logs: by rank; some carry the health of their node.
-        more: health that was collected apart. It names no ranks: they are found by the name of
-            their host, and each has the GPU of its local rank.
+        more: health that was collected apart. Where it names no ranks, they are found by the name
+            of their host, and each has the GPU of its local rank.
     """
     nodes = []
     for log in logs.values():
@@ -38,6 +38,11 @@ def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> li
             nodes.append(Node(log.health, places))
     hosts = {log.host for log in logs.values()}
     for health in more:
+        if health.ranks:
+            nodes.append(
+                Node(health, {place.rank: place for place in health.ranks if place.rank in logs})
+            )
+            continue
         gpus = gpus_by_index(health.values)
         alone = not health.host and len(hosts) <= 1
         nodes.append(

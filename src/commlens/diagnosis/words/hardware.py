@@ -149,12 +149,17 @@ _MOMENTS: Mapping[type[Cause], str] = {
 }
 """The moment with which the time of a change is compared, by the kind of cause."""
 
+_LOOK = "this look"
+"""The moment with which it is compared where nothing tells when the fault began."""
+
 
 def add_hardware(words: Words, cause: Cause) -> Words:
     """Return the words of a finding with what the hardware did then, and what RAS says."""
     if not isinstance(cause, OfHardware):
         return words
-    moment = _MOMENTS.get(type(cause), "this look")
+    moment = _MOMENTS.get(type(cause), _LOOK)
+    if any(each.before == "look" for each in cause.hardware):
+        moment = _LOOK
     shown = [_sentence(each, moment) for each in cause.hardware[:_SHOWN]]
     evidence = [*words.evidence, *shown]
     if cause.ras is not None:
