@@ -165,5 +165,6 @@ def _of_barrier(text: str) -> Claim | None:
 
 
 def _of_worker(text: str) -> Claim | None:
-    found = _WORKER.search(text)
-    return Claim("worker", error=found["end"]) if found is not None else None
+    ends = [found["end"] for found in _WORKER.finditer(text)]
+    # a worker that a signal killed also "exited unexpectedly", in the error that follows
+    return Claim("worker", error=max(ends, key=lambda end: "signal" in end)) if ends else None

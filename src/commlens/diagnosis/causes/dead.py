@@ -17,8 +17,8 @@ from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Why
 from commlens.model.collective import Collective, Frame
 
 _SAME_MOMENT_NS = 1_000_000_000
-# in which the same error differs between ranks: a rank, a size, an address
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+# in which the same error differs between ranks: a rank, a size, an address, a segment's name
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|/dev/shm/\S+|\d+")
 
 
 class _Alike(NamedTuple):

@@ -12,6 +12,7 @@ import msgspec
 
 from commlens.matching.error_claims import names_backend
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_refusal
+from commlens.matching.known_errors import is_own_error
 from commlens.model.cause import Why
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
@@ -54,6 +55,12 @@ _TERMINATION_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
 _SAME_MOMENT_NS = 600_000_000
+
+# with the place in torch's source and the advice to set NCCL_DEBUG
+_NCCL_ERROR = re.compile(
+    r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<error>.*?)(?: \(run with [^)]*\)"
+    r"| - please report this issue to the NCCL developers)?, NCCL version \S+"
+)
 
 
 class ProcessExit(msgspec.Struct):
@@ -160,7 +167,8 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     if is_refusal(exception) or log.refusal is not None:
         return ended("peer", "exception", how="raised", refused=True)
     of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
-    peer = is_peer_error(exception) and (of_torch or is_peer_error(_last_failure(log)))
+    from_peer = is_peer_error(exception) and not is_own_error(exception)
+    peer = from_peer and (of_torch or is_peer_error(_last_failure(log)))
     return ended(
         "peer" if peer else "own",
         "exception",
@@ -230,10 +238,15 @@ def _last_failure(log: RankLog) -> str | None:
 
 def _short(text: str | None) -> str:
     """Return the first line of an error, without gloo's own source file at its beginning and gloo's
-    advice at its end.
+    advice at its end; of NCCL's error, also the last error, which says what happened.
     """
-    first = (text or "").strip().splitlines()[0] if (text or "").strip() else "an error"
+    first, *rest = (text or "").strip().splitlines() or ["an error"]
+    if found := _NCCL_ERROR.search(first):
+        after = rest.index("Last error:") + 1 if "Last error:" in rest else len(rest)
+        told = [f"{first[: found.start()]}NCCL error", found["error"], *rest[after : after + 1]]
+        first = ": ".join(told)
     first = re.sub(r"\[/\S+\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
+    first = first.removesuffix(".") if not first.endswith("..") else first
     return first if len(first) <= 160 else first[:157] + "..."
 
 

@@ -7,6 +7,7 @@ from commlens.diagnosis.causes.ended import FoundEnded
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
+from commlens.diagnosis.words.known_errors import known_step, peer_step
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.diagnosis.words.phrases import prose
 from commlens.text import ranks_and_verb, ranks_phrase
@@ -29,6 +30,7 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
     if found.silent:
         which = f"there is no line of {ranks_phrase(found.silent)}"
     where = ranks_phrase(suspects) if suspects else "all ranks, and of the other nodes,"
+    errors = [context.job.views[rank].log.exception for rank in found.failed]
     return Words(
         summary=(
             f"{ranks_phrase(found.cause.ranks)} ended because a peer ended or did not answer;"
@@ -38,7 +40,11 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
             f"{phrases.name(context, first)} was the first to end: it"
             f" {exit_words(context.job.views[first].exit)}; {phrases.last(context, first)}."
         ),
-        next_step=f"look at the output of {where} for the first error",
+        next_step=(
+            next(filter(None, map(known_step, errors)), "")
+            or next(filter(None, map(peer_step, errors)), "")
+            or f"look at the output of {where} for the first error"
+        ),
         evidence=phrases.exits(context, found.failed),
         would_raise_confidence="The records of the missing ranks would show it.",
     )

@@ -10,6 +10,7 @@ from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
+from commlens.diagnosis.words.known_errors import known_step
 from commlens.matching.error_claims import worker_end
 from commlens.model.collective import Collective, Frame
 from commlens.text import (
@@ -335,6 +336,8 @@ def death_step(view: RankView, frame: Frame | None) -> str:
     after = f", after {line}" if line else ""
     if end.why == "out-of-memory":
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
+    if end.why == "exception" and (step := known_step(view.log.exception)):
+        return step
     if end.why == "exception" and (ended := worker_end(view.log.exception)):
         memory = (
             "memory is the usual reason (dmesg, the limits of the job, /dev/shm); "
