@@ -19,6 +19,7 @@ from commlens.text import (
     op_phrase,
     ranks_and_verb,
     ranks_phrase,
+    sentence,
     verb,
 )
 
@@ -41,14 +42,17 @@ def name(context: Context, rank: int) -> str:
 
 def last(context: Context, rank: int) -> str:
     """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
-    op = context.job.views[rank].last_op
+    view = context.job.views[rank]
+    op = view.last_op
+    if op is None and view.is_log and view.columns is not None and not view.columns.dump.status:
+        return "its log tells no collective"
     if op is None:
         return (
             "it never issued a collective"
             if context.job.knows.completed_ops
             else "it has nothing in flight"
         )
-    completed = "completed" if not context.job.views[rank].is_log else "was issued"
+    completed = "completed" if not view.is_log else "was issued"
     states = {State.COMPLETED: completed, State.FAILED: "failed", State.UNKNOWN: "was issued"}
     return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 
@@ -139,7 +143,8 @@ def exits_alike(context: Context, ranks: Iterable[int]) -> list[str]:
 def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     """``["rank 1 exited with status 3.", ...]``, for the first few ranks."""
     return [
-        f"rank {rank} {exit_words(context.job.views[rank].exit)}." for rank in ranks[:_EXITS_MAX]
+        sentence(f"rank {rank} {exit_words(context.job.views[rank].exit)}")
+        for rank in ranks[:_EXITS_MAX]
     ]
 
 

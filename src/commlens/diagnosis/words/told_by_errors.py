@@ -125,6 +125,8 @@ def _absent(context: Context, found: FoundInErrors) -> Words:
         would_raise_confidence=(
             "That error may name only the first rank that did not come (wait_all_ranks=False), and"
             " no line tells what it did instead."
+            if len(named) == 1
+            else "No line tells what they did instead."
         ),
     )
 
