@@ -15,7 +15,13 @@ from commlens.diagnosis.causes.hazards import find_hazards
 from commlens.diagnosis.causes.lost_nodes import name_lost_nodes
 from commlens.diagnosis.causes.no_fault import no_fault
 from commlens.diagnosis.causes.stuck_inside import completed_on
-from commlens.diagnosis.causes.told_by_logs import find_told, unplaced_timeouts
+from commlens.diagnosis.causes.told_by_logs import (
+    TAKE_A_PROCESS,
+    TELL_WHY,
+    FoundInLogs,
+    find_told,
+    unplaced_timeouts,
+)
 from commlens.diagnosis.causes.unexplained import find_unexplained
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, say_of_all, without_others
 from commlens.diagnosis.graph.build import build_wait_graph
@@ -31,7 +37,7 @@ from commlens.diagnosis.words.no_fault import words as no_fault_words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
-from commlens.model.cause import LostNode
+from commlens.model.cause import Ended, LostNode, Unrecorded
 from commlens.model.collective import ChannelKey
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
@@ -192,14 +198,37 @@ def examine_dumps(
     else:
         examined = _without_records(nothing_to_diagnose(missing))
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
-    if told is not None and not verdict.is_fault:
-        finding = finding_of(told.cause, told_by_logs.words(told))
-        looked_at = verdict.looked_at or count(len({dump.source for dump in dumps}), "text log")
-        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
-        verdict.findings = verdict.findings if verdict.is_fault else []
-    elif timeouts:
+    looked_at = verdict.looked_at or count(len({dump.source for dump in dumps}), "text log")
+    if told is not None:
+        verdict = _with_told(verdict, told, looked_at)
+    if timeouts and (told is None or verdict.cause is not told.cause):
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
     return examined._replace(verdict=verdict)
+
+
+def _with_told(verdict: Verdict, told: FoundInLogs, looked_at: str) -> Verdict:
+    """Add what the logs tell of the job as a whole: as its fault if the records show none, or show
+    only that its ranks were ended; else a reason for its end as a finding of its own.
+    """
+    finding = finding_of(told.cause, told_by_logs.words(told))
+    missing = verdict.missing_evidence
+    findings = verdict.findings if verdict.is_fault else []
+    if not findings:
+        added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
+        added.findings = added.findings if added.is_fault else []
+        return added
+    if told.cause.ending not in TELL_WHY:
+        return verdict
+    if isinstance(verdict.cause, Ended) or (
+        isinstance(verdict.cause, Unrecorded) and told.cause.ending in TAKE_A_PROCESS
+    ):
+        for other in findings:
+            other.root_cause = False
+        findings = [finding, *findings]
+    else:
+        finding.root_cause = False
+        findings = [*findings, finding]
+    return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
 
 
 def _examine(

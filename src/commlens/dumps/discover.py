@@ -93,12 +93,15 @@ def discover(
     """
     found = DumpFiles(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
     names: list[str] = []
+    logs: set[str] = set()
     left_out: list[str] = []
     for source, kind in _classify(found.paths, prefix, found.problems, left_out, own_only=own_only):
         if kind.read is None:
             found.own.append((source, kind))
             continue
         names.append(source.name)
+        if kind is TEXT:  # its lines tell the rank, so that the numbers in its name do not matter
+            logs.add(source.name)
         if isinstance(source.place, Held):
             found._foreign = None
         elif found._foreign is not None:
@@ -109,7 +112,9 @@ def discover(
     found.unread = [name for name in left_out if _form(name) in forms]
     names += found.unread
     found._names = dict(zip(names, parse_names(names, prefix), strict=True))
-    found.problems += dict.fromkeys(name.note for name in found._names.values() if name.note)
+    found.problems += dict.fromkeys(
+        about.note for name, about in found._names.items() if about.note and name not in logs
+    )
     return found
 
 

@@ -189,7 +189,11 @@ def _read_files(
                 unread.append(source.name)
             continue
         for columns in several:
-            columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
+            note = ""
+            if not columns.of_job or name.sure:
+                if kind is TEXT and columns.rank < 0 and name.note:
+                    problems.append(name.note)
+                columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
             columns.host = columns.host or name.host
             columns.written_ns = source.modified_ns
             columns.problems += [*source.problems, *([note] if note else [])]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind, Stack
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import Observation
@@ -34,10 +35,10 @@ out.
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
-REMARKS: Final = ("broadcast-wait", "ras-behind", "lagging")
+REMARKS: Final = ("broadcast-wait", "ras-behind", "ras-rank", "lagging")
 """vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a
-communicator launched fewer operations than others, the last up to this one; torch's desync report
-names this rank as lagging.
+communicator launched fewer operations than others, the last up to this one, and lists this rank of
+it after the number that it launched; torch's desync report names this rank as lagging.
 """
 
 Status = tuple[int, int, int]
@@ -186,6 +187,12 @@ class RankColumns:
     remarks: list[tuple[str, int]] = field(default_factory=list)
     # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
     launcher_signal: str = ""
+    # why the job or a process ended according to a scheduler, and the line; the same for all ranks
+    endings: list[tuple[JobEnding, str]] = field(default_factory=list)
+    # the launcher raised the exception
+    by_launcher: bool = False
+    # a log tells of the job as a whole, and not of the rank that may be in its name
+    of_job: bool = False
     # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
     stuck_watchdog_s: int = 0
     # cause of the process's death in a log: the last line of a traceback, a CUDA error

@@ -833,16 +833,40 @@ class LatentFault(Cause, tag="latent-fault", kw_only=True):
     source: str | None  # file name and line number
 
 
+JobEnding = Literal[
+    "out-of-memory",
+    "node-failure",
+    "preemption",
+    "time-limit",
+    "evicted",
+    "gpu-error",
+    "killed",
+    "process-failed",
+    "cancelled",
+]
+"""Why a job or one of its processes ended, according to a scheduler, the kernel or a launcher. The
+strongest reason first.
+"""
+
 LogReport = Literal[
-    "behind", "desync", "timed-out", "launcher-ended", "raised", "ras-behind", "engine-waits"
+    "behind",
+    "desync",
+    "timed-out",
+    "launcher-ended",
+    "ended",
+    "raised",
+    "watchdog-stuck",
+    "ras-behind",
+    "engine-waits",
 ]
 """What text logs tell of a job as a whole.
 
 ``behind``: a rank timed out in an earlier collective than the others. ``desync``: torch's desync
 report names the ranks that did not join a collective. ``timed-out``: ranks timed out in an unknown
-group. ``launcher-ended``: a signal ended the launcher. ``raised``: an unknown rank raised an
-exception. ``ras-behind``: NCCL's RAS reports ranks that are apart. ``engine-waits``: vLLM's engine
-waits for a worker.
+group. ``launcher-ended``: a signal ended the launcher. ``ended``: a scheduler, the kernel or a
+launcher tells why the job or a process of it ended. ``raised``: the launcher or an unknown rank
+raised an exception. ``watchdog-stuck``: the watchdog of ranks made no progress. ``ras-behind``:
+NCCL's RAS reports ranks that are apart. ``engine-waits``: vLLM's engine waits for a worker.
 """
 
 
@@ -852,7 +876,11 @@ class ToldByLogs(Cause, tag="told-by-logs", kw_only=True):
     report: LogReport
     ranks: list[Rank]  # of which there are logs
     signals: list[str] = []
-    numbers: list[int] = []  # of the collectives in which ranks are, ascending
+    ending: JobEnding | None = None
+    lines: list[str] = []  # that tell the ending
+    by_launcher: bool = False  # the launcher raised the exception
+    listed: list[int] = []  # ranks of the communicator that NCCL's RAS lists as behind
+    numbers: list[int] = []  # of the collectives in which ranks are, or of Xids; ascending
     waited_s: float | None = None
 
 

@@ -6,15 +6,31 @@ They count only if the ranks' records show no fault.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
-from commlens.model.cause import ToldByLogs
+from commlens.model.cause import JobEnding, ToldByLogs, Why
 from commlens.model.collective import Frame, user_frame
 
 if TYPE_CHECKING:
     from commlens.diagnosis.index.columns import RankDump
+
+_WHY: Final[dict[JobEnding, Why]] = {"out-of-memory": "out-of-memory", "process-failed": "exit"}
+TAKE_A_PROCESS: Final[tuple[JobEnding, ...]] = ("out-of-memory", "node-failure", "evicted")
+"""They end single processes or nodes, so that others wait in vain."""
+_XID: Final = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,4})\b")
+TELL_WHY: Final[tuple[JobEnding, ...]] = (
+    "out-of-memory",
+    "node-failure",
+    "preemption",
+    "time-limit",
+    "evicted",
+    "gpu-error",
+)
+"""They tell why, so that the exceptions that followed tell no more."""
+_BY_NOBODY: Final = ("node-failure", "preemption", "time-limit", "evicted", "cancelled")
 
 
 class UnplacedTimeout(NamedTuple):
@@ -53,8 +69,14 @@ def find_told(
         return _lagging(lagging, timeouts, ranks)
     if timeouts:
         return _behind(dumps, timeouts) or _timed_out(dumps, timeouts)
+    if (found := _ended(dumps, ranks, TELL_WHY)) is not None:
+        return found
     if raised := [dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception]:
         return _raised(raised[0])
+    if stuck := [dump for dump in chosen if dump.stuck_watchdog_s]:
+        return _stuck_watchdog(stuck)
+    if (found := _ended(dumps, ranks, get_args(JobEnding))) is not None:
+        return found
     if signals := sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal}):
         return _launcher_ended(signals, ranks)
     return _remarked(dumps, ranks)
@@ -163,8 +185,54 @@ def _launcher_ended(signals: list[str], ranks: list[int]) -> FoundInLogs:
     return FoundInLogs(cause)
 
 
+def _ended(
+    dumps: Sequence[RankDump], ranks: list[int], endings: Sequence[JobEnding]
+) -> FoundInLogs | None:
+    """Return why a scheduler, the kernel or a launcher says that the job or a process ended: the
+    first of these reasons that a line tells.
+    """
+    told = [ending for dump in dumps for ending in dump.endings]
+    known = {ending for ending, _ in told}
+    ending = next((one for one in endings if one in known), None)
+    if ending is None:
+        return None
+    lines = list(dict.fromkeys(line for of, line in told if of == ending))
+    sure = ending in _BY_NOBODY or ending == "out-of-memory"
+    cause = ToldByLogs(
+        kind="dead",
+        why=_WHY.get(ending, "killed"),
+        root_cause=True,
+        blamed_by="nobody" if ending in _BY_NOBODY else "unknown",
+        victims=ranks,
+        confidence="high" if sure else "medium",
+        report="ended",
+        ranks=ranks,
+        ending=ending,
+        lines=lines,
+        numbers=sorted({int(found[1]) for line in lines if (found := _XID.search(line))}),
+    )
+    return FoundInLogs(cause)
+
+
+def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs:
+    """Return the ranks whose watchdog made no progress, where no other rank's log tells more."""
+    ranks = sorted(dump.rank for dump in dumps)
+    cause = ToldByLogs(
+        kind="stuck-inside",
+        why="unknown",
+        root_cause=True,
+        blamed_by="unknown",
+        victims=ranks,
+        confidence="low",
+        report="watchdog-stuck",
+        ranks=ranks,
+        waited_s=max(dump.stuck_watchdog_s for dump in dumps),
+    )
+    return FoundInLogs(cause)
+
+
 def _raised(log: RankDump) -> FoundInLogs:
-    """Return the exception of a rank that no line of its traceback names."""
+    """Return the exception of the launcher, or of a rank that no line of its traceback names."""
     cause = ToldByLogs(
         kind="dead",
         why="exception",
@@ -173,8 +241,23 @@ def _raised(log: RankDump) -> FoundInLogs:
         confidence="low",
         report="raised",
         ranks=[],
+        by_launcher=log.by_launcher,
     )
     return FoundInLogs(cause, exception=log.exception, frame=user_frame(log.exception_stack))
+
+
+def _listed_behind(remarks: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the ranks that NCCL's RAS lists after the lowest number of operations: it lists those
+    of one communicator in one place.
+    """
+    lowest = min(number for kind, number in remarks if kind == "ras-behind")
+    at, listed = lowest, set[int]()
+    for kind, number in remarks:
+        if kind == "ras-behind":
+            at = number
+        elif kind == "ras-rank" and at == lowest:
+            listed.add(number)
+    return sorted(listed)
 
 
 def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
@@ -195,6 +278,7 @@ def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None
             report="ras-behind",
             ranks=ranks,
             numbers=operations,
+            listed=_listed_behind(remarks),
         )
     elif waits:
         cause = ToldByLogs(

@@ -54,6 +54,8 @@ _KEPT = (
     "observation",
     "stuck_watchdog_s",
     "launcher_signal",
+    "endings",
+    "by_launcher",
     "remarks",
 )
 

@@ -6,15 +6,63 @@ from typing import Final
 
 from commlens.diagnosis.causes.told_by_logs import FoundInLogs, UnplacedTimeout
 from commlens.diagnosis.words.finding import Words
+from commlens.diagnosis.words.known_errors import known_step
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
-from commlens.text import count, frame_phrase, joined, ranks_phrase
+from commlens.model.cause import JobEnding
+from commlens.model.xids import xid
+from commlens.text import count, frame_phrase, joined, ranks_and_verb, ranks_phrase
 
 LOOK_AT_MORE: Final = (
     "diagnose the logs of all ranks, or the Flight Recorder's dumps (by default"
     " ~/.cache/torch/comm_lib_trace_rank_* or /tmp/nccl_trace_rank_*)"
 )
 _ERROR_MAX = 160  # characters
-_SHOWN = 4  # numbers
+_SHOWN = 4  # numbers, or lines
+_ENDINGS: Final[dict[JobEnding, tuple[str, str]]] = {
+    "out-of-memory": (
+        "a process of the job was killed because memory was used up",
+        "give the job more memory, or use less: fewer data loader workers, smaller shards; the"
+        " lines name the node or the step",
+    ),
+    "node-failure": (
+        "the scheduler ended the job because a node failed",
+        "leave the node out (sbatch --exclude), and start the job again from its last checkpoint",
+    ),
+    "preemption": (
+        "the scheduler ended the job because it was preempted",
+        "start the job again from its last checkpoint; --requeue, or a signal before the end"
+        " (sbatch --signal), lets it save one",
+    ),
+    "time-limit": (
+        "the scheduler ended the job because its time limit was over",
+        "ask for more time (sbatch --time), or save a checkpoint before the end (sbatch --signal)"
+        " and start again from it; if the job made no progress before, look for a hang",
+    ),
+    "evicted": (
+        "Kubernetes evicted a pod of the job because its node ran low on a resource",
+        "request the resource that the line names (resources.requests), or use less of it",
+    ),
+    "gpu-error": (
+        "the driver reports an error of a GPU",
+        "look at the other messages of that time in the kernel log of the node (dmesg), and run"
+        " `commlens doctor` there",
+    ),
+    "killed": (
+        "a process of the job was killed by SIGKILL",
+        "look for the OOM killer in dmesg and at the memory limits of the cgroup and the scheduler,"
+        " for memory is the usual reason",
+    ),
+    "process-failed": (
+        "a process of the job failed, and the launcher ended the others",
+        "look at the output of the process that the first line names",
+    ),
+    "cancelled": (
+        "the scheduler cancelled the job",
+        "find out who cancelled it (scancel, an administrator): the line tells no reason, so it was"
+        " neither a time limit nor preemption",
+    ),
+}
+"""What a line says, and the next step."""
 
 
 def words(found: FoundInLogs) -> Words:
@@ -28,8 +76,12 @@ def words(found: FoundInLogs) -> Words:
             return _timed_out(found)
         case "launcher-ended":
             return _launcher_ended(found)
+        case "ended":
+            return _ended(found)
         case "raised":
             return _raised(found)
+        case "watchdog-stuck":
+            return _stuck_watchdog(found)
         case "ras-behind":
             return _ras_behind(found)
         case "engine-waits":
@@ -103,26 +155,67 @@ def _launcher_ended(found: FoundInLogs) -> Words:
     )
 
 
-def _raised(found: FoundInLogs) -> Words:
-    where = frame_phrase(found.frame)
-    error = found.exception[:_ERROR_MAX].rstrip(". ")
+def _ended(found: FoundInLogs) -> Words:
+    cause = found.cause
+    assert cause.ending is not None
+    summary, step = _ENDINGS[cause.ending]
+    if cause.numbers:
+        summary += f": {joined([f'Xid {one} ({xid(one).meaning})' for one in cause.numbers])}"
+    return Words(
+        summary=summary,
+        next_step=step,
+        evidence=[f'a line says "{line}".' for line in cause.lines[:_SHOWN]],
+        would_raise_confidence=(
+            None if cause.confidence == "high" else "No line tells which rank it was, or why."
+        ),
+    )
+
+
+def _stuck_watchdog(found: FoundInLogs) -> Words:
+    ranks = ranks_phrase(found.cause.ranks)
     return Words(
         summary=(
-            f"a rank that the log does not name raised {error}{f' at {where}' if where else ''}"
+            f"torch's watchdog of {ranks} made no progress for {found.cause.waited_s:.0f} s, and"
+            " its monitor ended the process"
+        ),
+        explanation=(
+            "The watchdog waits for a CUDA or NCCL call that does not return, or for Python's"
+            " global lock."
         ),
         next_step=(
-            f"look at {where}, and in the whole log for the rank" if where else LOOK_AT_MORE
+            "in the next run, take a stack with native frames (py-spy dump --native) of"
+            f" {ranks}; {LOOK_AT_MORE}"
         ),
-        would_raise_confidence="No line of the traceback names the rank.",
+        would_raise_confidence="No line tells which collective was in flight.",
+    )
+
+
+def _raised(found: FoundInLogs) -> Words:
+    by_launcher = found.cause.by_launcher
+    where = "" if by_launcher else frame_phrase(found.frame)
+    error = found.exception.splitlines()[0][:_ERROR_MAX].rstrip(". ")
+    subject = "the launcher" if by_launcher else "a rank that the log does not name"
+    step = known_step(found.exception)
+    if not step and where:
+        step = f"look at {where}, and in the whole log for the rank"
+    return Words(
+        summary=f"{subject} raised {error}{f' at {where}' if where else ''}",
+        next_step=step or LOOK_AT_MORE,
+        would_raise_confidence=(
+            "It may have ended because of a worker, or of another node's launcher."
+            if by_launcher
+            else "No line of the traceback names the rank."
+        ),
     )
 
 
 def _ras_behind(found: FoundInLogs) -> Words:
     numbers = joined([f"#{number}" for number in found.cause.numbers[:_SHOWN]])
+    listed = ranks_and_verb(found.cause.listed, "is", "are") if found.cause.listed else ""
     return Words(
         summary=(
             "ranks of a communicator launched up to different operations, as NCCL's RAS reports:"
-            f" {numbers}"
+            f" {numbers}{f'; {listed} behind, as numbered in it' if listed else ''}"
         ),
         next_step=(
             "take stacks of the processes that the report lists under the lower number (py-spy"

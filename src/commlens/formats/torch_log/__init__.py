@@ -10,13 +10,16 @@ in :attr:`RankColumns.timeouts`: it cannot be aligned across ranks, so it blames
 from __future__ import annotations
 
 import io
+import re
 from typing import BinaryIO, Final
 
 from commlens.formats.columns import RankColumns
-from commlens.formats.torch_log.lines import INTERESTING, MENTION
+from commlens.formats.torch_log import endings, lines
+from commlens.formats.torch_log.lines import MENTION
 from commlens.formats.torch_log.log_parser import LogParser
 
 _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
+_INTERESTING: Final = re.compile(lines.INTERESTING.pattern + b"|" + endings.INTERESTING.pattern)
 
 
 def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
@@ -29,7 +32,7 @@ def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
     parser = LogParser(source)
     text = io.BufferedReader(stream) if isinstance(stream, io.RawIOBase) else stream
     while line := text.readline(_LINE_MAX):
-        if parser.in_block or INTERESTING.search(line):
+        if parser.in_block or _INTERESTING.search(line):
             parser.add_line(line.decode("utf-8", "replace").rstrip("\r\n"))
         elif found := MENTION.match(line):
             parser.add_mention(int(found[1]))

@@ -19,8 +19,10 @@ INTERESTING: Final = re.compile(
     rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error| "
     rb" (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|terminate called|enforce fail|shared memory broadcast block found|launched up to operation"
+    rb"|managed by process"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the"
     rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)|but didn't join collective|the lagging ranks"
+    rb"|[Tt]he above exception"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -33,6 +35,10 @@ _COLLECTOR: Final = re.compile(
     r"\[pod/[^\]]{1,200}\] |[\w.-]{1,80} *\| |> )+"
 )
 """What containerd, kubectl, docker compose, journals and quoting in an issue put before a line."""
+# mpirun --tag-output of Open MPI
+_MPI: Final = re.compile(r"\[\d{1,10},(\d{1,7})\]<std(?:out|err|diag)>: ?")
+# Ray's actors, and the workers of vLLM, of which some print their rank
+_ACTOR: Final = re.compile(r"\([\w.:<>-]{1,80}(?: rank=(\d{1,7}))?(?: pid=\d+)(?:, ip=[\w.:]+)?\) ")
 _JSON_LINE: Final = ("log", "message", "msg", "textPayload")  # keys of the line in collectors' JSON
 _BEGIN: Final = re.compile(
     r"\[(?:rank|RANK) ?\d|\[?[EWIF]\d{3,4} \d\d:|\[[EWIF] \w+\.cpp:|Traceback \("
@@ -73,6 +79,7 @@ _BROADCAST_WAIT: Final = re.compile(
     r"No available shared memory broadcast block found in (\d{1,7}) second"
 )
 _RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
+_RAS_RANK: Final = re.compile(r"Rank (\d{1,7}) -- GPU \d{1,3}\b.{0,40} managed by process \d")
 # torch's TraceUtils.h, with TORCH_NCCL_DESYNC_DEBUG=1 (before torch 2.2: NCCL_DESYNC_DEBUG): ranks,
 # as numbered in the group
 _LAGGING: Final = re.compile(
@@ -143,6 +150,10 @@ def parse_origin(line: str) -> Origin:
     collector = _COLLECTOR.match(text)
     text = text[collector.end() :] if collector is not None else text
     rank = local = None
+    for pattern in (_MPI, _ACTOR):
+        if found := pattern.match(text):
+            rank = int(found[1]) if found[1] else rank
+            text = text[found.end() :]
     label = _LABEL.match(text)
     if label:
         local, text = int(label[1]), text[label.end() :]
@@ -284,7 +295,11 @@ def parse_remarks(text: str) -> list[tuple[str, int]]:
     """Return what a line of vLLM's broadcast queue (0.6 to 0.11), of NCCL's RAS report (2.24 to
     2.28) or of torch's desync report shows, each with a kind of REMARKS.
     """
-    for kind, pattern in (("broadcast-wait", _BROADCAST_WAIT), ("ras-behind", _RAS)):
+    for kind, pattern in (
+        ("broadcast-wait", _BROADCAST_WAIT),
+        ("ras-behind", _RAS),
+        ("ras-rank", _RAS_RANK),
+    ):
         if found := pattern.search(text):
             return [(kind, int(found[1]))]
     if found := _LAGGING.search(text):

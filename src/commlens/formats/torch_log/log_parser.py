@@ -17,7 +17,9 @@ from commlens.formats.columns import (
     stack_of,
 )
 from commlens.formats.torch_log import lines as L
+from commlens.formats.torch_log.endings import parse_ending
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines
+from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ops import (
     COALESCED,
@@ -48,6 +50,19 @@ _RAISED: Final = re.compile(
 _OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
+_NCCL_ERROR: Final = re.compile(r"NCCL error: [^\n]{1,200}")
+# of torchrun, Accelerate and DeepSpeed
+_LAUNCHER: Final = re.compile(
+    r"(?:^|[/\\])(?:torchrun|accelerate|deepspeed)$"
+    r"|torch/distributed/(?:run|launch|launcher/api)\.py$|accelerate/commands/launch\.py$"
+    r"|torch/distributed/elastic/(?:agent|rendezvous)/"
+)
+# "The above exception was the direct cause of ..." or "During handling of the above exception, ..."
+_CHAINED: Final = re.compile(r"^(?:The above exception was|During handling of the above exception)")
+# it ends its rank, also where its traceback is left out
+_BARE: Final = re.compile(r"torch\.distributed\.Dist\w{1,40}Error: ")
+_ERROR_LINES_MAX: Final = 4  # after an exception of NCCL, up to its "Last error:"
+_CAUSE_MAX: Final = 500  # characters of an exception that caused another one
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 # of gloo, in C++
 _UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")
@@ -90,7 +105,9 @@ class _Rank:
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
     # the rank whose traceback, inside of the exception of another one, is being read
     inner: str = ""
+    chained: bool = False  # the next exception is one that the last one caused
     exception: str = ""
+    by_launcher: bool = False  # the launcher raised it
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
     observation: Observation = field(default_factory=Observation)
     host: str = ""
@@ -111,6 +128,9 @@ class LogParser:
         self._nccl = NcclLines()
         self._communicators: list[Communicator] = []
         self._launcher_signal = ""
+        self._endings: list[tuple[JobEnding, str]] = []
+        # ranks of which NCCL's last error may follow, in so many lines; 0: in the next one
+        self._awaited: dict[int, int] = {}
         self._is_of_a_job = False  # a line is of a distributed job
         self._cut: list[str] = []  # the parts of a wrapped line, so far
         self._tracebacks: set[int] = set()  # ranks inside a traceback
@@ -120,7 +140,7 @@ class LogParser:
     @property
     def in_block(self) -> bool:
         """Whether a traceback or a stack is being read, so that every line matters."""
-        return bool(self._tracebacks) or self._stack_of is not None or bool(self._cut)
+        return bool(self._tracebacks or self._awaited or self._stack_of is not None or self._cut)
 
     def add_mention(self, rank: int) -> None:
         """Note a rank whose line tells nothing."""
@@ -166,6 +186,9 @@ class LogParser:
         self._nccl.add(origin.text)
         self._remarks += L.parse_remarks(origin.text)[: _NOTES_MAX - len(self._remarks)]
         self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
+        if len(self._endings) < _NOTES_MAX and (ending := parse_ending(origin.text)) is not None:
+            quoted = shorten(origin.text, _UNREAD_MAX, placeholder=" ...")
+            self._endings.append((ending, quoted))
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
         self._add_worker_field(origin.text)
@@ -173,6 +196,7 @@ class LogParser:
             return
         about = self._ranks.setdefault(rank, _Rank())
         about.last_ns = L.parse_time(line) or about.last_ns
+        self._add_last_error(rank, origin.text)
         self._add_watchdog_line(rank, about, origin.text, group)
         self._add_python_line(rank, about, origin.text)
 
@@ -221,9 +245,11 @@ class LogParser:
             self._add_stack_line(text)
         if uncaught := _UNCAUGHT.match(text):
             about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
-        found = _FATAL.search(text) or ("atchdog" in text and _CUDA_ERROR.search(text)) or None
+        found = _FATAL.search(text)
+        if found is None and "atchdog" in text:
+            found = _CUDA_ERROR.search(text) or _NCCL_ERROR.search(text)
         if found:
-            about.exception, about.exception_frames = found[0], []
+            self._set_exception(rank, about, found[0], [])
 
     def _add_stack_line(self, text: str) -> None:
         """Parse a line of the failed collective's stack, or the line after it."""
@@ -235,6 +261,38 @@ class LogParser:
         elif not found:
             self._stack_of = None
 
+    def _set_exception(
+        self, rank: int, about: _Rank, text: str, frames: list[tuple[str, int, str]]
+    ) -> None:
+        """Set the exception of a rank, and the one that caused it if a line says so."""
+        cause = about.exception if about.chained else ""
+        by_launcher = any(_LAUNCHER.search(file) for file, _, _ in frames)
+        if by_launcher and about.exception and not about.by_launcher:
+            return  # it ends because a worker raised one
+        about.exception, about.exception_frames, about.chained = text[:1000], frames, False
+        about.by_launcher = by_launcher
+        if cause:
+            about.exception += f"\ncaused by {cause[:_CAUSE_MAX]}"
+        if "NCCL error" in text:
+            self._awaited[rank] = _ERROR_LINES_MAX
+
+    def _add_last_error(self, rank: int, text: str) -> None:
+        """Add NCCL's last error to the exception before it: it says what happened."""
+        if not self._awaited:
+            return
+        of = rank if rank in self._awaited else next(reversed(self._awaited))
+        if rank not in (of, -1):
+            return
+        if text.strip() == "Last error:":
+            self._awaited[of] = 0
+        elif self._awaited[of]:
+            self._awaited[of] -= 1
+            if not self._awaited[of]:
+                del self._awaited[of]
+        else:
+            del self._awaited[of]
+            self._ranks[of].exception += f"\nLast error:\n{text.strip()[:_CAUSE_MAX]}"
+
     # --- Python, torchrun
 
     def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
@@ -245,6 +303,11 @@ class LogParser:
             self._tracebacks.add(rank)
             return
         if about.traceback is None:
+            about.chained = about.chained or (
+                bool(about.exception) and _CHAINED.match(text) is not None
+            )
+            if not about.exception and _BARE.match(text):
+                self._set_exception(rank, about, text, [])
             return
         found = _FRAME.match(text)
         if found:
@@ -254,7 +317,7 @@ class LogParser:
             if about.inner:
                 about.exception = f"{about.exception}{about.inner} {text[:500]}"
             elif _RAISED.match(text) and not _NO_WORKER.search(text[:120]):
-                about.exception, about.exception_frames = text[:1000], about.traceback[::-1]
+                self._set_exception(rank, about, text, about.traceback[::-1])
             about.traceback = None
             self._tracebacks.discard(rank)
 
@@ -297,7 +360,7 @@ class LogParser:
             or one.stuck_watchdog_s
             or one.lost_entries
         ]
-        told = told or [one for one in found if one.launcher_signal or one.remarks]
+        told = told or [one for one in found if one.launcher_signal or one.endings or one.remarks]
         return told or found[: self._is_of_a_job]
 
     def _add_nccl_ranks(self) -> None:
@@ -347,6 +410,8 @@ class LogParser:
         )
         columns.captured_ns = about.last_ns
         columns.launcher_signal, columns.remarks = self._launcher_signal, self._remarks
+        columns.endings, columns.by_launcher = self._endings, about.by_launcher
+        columns.of_job = rank < 0 and (about.by_launcher or _tells_nothing(about))
         columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
         columns.exception = about.exception
         columns.exception_stack = stack_of(about.exception_frames)
@@ -431,6 +496,12 @@ class LogParser:
                 ),
                 state=STARTED if progress is not None and progress.started >= number else SCHEDULED,
             )
+
+
+def _tells_nothing(about: _Rank) -> bool:
+    """Return whether no line tells anything of a rank itself."""
+    told = about.unassigned or about.exception or about.stuck_watchdog_s or about.unread
+    return not told and not any(group.failed or group.progress for group in about.groups.values())
 
 
 def _add_calls(

@@ -503,6 +503,7 @@ RAS = """Warnings
   1 rank has launched up to operation 6649
   Rank 3 -- GPU 3 managed by process 12345 on node 172.16.64.210
 """
+RAS_WITHOUT_LIST = RAS[: RAS.index("  Rank 3")]
 VLLM = (
     "INFO 11-22 03:14:15 [shm_broadcast.py:466] No available shared memory broadcast block found in"
     " 60 second(s).\n"
@@ -515,7 +516,12 @@ TRACEBACK = (
 
 @pytest.mark.parametrize(
     ("name", "log", "kind"),
-    [("ras", RAS, "missing"), ("vllm", VLLM, "undetermined"), ("traceback", TRACEBACK, "dead")],
+    [
+        ("ras", RAS, "missing"),
+        ("ras-without-list", RAS_WITHOUT_LIST, "missing"),
+        ("vllm", VLLM, "undetermined"),
+        ("traceback", TRACEBACK, "dead"),
+    ],
 )
 def test_what_a_log_tells_of_no_rank_names_nobody(
     tmp_path: Path, name: str, log: str, kind: str
@@ -658,3 +664,190 @@ def test_the_ranks_that_torchs_desync_report_names(tmp_path: Path, lines: tuple[
     assert (verdict.kind, verdict.culprits) == ("missing", [2, 4])
     assert verdict.summary.startswith("ranks 2,4 did not join the collective")
     assert "all_reduce #41" in " ".join(verdict.findings[0].evidence)
+
+
+SLURM = "slurmstepd: error: *** JOB 581234 ON node01 CANCELLED AT 2025-03-02T09:14:55"
+STEP = "step 100 | loss 2.1\n"
+SIGTERM = (
+    "W0302 09:14:55.604000 88123 torch/distributed/elastic/agent/server/api.py:719] Received 15"
+    " death signal, shutting down workers\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "ending", "confidence"),
+    [
+        (f"{SLURM} DUE TO TIME LIMIT ***", "time-limit", "high"),
+        (f"{SLURM} DUE TO PREEMPTION ***", "preemption", "high"),
+        (f"{SLURM} DUE TO NODE FAILURE, SEE LOG ***", "node-failure", "high"),
+        (f"{SLURM} ***", "cancelled", "high"),
+        ("srun: error: node07: task 3: Out Of Memory", "out-of-memory", "high"),
+        ("  Warning  Evicted  3m  kubelet  The node was low on resource: x", "evicted", "high"),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "gpu-error", "medium"),
+        ("run.sh: line 14: 20311 Killed   python train.py --rank 0", "killed", "medium"),
+        ("srun: error: n2: task 9: Exited with exit code 1", "process-failed", "medium"),
+    ],
+)
+def test_a_scheduler_tells_why_the_job_ended(
+    tmp_path: Path, line: str, ending: str, confidence: str
+) -> None:
+    """Also where the launcher tells only the signal, and where the file's name has a number."""
+    (tmp_path / "slurm-3.out").write_text(f"{STEP}{line}\n" + SIGTERM * (ending == "time-limit"))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("dead", [], confidence)
+    assert verdict.looked_at == "1 text log"
+    assert getattr(verdict.cause, "ending", None) == ending
+    hold(f"dead/told-by-logs-{ending}", verdict)
+
+
+def test_the_strongest_reason_is_told_and_a_rank_that_failed_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    out_of_memory = "srun: error: node07: task 3: Out Of Memory\n"
+    log.write_text(f"{SLURM} ***\n{out_of_memory}")
+    assert getattr(commlens.diagnose(log).cause, "ending", None) == "out-of-memory"
+
+    log.write_text(f"{HEAD.format(rank=2)} {TRACEBACK}{exits({2: 1})}{SLURM} DUE TO TIME LIMIT ***")
+    verdict = commlens.diagnose(log)
+    assert verdict.culprits == [2]
+    assert [(one.culprits, one.root_cause) for one in verdict.findings] == [
+        ([2], True),
+        ([], False),
+    ]
+
+    log.write_text("".join(timed_out(rank) for rank in (0, 1)) + f"[rank2]: step\n{out_of_memory}")
+    verdict = commlens.diagnose(log)
+    assert getattr(verdict.cause, "ending", None) == "out-of-memory"
+    assert [one.kind for one in verdict.findings] == ["dead", "missing"]
+
+
+def test_a_job_that_hung_until_its_time_limit_hung(tmp_path: Path) -> None:
+    hung = "".join([timed_out(0), timed_out(1), progress(2, 40, 40)])
+    (tmp_path / "job.log").write_text(f"{hung}{SLURM} DUE TO TIME LIMIT ***\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+    assert [one.kind for one in verdict.findings] == ["missing", "dead"]
+
+
+def test_a_watchdog_that_got_stuck_is_told_though_no_rank_timed_out(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"{HEAD.format(rank=3)} {STUCK_WATCHDOG}")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("stuck-inside", [], [3])
+    assert verdict.confidence == "low"
+    hold("stuck-inside/told-by-logs-watchdog-stuck", verdict)
+
+
+LAUNCHER = """Traceback (most recent call last):
+  File "/v/torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py", line 117, in _call
+    return getattr(self._store, store_op)(*args, **kwargs)
+torch.distributed.DistNetworkError: failed to recv, got 0 bytes
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/v/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection has failed.
+"""
+
+
+def test_an_exception_of_the_launcher_is_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "job-3.log").write_text(LAUNCHER)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [], [])
+    assert verdict.summary.startswith("the launcher raised") and "torchrun:8" not in verdict.summary
+    hold("dead/told-by-logs-launcher-raised", verdict)
+    (tmp_path / "job-3.log").write_text(TRACEBACK + LAUNCHER)
+    assert "ValueError: no batch" in commlens.diagnose(tmp_path).summary
+
+
+def nccl_error(rank: int, error: str, last: str) -> str:
+    """The traceback of torch, with the lines that NCCL's error has."""
+    raised = (
+        f"torch.distributed.DistBackendError: NCCL error in: /t/NCCLUtils.hpp:268, {error} (run with"
+        " NCCL_DEBUG=WARN for details), NCCL version 2.21.5"
+    )
+    frames = ['  File "/w/train.py", line 22, in main', "    dist.barrier()"]
+    lines = ["Traceback (most recent call last):", *frames, raised]
+    lines += ["ncclInvalidUsage: This usually reflects invalid usage.", "Last error:", last]
+    return "".join(f"[rank{rank}]: {line}\n" for line in lines)
+
+
+def test_the_last_error_of_nccl_tells_what_happened(tmp_path: Path) -> None:
+    duplicate = "Duplicate GPU detected : rank {} and rank {} both on CUDA device 34000"
+    (tmp_path / "job.log").write_text(
+        "".join(
+            nccl_error(rank, "invalid usage", duplicate.format(rank, int(rank == 0)))
+            for rank in range(4)
+        )
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.source) == ("dead", [0, 1, 2, 3], "train.py:22")
+    assert len(verdict.findings) == 1
+    hold("dead/told-by-logs-duplicate-gpu", verdict)
+
+
+def test_a_full_dev_shm_ends_each_rank_by_itself(tmp_path: Path) -> None:
+    full = "Error while creating shared memory segment /dev/shm/nccl-{} (size 9637888), error: {}"
+    (tmp_path / "job.log").write_text(
+        "".join(
+            nccl_error(rank, "unhandled system error", full.format(name, "No space left on device"))
+            for rank, name in enumerate(["wWkVpg", "0vRkQz"])
+        )
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.culprits, len(verdict.findings)) == ([0, 1], 1)
+    assert "--shm-size" in verdict.next_step
+
+
+def test_an_error_of_nccl_in_the_watchdogs_line_names_the_peers_host(tmp_path: Path) -> None:
+    """The lines that follow have no prefix."""
+    (tmp_path / "job.log").write_text(
+        f"{HEAD.format(rank=3)} Process group watchdog thread terminated with exception: NCCL error:"
+        " remote process exited or there was a network error, NCCL version 2.21.5\n"
+        "ncclRemoteError: A call failed possibly due to a network error.\nLast error:\n"
+        "socketProgress: Connection closed by remote peer gpu-01.cluster<51234>\n"
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [], [3])
+    assert "gpu-01.cluster" in verdict.next_step
+
+
+def test_the_signal_that_killed_a_worker_is_told_by_the_exception_before(tmp_path: Path) -> None:
+    loader = 'Traceback (most recent call last):\n  File "/v/torch/utils/data/dataloader.py", line 1, in x\n'
+    (tmp_path / "rank_2.log").write_text(
+        f"{loader}RuntimeError: DataLoader worker (pid 4502) is killed by signal: Bus error. It is"
+        " possible that\n\nThe above exception was the direct cause of the following exception:\n\n"
+        f"{loader}RuntimeError: DataLoader worker (pid(s) 4502) exited unexpectedly\n"
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("dead", [2])
+    assert "/dev/shm" in verdict.next_step
+
+
+@pytest.mark.parametrize(
+    ("prefix", "culprits"),
+    [
+        ("[1,2]<stderr>:", [2]),
+        ("(VllmWorker rank=2 pid=4021) ", [2]),
+        ("(WorkerDict pid=4021, ip=10.0.0.4) [rank2]: ", [2]),
+        ("(WorkerDict pid=4021) ", []),
+    ],
+)
+def test_the_prefixes_of_mpirun_and_actors(
+    tmp_path: Path, prefix: str, culprits: list[int]
+) -> None:
+    (tmp_path / "job.log").write_text(
+        "".join(f"{prefix}{line}\n" for line in TRACEBACK.splitlines())
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("dead", culprits)
+    assert "ValueError: no batch" in verdict.summary
+
+
+def test_an_exception_of_torch_without_its_traceback_counts(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(
+        "[rank1]: torch.distributed.DistBackendError: [1] is setting up NCCL communicator, but"
+        " store->get('0') got error: Connection reset by peer.\n[rank0]: step 1\n"
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.victims) == ("dead", [1])

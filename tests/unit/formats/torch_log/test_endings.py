@@ -1,0 +1,68 @@
+"""Lines in which a scheduler, the kernel or a launcher tell why a job ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens.formats.torch_log.endings import INTERESTING, parse_ending
+
+SLURM = "slurmstepd: error: *** JOB 581234 ON node01 CANCELLED AT 2025-03-02T09:14:55"
+ENDINGS = {
+    f"{SLURM} DUE TO TIME LIMIT ***": "time-limit",
+    f"{SLURM} DUE TO PREEMPTION ***": "preemption",
+    f"{SLURM} DUE to PREEMPTION ***": "preemption",
+    f"{SLURM} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***": "node-failure",
+    f"{SLURM} ***": "cancelled",
+    "srun: error: Node failure on gpu-12": "node-failure",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=913377.0. Some of the step": (
+        "out-of-memory"
+    ),
+    "slurmstepd: error: Detected 2 oom-kill event(s) in step 3756240.batch cgroup.": (
+        "out-of-memory"
+    ),
+    "srun: error: node07: task 3: Out Of Memory": "out-of-memory",
+    "srun: error: node07: tasks 0-3,5: Killed": "killed",
+    "srun: error: node07: task 3: Exited with exit code 1": "process-failed",
+    "srun: error: node07: task 3: Segmentation fault (core dumped)": "process-failed",
+    "      Reason:       OOMKilled": "out-of-memory",
+    "[81234.1] Out of memory: Killed process 4711 (python) total-vm:1kB": "out-of-memory",
+    "[81234.1] Memory cgroup out of memory: Killed process 4711 (python)": "out-of-memory",
+    "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers": (
+        "out-of-memory"
+    ),
+    "  Warning  Evicted    3m   kubelet  The node was low on resource: memory.": "evicted",
+    "  Normal   Preempted  3m   default-scheduler  Preempted by pod 1a2b on node n7": "preemption",
+    "run.sh: line 14: 20311 Killed                  python train.py": "killed",
+    "[launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -9": "killed",
+    "[launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = 1": (
+        "process-failed"
+    ),
+    "E0309 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -9)"
+    " local_rank: 5 (pid: 77) of binary: python": "killed",
+    "E0309 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1)"
+    " local_rank: 5 (pid: 77) of binary: python": "process-failed",
+    "[ 8123.4] NVRM: Xid (PCI:0000:3b:00): 79, pid=4173, GPU has fallen off the bus.": "gpu-error",
+}
+
+
+@pytest.mark.parametrize(("line", "ending"), ENDINGS.items())
+def test_the_line_tells_why(line: str, ending: str) -> None:
+    assert INTERESTING.search(line.encode()) is not None
+    assert parse_ending(line) == ending
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: *** STEP 5123.0 ON n1 CANCELLED AT 2025-01-11T20:02:09 ***",
+        "srun: error: node06: tasks 0-1: Terminated",
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+        "['python', 'train.py'] exits with return code = 0",
+        "epoch 3 | word error rate 12.1 | Killed mutants: 3",
+        "out of memory errors so far: 0",
+        "the evicted keys of the cache: 17",
+    ],
+)
+def test_another_line_tells_no_reason(line: str) -> None:
+    """A step is cancelled by srun, too, after one of its tasks has failed."""
+    assert parse_ending(line) is None
