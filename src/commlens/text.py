@@ -290,6 +290,11 @@ def ranks_phrase(ranks: Iterable[int], one: str = "rank", several: str = "ranks"
     return f"{several} {text}"
 
 
+def number_named(ranks: Iterable[int]) -> int:
+    """Return the number of ranks that :func:`ranks_phrase` names."""
+    return len(_with_alike.get()(ranks))
+
+
 def ranks_and_verb(ranks: Iterable[int], singular: str, plural: str) -> str:
     """``"rank 2 waits"``, ``"ranks 0-1,3 wait"``."""
     members = set(ranks)

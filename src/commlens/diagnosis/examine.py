@@ -139,7 +139,7 @@ def examine_logs(
         return _without_records(nothing_to_diagnose(missing))
     if alike.others:
         chosen = without_others(chosen, alike)
-    job = index_logs(chosen, stalled_after_s, alike.others)
+    job = index_logs(chosen, stalled_after_s, alike)
     job.more_health = health
     with naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext():
         examined = _examine(job, [*problems, *notes], unread, lost_nodes)

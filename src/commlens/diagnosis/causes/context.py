@@ -155,8 +155,14 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
     for (collective, _, source), same in alike.items():
         ranks = sorted({edge.rank for edge in same})
         waited_s = context.longest_wait(ranks) / 1e9
-        waits.append(Wait(ranks, collective, group_of(same[0].op), source, waited_s))
-    return sorted(waits, key=lambda wait: (-len(wait.ranks), wait.ranks))
+        wait = Wait(ranks, collective, group_of(same[0].op), source, waited_s)
+        waits.append((len(ranks) + others_like(same), wait))
+    return [wait for _, wait in sorted(waits, key=lambda one: (-one[0], one[1].ranks))]
+
+
+def others_like(edges: Iterable[Edge]) -> int:
+    """Return the number of ranks that were not examined and wait like ranks of these edges."""
+    return sum({edge.rank: edge.others for edge in edges}.values())
 
 
 def group_of(op: Collective) -> GroupRef | None:
@@ -191,7 +197,9 @@ def most_waited(edges: Sequence[Edge]) -> Edge:
     """Return the representative edge: of the instance in which most ranks wait, the one announced
     first.
     """
-    ranks: Counter[Instance] = Counter(edge.instance for edge in edges)
+    ranks: Counter[Instance] = Counter()
+    for edge in edges:
+        ranks[edge.instance] += 1 + edge.others
     return min(
         edges,
         key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank),

@@ -54,6 +54,12 @@ class AlikeRanks:
         """The ranks that were not examined."""
         self.standing: frozenset[int] = frozenset().union(*(each.examined for each in self.classes))
         """The examined ranks that are in the state of others."""
+        self.stands_for = {
+            min(each.examined): len(each.others) for each in self.classes if each.examined
+        }
+        """By rank: the number of ranks that it stands for; of each state, one rank stands for
+        all.
+        """
         self._known: dict[frozenset[int], frozenset[int]] = {}
 
     def with_alike(self, ranks: Iterable[int]) -> frozenset[int]:

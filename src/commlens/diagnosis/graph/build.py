@@ -180,6 +180,9 @@ class _Builder:
             if self._add_collective(view, node, key, candidate, last=candidate is op):
                 return
 
+    def _edge(self, op: Collective, instance: Instance, view: RankView) -> Edge:
+        return Edge(op, instance, view.rank, self.job.stands_for.get(view.rank, 0))
+
     def _add_collective(
         self, view: RankView, node: Node, key: ChannelKey, op: Collective, *, last: bool
     ) -> bool:
@@ -187,7 +190,7 @@ class _Builder:
         last candidate.
         """
         number = op.sequence_number
-        edge = Edge(op, Instance(key, number), view.rank)
+        edge = self._edge(op, Instance(key, number), view)
         arrivals = self._arrivals(key, number, op.announced_ns)
         mismatch = self._mismatch(key, number, arrivals.absent)
         if mismatch is not None:
@@ -292,7 +295,7 @@ class _Builder:
         return next((i for i in known if self.mismatches[i].explains(number, absent)), None)
 
     def _follow_key(self, view: RankView, node: Node, op: Collective) -> None:
-        edge = Edge(op, Instance(op.channel.key, op.sequence_number), view.rank)
+        edge = self._edge(op, Instance(op.channel.key, op.sequence_number), view)
         writer = expected_writer(self.job, op)
         if writer is None:
             self.graph.add(node, self._instance_node("key", edge.instance), edge)

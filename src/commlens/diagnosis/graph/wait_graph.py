@@ -53,6 +53,7 @@ class Edge:
     op: Collective  # the waiting rank's
     instance: Instance
     rank: int  # the waiting rank
+    others: int = 0  # ranks that were not examined and wait like this one
 
     @property
     def is_from_any(self) -> bool:

@@ -5,11 +5,12 @@ blocked threads.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
+from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.first_steps import routine_from
 from commlens.diagnosis.index.node_health import Node, nodes_of
@@ -244,6 +245,8 @@ class JobIndex:
     only_logs: bool = False
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
+    # by rank: the ranks without a log that it stands for, because they are in the same state
+    stands_for: Mapping[int, int] = field(default_factory=dict)
     # of nodes, collected apart from the records
     more_health: Sequence[NodeHealth] = ()
 
@@ -302,7 +305,7 @@ class JobIndex:
 
 
 def index_logs(
-    logs: Sequence[RankLog], stalled_after_s: float, alike: Collection[int] = ()
+    logs: Sequence[RankLog], stalled_after_s: float, alike: AlikeRanks = NONE_ALIKE
 ) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records.
 
@@ -319,7 +322,7 @@ def index_logs(
     size = world_size(logs)
     strangers = {log.rank: log for log in logs if log.unrecorded}
     logs = [log for log in logs if not log.unrecorded]
-    no_record, elsewhere = absent_ranks(logs, size, alike)
+    no_record, elsewhere = absent_ranks(logs, size, alike.others)
     no_record, elsewhere = (
         sorted({*no_record, *strangers}),
         [rank for rank in elsewhere if rank not in strangers],
@@ -333,6 +336,7 @@ def index_logs(
         limit,
         strangers=strangers,
         stall_timeout_ns=int(stall_timeout_s * 1e9),
+        stands_for=alike.stands_for,
     )
     for log in logs:
         view = _index_log(log, exits[log.rank], job)

@@ -16,6 +16,7 @@ from commlens.text import (
     duration,
     frame_phrase,
     message_phrase,
+    number_named,
     op_phrase,
     ranks_and_verb,
     ranks_phrase,
@@ -71,7 +72,7 @@ def waiting(context: Context, edges: Sequence[Edge]) -> str:
     same_args = len({args for _, args, _ in by_line}) == 1
     parts = []
     for (line, args, failed), ranks in sorted(
-        by_line.items(), key=lambda item: (-len(item[1]), item[1])
+        by_line.items(), key=lambda item: (-number_named(item[1]), item[1])
     )[:3]:
         waited = context.longest_wait(ranks)
         length = f" for {duration(waited)}" if waited >= context.job.stalled_after_ns else ""
@@ -101,7 +102,7 @@ def _hosts(context: Context, edges: Sequence[Edge]) -> str:
             by_line[frame_phrase(frame)].append(rank)
     if not by_line:
         return ""
-    lines = sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]
+    lines = sorted(by_line.items(), key=lambda item: (-number_named(item[1]), item[1]))[:3]
     if len(lines) == 1:
         line, ranks = lines[0]
         return (
@@ -177,7 +178,7 @@ def waits(context: Context, edges: Sequence[Edge], singular: str, plural: str) -
         by_name[op.op, op.sequence_number, op.channel.group.label, edge.is_from_any].append(edge)
     parts: list[str] = []
     for of_name in sorted(
-        by_name.values(), key=lambda some: (-len({edge.rank for edge in some}), some[0].rank)
+        by_name.values(), key=lambda some: (-number_named(edge.rank for edge in some), some[0].rank)
     ):
         ranks = sorted({edge.rank for edge in of_name})
         said = f"{ranks_and_verb(ranks, singular, plural)}" if not parts else ranks_phrase(ranks)
