@@ -25,6 +25,7 @@ import msgspec
 from commlens.text import ranks_phrase
 from commlens.watch.mismatches.channel_progress import Blocks, differ
 from commlens.watch.nodes.beat import LAST, Beat, News, Request, decoded, key
+from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
@@ -99,6 +100,7 @@ class Nodes:
         folder = os.path.abspath(self._folder) if self._folder else ""  # noqa: PTH100
         self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
+        self._bundles = Bundles()
         self._count = 0  # of nodes that ever drew a number
         self._looks = Looks(self._look, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
@@ -599,6 +601,8 @@ class Nodes:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
         rest_s = min(_REST_MAX_S, PERIOD_S * max(1.0, self._count / _REST_NODES))
+        if bundled_by(self._mine.slot, self._count):
+            rest_s = PERIOD_S
         return min(rest_s, self._busy_period_s()) if busy else rest_s
 
     def _busy_period_s(self) -> float:
@@ -621,9 +625,12 @@ class Nodes:
             )
         if evidence is not None:
             client.set(key("evidence", slot), evidence)
-        client.set(key("node", slot), msgspec.msgpack.encode(mine))
+        own = msgspec.msgpack.encode(mine)
+        client.set(key("node", slot), own)
         self._count = count
-        values = client.get(self._to_read(client, count))
+        if neighbours := bundled_by(slot, count):
+            store_bundle(client, slot, own, neighbours, mine.count)
+        values = self._values(client, count)
         beats = [
             beat
             for beat in map(decoded, values)
@@ -671,13 +678,15 @@ class Nodes:
         if self._collecting is not None or self._from_root is not None:
             self._collect(client)
 
-    def _to_read(self, client: Client, count: int) -> list[str]:
-        """Return the keys of the nodes whose values to read."""
+    def _values(self, client: Client, count: int) -> list[bytes]:
+        """Read the values of other nodes, as far as they matter to this one."""
         with self._lock:
             # As of the last values: if the store took long, that is no sign that the others fell
             # silent.
             known, new = self._known.to_read(self._mine, count, self._contact)
+            asked = set(self._mine.asked_nodes) if self._gathering else ()
+        if len(known) + len(new) > BUNDLES_ABOVE:
+            return self._bundles.read(client, [*known, *new], time.monotonic(), asked)
         # A node may have drawn its slot and not yet stored its value.
-        return [key("node", other) for other in known] + client.existing(
-            [key("node", other) for other in new]
-        )
+        there = client.existing([key("node", other) for other in new])
+        return client.get([*(key("node", other) for other in known), *there])

@@ -18,8 +18,8 @@ from watch_ranks import member
 
 from commlens.blackbox import layout
 from commlens.watch.nodes import ask as other_nodes
+from commlens.watch.nodes import bundles, known_nodes, meeting_places, states_tree
 from commlens.watch.nodes import exchange as nodes
-from commlens.watch.nodes import known_nodes, meeting_places, states_tree
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
@@ -139,6 +139,38 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(
     ask.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
+
+
+def test_the_reporter_reads_bundles_and_what_a_lost_node_would_have_bundled(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_nodes, "READ_ALL_NODES", 3)
+    monkeypatch.setattr(bundles, "GROUP", 3)
+    for module in (bundles, nodes):
+        monkeypatch.setattr(module, "BUNDLES_ABOVE", 3)
+    monkeypatch.setattr(bundles, "_FEW", 2)
+    read: list[str] = []
+    get = StoreClient.get
+
+    def note(client: StoreClient, keys: Sequence[str]) -> list[bytes]:
+        if threading.current_thread() is first._thread:
+            read.extend(keys)
+        return get(client, keys)
+
+    first, *others = [meet(rank) for rank in range(8)]
+    monkeypatch.setattr(StoreClient, "get", note)
+    assert eventually(lambda: len(first.others) == 7)
+    time.sleep(3 * known_nodes.PERIOD_S)
+    read.clear()
+    time.sleep(3 * known_nodes.PERIOD_S)
+    assert read and not [name for name in read if name == key("node", 4)]
+    bundler = next((node for node in others if node._mine.slot == 3), None)
+    if bundler is None:
+        pytest.skip("the node that reports drew the slot of the bundler")
+    kill(bundler)
+    time.sleep(known_nodes.LOST_S + 2)
+    assert len(first.others) == 6, "all but the one that was killed"
+    assert key("node", 4) in read
 
 
 @pytest.mark.parametrize("killed", [None, "inner", "root"])

@@ -19,12 +19,12 @@ def test_a_slow_store_makes_no_node_read_all_values() -> None:
     first, *others = (
         Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40)
     )
-    client: Any = SimpleNamespace(existing=list)
+    client: Any = SimpleNamespace(existing=list, get=list)
 
     def read(values: Sequence[Beat], age_s: float) -> list[str]:
         node._contact = time.monotonic() - age_s
         node._known.note(values, node._contact)
-        return sorted(node._to_read(client, 100))
+        return sorted(node._values(client, 100))
 
     first_and_next = [key("node", slot) for slot in (0, 1)]
     assert read([first, *others], 60) == first_and_next, "the store took a minute"

@@ -1,0 +1,116 @@
+"""The values of neighbouring nodes in one, so that the node that reports for many nodes asks for a
+few dozen values in place of a thousand.
+
+The slots are divided into groups. The node with the lowest slot of a group reads the values of the
+others, and stores all of them as they are. If it is lost, or slow, the node that reports reads the
+values of the group itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.meeting_places import Client
+
+GROUP: Final = 32  # slots
+BUNDLES_ABOVE: Final = 128
+"""With so many nodes or fewer, the node that reports reads each value."""
+STALE_S: Final = 2.0  # a bundle that has not changed for so long is not read
+_FEW: Final = 4  # values: a bundle costs more
+_SIZE_MAX: Final = 1 << 24
+
+
+class _Bundle(msgspec.Struct, array_like=True):
+    number: int  # of the bundles that the node has stored, this one included
+    values: dict[int, bytes]  # by slot
+
+
+class _Seen(NamedTuple):
+    number: int  # of the bundle
+    changed: float  # time.monotonic()
+
+
+def bundled_by(slot: int, count: int) -> list[int]:
+    """Return the other slots whose values the node with this slot stores with its own.
+
+    Args:
+        slot: of the node.
+        count: how many nodes ever drew a number.
+    """
+    if count <= BUNDLES_ABOVE or slot % GROUP:
+        return []
+    return list(range(slot + 1, min(slot + GROUP, count)))
+
+
+def store_bundle(client: Client, slot: int, own: bytes, others: Iterable[int], number: int) -> None:
+    """Read the values of other nodes, and store them with this node's own.
+
+    Args:
+        client: of the meeting place.
+        slot: of this node.
+        own: its value.
+        others: their slots.
+        number: of the bundle; it rises.
+    """
+    there = client.existing([key("node", other) for other in others])
+    values = {_slot(name): value for name, value in zip(there, client.get(there), strict=True)}
+    packed = msgspec.msgpack.encode(_Bundle(number, {slot: own, **values}))
+    client.set(key("bundle", slot // GROUP), zlib.compress(packed, 1))
+
+
+class Bundles:
+    """Reads the values of many nodes."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}  # by group
+
+    def read(
+        self, client: Client, slots: Iterable[int], now: float, direct: Collection[int] = ()
+    ) -> list[bytes]:
+        """Return the values of those of these nodes that have stored one.
+
+        Args:
+            client: of the meeting place.
+            slots: of the nodes.
+            now: ``time.monotonic()``.
+            direct: the slots of those that are asked for something: bundles are late.
+        """
+        wanted: dict[int, list[int]] = {}
+        for slot in slots:
+            wanted.setdefault(slot // GROUP, []).append(slot)
+        groups = [group for group, some in wanted.items() if len(some) >= _FEW]
+        there = client.existing([key("bundle", group) for group in groups])
+        found: dict[int, bytes] = {}
+        for name, content in zip(there, client.get(there), strict=True):
+            group = _slot(name)
+            values = self._fresh(group, content, now)
+            found |= {
+                slot: values[slot]
+                for slot in wanted[group]
+                if slot in values and slot not in direct
+            }
+        left = [slot for some in wanted.values() for slot in some if slot not in found]
+        return [*found.values(), *client.get(client.existing([key("node", s) for s in left]))]
+
+    def _fresh(self, group: int, content: bytes, now: float) -> Mapping[int, bytes]:
+        """Return the values of a bundle; none if it is damaged, or has not changed for long."""
+        try:
+            unpacked = zlib.decompressobj().decompress(content, _SIZE_MAX)
+            bundle = msgspec.msgpack.decode(unpacked, type=_Bundle)
+        except (zlib.error, msgspec.DecodeError):
+            return {}
+        seen = self._seen.get(group)
+        if seen is None or seen.number != bundle.number:
+            self._seen[group] = _Seen(bundle.number, now)
+        elif now - seen.changed > STALE_S:
+            return {}
+        return bundle.values
+
+
+def _slot(name: str) -> int:
+    return int(name.rpartition("/")[2])
