@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import resource
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -41,6 +43,7 @@ from commlens.text import format_ranks
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.nodes import exchange, known_nodes, remote_evidence, states_tree
 from commlens.watch.nodes.beat import Request, key
+from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import newest_records
 from commlens.watch.nodes.states import States
@@ -69,12 +72,12 @@ class Client:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.requests = self.read = self.written = 0
+        self.requests = 0
+        self.read: Counter[str] = Counter()  # bytes, by the kind of value
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""
         self.requests += 1
-        self.written += len(value)
         self._memory.values[key] = value
 
     def add(self, key: str, amount: int) -> int:
@@ -92,7 +95,8 @@ class Client:
         """Return the values of keys that exist."""
         self.requests += len(keys)
         values = [self._memory.values[key] for key in keys]
-        self.read += sum(map(len, values))
+        for name, value in zip(keys, values, strict=True):
+            self.read[name.split("/")[2]] += len(value)
         return values
 
     def remove(self) -> None:
@@ -201,10 +205,12 @@ class Row(NamedTuple):
 
     nodes: int
     rest_ms: float  # CPU time of the reporter for each look at the values of all nodes
-    rest_mb: float  # read by it for each look
+    rest_kb: float  # read by it for each look
+    rest_requests: int  # of it for each look
+    bundler_ms: float  # CPU time of a node that bundles values, for each look
     leaf_ms: float  # CPU time of another node for each look
     requests: int  # of all nodes, from the request for states to the verdict
-    inner_ms: float  # CPU time of the node with the most to collect
+    inner_ms: float  # CPU time of a node below the root of the tree
     inner_kb: float  # read by it
     rounds: int  # looks of the reporter at the values of others until it had the last answer
     evidence_kb: float  # read by the reporter: states and records
@@ -240,19 +246,22 @@ def simulate(count: int) -> Row:
         exchange.decoded = known  # type: ignore[assignment]
         return time.thread_time() - began
 
-    for _ in range(2):
+    for _ in range(3):
         for number in range(count):
             look(number)
-    look(0)
+    gc.collect()
+    gc.freeze()  # in a job, the nodes do not share a process
     reporter, of_reporter = nodes[0], clients[0]
     assert len(reporter.others) == count - 1
-    of_reporter.read = 0
+    of_reporter.read.clear()
+    of_reporter.requests = 0
     rest_s = [look(0) for _ in range(3)]
-    rest_mb = of_reporter.read / 3e6
+    rest_kb, rest_requests = of_reporter.read.total() / 3e3, of_reporter.requests // 3
+    bundler_s = [look(GROUP) for _ in range(_REST_LOOKS)]
     leaf_s = [look(count - 1) for _ in range(_REST_LOOKS)]
     for client in clients:
-        client.requests = client.read = client.written = 0
-    beats_read = 0
+        client.requests = 0
+        client.read.clear()
     own = states_of_node(job, 0, keys)
     found: list[tuple[float, Verdict]] = []
 
@@ -285,10 +294,6 @@ def simulate(count: int) -> Row:
             continue
         rounds += 1
         for number in active:
-            if not number:
-                beats_read += sum(
-                    len(memory.values[key("node", other)]) for other in range(1, count)
-                )
             spent[number] += look(number)
             request = nodes[number].take_request()
             if request is not None:
@@ -303,17 +308,19 @@ def simulate(count: int) -> Row:
             active = [0, *reporter._mine.asked_nodes]
     thread.join()
     cpu_s, verdict = found[0]
-    most = max(range(1, count), key=lambda number: spent[number])
+    most = 1  # it has as many nodes below it as any but the root
     return Row(
         count,
         1000 * min(rest_s),
-        rest_mb,
+        rest_kb,
+        rest_requests,
+        1000 * min(bundler_s),
         1000 * min(leaf_s),
         sum(client.requests for client in clients),
         1000 * spent[most],
-        clients[most].read / 1e3,
+        clients[most].read["states"] / 1e3,
         rounds,
-        (of_reporter.read - beats_read) / 1e3,
+        (of_reporter.read["states"] + of_reporter.read["evidence"]) / 1e3,
         cpu_s,
         verdict,
     )
@@ -332,7 +339,10 @@ def answer(
 COLUMNS = (
     "nodes",
     "ranks",
-    "requests of all nodes",
+    "at rest, a look of the reporter",
+    "of a node that bundles",
+    "of another node",
+    "in a stall, requests of all nodes",
     "inner node: CPU, read",
     "reporter: rounds",
     "reporter: read",
@@ -345,6 +355,9 @@ def cells(row: Row) -> list[str]:
     return [
         f"{row.nodes:,}",
         f"{row.nodes * RANKS:,}",
+        f"{row.rest_requests} requests, {row.rest_kb:.0f} kB, {row.rest_ms:.0f} ms",
+        f"{row.bundler_ms:.1f} ms",
+        f"{row.leaf_ms:.1f} ms",
         f"{row.requests:,}",
         f"{row.inner_ms:.0f} ms, {row.inner_kb:.0f} kB",
         f"{row.rounds}",

@@ -48,6 +48,8 @@ _BUSY_NODES: Final = 512
 _REST_NODES: Final = 625  # with more, so does the period at rest
 _REST_MAX_S: Final = 2.0
 _RETRY_MAX_S: Final = 2.0
+# between two looks at the values of many nodes, while only some of them have been asked
+_READ_ALL_S: Final = 1.5
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
 _GONE_MAX: Final = 256  # slots of nodes that have gone, between those of nodes that live
@@ -101,6 +103,7 @@ class Nodes:
         self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
         self._bundles = Bundles()
+        self._read_all_at = 0.0  # time.monotonic() at which all values were read last
         self._count = 0  # of nodes that ever drew a number
         self._looks = Looks(self._look, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
@@ -684,9 +687,15 @@ class Nodes:
             # As of the last values: if the store took long, that is no sign that the others fell
             # silent.
             known, new = self._known.to_read(self._mine, count, self._contact)
-            asked = set(self._mine.asked_nodes) if self._gathering else ()
+            asks_some = self._from_root is not None or (self._gathering and self._mine.asked_nodes)
+            asked = set(self._mine.asked_nodes) if asks_some else set()
+        now = time.monotonic()
         if len(known) + len(new) > BUNDLES_ABOVE:
-            return self._bundles.read(client, [*known, *new], time.monotonic(), asked)
+            if asks_some and now - self._read_all_at < _READ_ALL_S:
+                known, new = sorted(asked.intersection(known)), []
+            else:
+                self._read_all_at = now
+            return self._bundles.read(client, [*known, *new], now, asked)
         # A node may have drawn its slot and not yet stored its value.
         there = client.existing([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])
