@@ -63,23 +63,17 @@ def find_told(
         timeouts: those of :func:`unplaced_timeouts`.
     """
     ranks = sorted({dump.rank for dump in chosen})
-    if lagging := sorted(
-        {number for dump in dumps for kind, number in dump.remarks if kind == "lagging"}
-    ):
-        return _lagging(lagging, timeouts, ranks)
-    if timeouts:
-        return _behind(dumps, timeouts) or _timed_out(dumps, timeouts)
-    if (found := _ended(dumps, ranks, TELL_WHY)) is not None:
-        return found
-    if raised := [dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception]:
-        return _raised(raised[0])
-    if stuck := [dump for dump in chosen if dump.stuck_watchdog_s]:
-        return _stuck_watchdog(stuck)
-    if (found := _ended(dumps, ranks, get_args(JobEnding))) is not None:
-        return found
-    if signals := sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal}):
-        return _launcher_ended(signals, ranks)
-    return _remarked(dumps, ranks)
+    return (
+        _lagging(dumps, timeouts, ranks)
+        or _behind(dumps, timeouts)
+        or _timed_out(dumps, timeouts)
+        or _ended(dumps, ranks, TELL_WHY)
+        or _raised(dumps)
+        or _stuck_watchdog(chosen)
+        or _ended(dumps, ranks, get_args(JobEnding))
+        or _launcher_ended(dumps, ranks)
+        or _remarked(dumps, ranks)
+    )
 
 
 def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
@@ -96,9 +90,12 @@ def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
 
 
 def _lagging(
-    lagging: list[int], timeouts: Sequence[UnplacedTimeout], ranks: list[int]
-) -> FoundInLogs:
+    dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout], ranks: list[int]
+) -> FoundInLogs | None:
     """Return the ranks that torch's desync report names: they did not join what others wait in."""
+    lagging = sorted({rank for dump in dumps for kind, rank in dump.remarks if kind == "lagging"})
+    if not lagging:
+        return None
     cause = ToldByLogs(
         kind="missing",
         why="unknown",
@@ -153,8 +150,12 @@ def _most_met(numbers: Mapping[int, list[tuple[str, int]]]) -> tuple[tuple[str, 
     return max(met.items(), key=lambda item: (len(item[1]), item[0]), default=(("", 0), []))
 
 
-def _timed_out(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> FoundInLogs:
+def _timed_out(
+    dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]
+) -> FoundInLogs | None:
     """Return a hang in a process group that the logs do not name."""
+    if not timeouts:
+        return None
     waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
     cause = ToldByLogs(
         kind="missing",
@@ -169,8 +170,11 @@ def _timed_out(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -
     return FoundInLogs(cause, timeouts)
 
 
-def _launcher_ended(signals: list[str], ranks: list[int]) -> FoundInLogs:
+def _launcher_ended(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
     """Return a signal that ended the launcher, and with it the job: nothing else shows a fault."""
+    signals = sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal})
+    if not signals:
+        return None
     cause = ToldByLogs(
         kind="dead",
         why="killed",
@@ -214,9 +218,11 @@ def _ended(
     return FoundInLogs(cause)
 
 
-def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs:
+def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs | None:
     """Return the ranks whose watchdog made no progress, where no other rank's log tells more."""
-    ranks = sorted(dump.rank for dump in dumps)
+    ranks = sorted(dump.rank for dump in dumps if dump.stuck_watchdog_s)
+    if not ranks:
+        return None
     cause = ToldByLogs(
         kind="stuck-inside",
         why="unknown",
@@ -231,8 +237,12 @@ def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs:
     return FoundInLogs(cause)
 
 
-def _raised(log: RankDump) -> FoundInLogs:
+def _raised(dumps: Sequence[RankDump]) -> FoundInLogs | None:
     """Return the exception of the launcher, or of a rank that no line of its traceback names."""
+    raised = (dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception)
+    log = next(raised, None)
+    if log is None:
+        return None
     cause = ToldByLogs(
         kind="dead",
         why="exception",

@@ -243,8 +243,8 @@ def _short(text: str | None) -> str:
     first, *rest = (text or "").strip().splitlines() or ["an error"]
     if found := _NCCL_ERROR.search(first):
         after = rest.index("Last error:") + 1 if "Last error:" in rest else len(rest)
-        told = [f"{first[: found.start()]}NCCL error", found["error"], *rest[after : after + 1]]
-        first = ": ".join(told)
+        told = ": ".join(["NCCL error", found["error"], *rest[after : after + 1]])
+        first = first[: found.start()] + told
     first = re.sub(r"\[/\S+\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
     first = first.removesuffix(".") if not first.endswith("..") else first
     return first if len(first) <= 160 else first[:157] + "..."
