@@ -12,7 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from commlens import error_file
@@ -51,8 +51,10 @@ def record_exception(
             if refusal is error
             else next(iter(str(error).strip().splitlines()), "")
         )
-        told = told[:500] + _of_ranks(str(error))
+        own = job_dirs.box_rank(writer.path), _checkpoint_file(trace)
+        told = told[:500] + _of_ranks(str(error), *own)
         text = f"{kind.__name__}: {told}" if told else kind.__name__
+        text += _last_error(str(error)) + _killed_worker(error)
     blob = {"k": "exception", "text": text, "f": frames[:64]}
     position = 0
     if isinstance(refusal, DistributedOperationException) and refusal.refusal:
@@ -110,17 +112,68 @@ def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
     ]
 
 
-def _of_ranks(text: str) -> str:
+def _last_error(text: str) -> str:
+    """Return NCCL's last error in the text of an exception, which tells what happened, and the line
+    "Last error:" before it; empty if there is none.
+    """
+    _, found, after = text.partition("\nLast error:\n")
+    line = next(iter(after.splitlines()), "").strip()
+    return f"{found}{line[:500]}" if line else ""
+
+
+def _killed_worker(error: BaseException) -> str:
+    """Return the error that tells which signal killed a data loader's worker, where the exception
+    itself tells only that it exited.
+    """
+    cause = str(error.__cause__ or "")
+    return f"\ncaused by {cause.splitlines()[0][:500]}" if "DataLoader worker" in cause else ""
+
+
+def _checkpoint_file(trace: TracebackType | None) -> str:
+    """Return the file that this rank could not read or write in a distributed checkpoint; empty if
+    it is not known.
+
+    The checkpoint's exception is raised after all ranks have exchanged theirs. Its frames still
+    hold this rank's own one.
+    """
+    for frame in _frames_in(trace, "torch/distributed/checkpoint/utils.py"):
+        for value in frame.f_locals.values():
+            error = value[0] if isinstance(value, tuple) and value else None
+            if not isinstance(error, BaseException):
+                continue
+            for inner in _frames_in(
+                error.__traceback__, "torch/distributed/checkpoint/filesystem.py"
+            ):
+                file = inner.f_locals.get("new_path")
+                if isinstance(file, (str, os.PathLike)):
+                    return os.fspath(file)[:500]
+    return ""
+
+
+def _frames_in(trace: TracebackType | None, file: str) -> list[FrameType]:
+    """Return the frames of a traceback that are in a file."""
+    return [
+        frame for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_filename.endswith(file)
+    ]
+
+
+def _of_ranks(text: str, own: int, file: str) -> str:
     """Return the errors of ranks that a distributed checkpoint's exception contains: ``" (RANK 1)
     EOFError: Ran out of input"``.
 
     Each follows a line with the rank and the frames, which are indented.
+
+    Args:
+        text: of the exception.
+        own: this rank.
+        file: that this rank could not read or write; empty if unknown.
     """
     found = []
     for head in list(_RANK_TRACE.finditer(text))[:_RANK_ERRORS_MAX]:
         after = text[head.end() :].splitlines()
         error = next((line for line in after if line.strip() and not line.startswith(" ")), "")
-        found.append(f" (RANK {head[1]}) {error[:500]}")
+        of_file = f" (file {file})" if file and head[1] == str(own) else ""
+        found.append(f" (RANK {head[1]}){of_file} {error[:500]}")
     return ";".join(found)
 
 

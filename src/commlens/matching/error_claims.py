@@ -29,6 +29,7 @@ class Claim(NamedTuple):
     values: tuple[tuple[int, str], ...] = ()  # what ranks did, where they differ
     ranks: tuple[int, ...] = ()  # the ranks that failed, or did not come
     error: str = ""  # the error of the first of them; of a worker, how it ended; of sizes, both
+    file: str = ""  # that a rank failed on in a checkpoint
 
 
 _FINGERPRINT: Final = (
@@ -57,7 +58,9 @@ _CHECKPOINT: Final = re.compile(  # torch 2.0 to 2.15: torch/distributed/checkpo
     r"CheckpointException ranks: ?dict_keys\(\[(?P<ranks>\d{1,7}(?:, \d{1,7})*)\]\)(?P<rest>.*)",
     re.DOTALL,
 )
-_OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\) (?P<error>[^\n;]+)")
+_OF_RANK: Final = re.compile(
+    r"\(RANK \d{1,7}\) (?:\(file (?P<file>[^\n;)]{1,1000})\) )?(?P<error>[^\n;]+)"
+)
 _WORKER: Final = re.compile(  # torch 1.0 to 2.15: DataLoader.cpp, torch/utils/data/dataloader.py
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]{1,200})\) (?P<end>is killed by signal:"
     r" \w+|exited unexpectedly)"
@@ -137,12 +140,13 @@ def _of_checkpoint(text: str) -> Claim | None:
     found = _CHECKPOINT.search(text)
     if found is None:
         return None
-    error = _OF_RANK.search(found["rest"])
-    ranks = tuple(int(rank) for rank in found["ranks"].split(", "))
+    ranks = tuple(int(rank) for rank in found["ranks"].split(", "))[:_RANKS_MAX]
+    errors = list(_OF_RANK.finditer(found["rest"]))
     return Claim(
         "checkpoint",
-        ranks=ranks[:_RANKS_MAX],
-        error=error["error"].strip() if error is not None else "",
+        ranks=ranks,
+        error=next((error["error"].strip() for error in errors), ""),
+        file=next((error["file"] for error in errors if error["file"]), ""),
     )
 
 

@@ -770,6 +770,7 @@ class ToldByErrors(Cause, tag="told-by-errors", kw_only=True):
     named: list[Rank] = []  # by all errors
     global_ranks: bool  # false: the errors may number the ranks of a smaller group
     error: str | None = None  # of the rank that failed; of sizes, both
+    file: str | None = None  # that a rank failed on in a checkpoint
 
 
 class NoSuchPeer(Cause, tag="no-such-peer", kw_only=True):

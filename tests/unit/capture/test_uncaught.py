@@ -70,6 +70,45 @@ def test_the_error_of_the_rank_on_which_a_distributed_checkpoint_failed_is_kept(
     )
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_file_of_a_distributed_checkpoint_that_a_rank_cannot_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.ones(4)}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (file,) = (tmp_path / "ckpt").glob("*.distcp")
+    file.write_bytes(b"cut")
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert f"(file {file}) " in recorded(caught.value)["text"]
+    assert "(file" not in recorded(caught.value, Path("rank1.1.box"))["text"]
+
+
+def test_the_last_error_of_nccl_is_kept() -> None:
+    said = "NCCL error in: NCCLUtils.hpp:268, invalid usage\nncclInvalidUsage: ...\nLast error:\n"
+    with pytest.raises(ValueError, match="NCCL") as caught:
+        raise ValueError(f"{said}Duplicate GPU detected : rank 1 and rank 0\nmore")
+    assert recorded(caught.value)["text"].splitlines()[1:] == [
+        "Last error:",
+        "Duplicate GPU detected : rank 1 and rank 0",
+    ]
+
+
+def test_the_signal_that_killed_a_data_loaders_worker_is_kept() -> None:
+    with pytest.raises(RuntimeError, match="unexpectedly") as caught:
+        try:
+            raise RuntimeError("DataLoader worker (pid 4502) is killed by signal: Bus error. It is")
+        except RuntimeError as error:
+            raise RuntimeError("DataLoader worker (pid(s) 4502) exited unexpectedly") from error
+    assert "killed by signal: Bus error" in recorded(caught.value)["text"]
+    with pytest.raises(ValueError, match="bad") as caught:
+        raise ValueError("bad batch") from OSError("timed out")
+    assert recorded(caught.value)["text"] == "ValueError: bad batch"
+
+
 def refused(what: str) -> DistributedOperationException:
     error = DistributedOperationException(
         f"{what} mismatches.\n\nInput shapes:\n  - Process 0: [1]"

@@ -131,6 +131,7 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         named=named,
         global_ranks=set(named) <= set(claims),
         error=next((claim.error for claim in claims.values() if claim.error), None),
+        file=next((claim.file for claim in claims.values() if claim.file), None),
     )
     return FoundInErrors(cause, _line(context, raised), set(named))
 

@@ -263,10 +263,8 @@ def _where(log: RankLog, current: Collective | None) -> tuple[str, str]:
     stack = log.main_stack
     frame = stack.source if stack is not None and not log.observation.has_ended else None
     if frame is None and log.exception:
-        short = log.exception.split(":", 1)[0]
-        if len(log.exception) <= _EXCEPTION_MAX:
-            return log.exception, short
-        return log.exception[: _EXCEPTION_MAX - 1] + "…", short
+        text, short = log.exception.splitlines()[0], log.exception.split(":", 1)[0]
+        return text if len(text) <= _EXCEPTION_MAX else f"{text[: _EXCEPTION_MAX - 1]}…", short
     # While nothing is issued, a stack is taken once a second: a younger record is newer than the
     # stack.
     if stack is not None and current is not None and current.announced_ns > stack.taken_ns:

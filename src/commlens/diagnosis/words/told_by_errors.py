@@ -98,7 +98,9 @@ def _failed(context: Context, found: FoundInErrors) -> Words:
             else ""
         ),
         next_step=(
-            f"look at the files of the checkpoint that {subject}"
+            f"look at the file {cause.file}: its size, its owner, and how it was written"
+            if cause.file
+            else f"look at the files of the checkpoint that {subject}"
             f" {verb(culprits, 'reads or writes', 'read or write')}"
         ),
         evidence=_texts(context, cause.raised),

@@ -93,6 +93,19 @@ def test_the_rank_that_a_checkpoint_failed_on_and_its_error(
     hold(f"dead/in-a-checkpoint{'' if culprits else '-of-some-group'}", verdict)
 
 
+def test_the_file_is_named_where_the_rank_that_failed_on_it_tells_it(tmp_path: Path) -> None:
+    """The black box of that rank holds it beside the rank's number."""
+    begin = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException"
+    texts = [
+        f"{begin} ranks:dict_keys([1]) (RANK 1){file} EOFError: Ran out of input. No more."
+        for file in ("", " (file /ckpt/__1_0.distcp)", "")
+    ]
+    verdict = judge(tmp_path, *(raised(rank, text) for rank, text in enumerate(texts)))
+    assert verdict.culprits == [1]
+    assert verdict.summary.endswith("EOFError: Ran out of input")
+    assert verdict.next_step.startswith("look at the file /ckpt/__1_0.distcp")
+
+
 def test_errors_that_differ_in_numbers_are_one_fault(tmp_path: Path) -> None:
     texts = {
         rank: f"RuntimeError: rank {rank}: bad pointer 0x7f{rank}a of size {100 + rank}"
