@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple
 from commlens.config import AUTO, Settings
 from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
 from commlens.diagnosis.standstill import Standstill, cannot_go_on
+from commlens.model.cause import Unrecorded
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
@@ -228,7 +229,9 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         if verdict.group is not None and verdict.kind.startswith("mismatch")
         else range(size)
     )
-    unseen = sorted(set(concerned) - {member.rank for member in seen} - elsewhere)
+    unseen = sorted(
+        set(concerned) - {member.rank for member in seen} - elsewhere - _never_started(verdict)
+    )
     if unseen:
         return f"there is no record of {ranks_phrase(unseen)} here"
     return (
@@ -236,6 +239,16 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         if verdict.confidence == "low" and not verdict.certain
         else ""
     )
+
+
+def _never_started(verdict: Verdict) -> set[int]:
+    """Return the ranks of which the verdict says that they would be on this node, and were never
+    started.
+    """
+    cause = verdict.cause
+    if isinstance(cause, Unrecorded) and cause.reason == "not-started":
+        return {*cause.ranks}
+    return set()
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:
