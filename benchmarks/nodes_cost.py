@@ -3,9 +3,10 @@ of 10,000 ranks has its verdict.
 
 The nodes run the real code (``commlens.watch.nodes.exchange``) in a few processes, each with its
 own connection, and meet in a real TCPStore in a process of its own. Each has 8 ranks and 8 channels
-that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records,
+that reach other nodes. When it is asked for records, it packs real black boxes of 2,000 records,
 in which one rank of the job has not reached the last collective. The reporter has a process to
-itself, so that its CPU and memory can be measured. As root, all run in a network namespace without
+itself, so that its CPU and memory can be measured. With --judge, it reads the newest records of all
+ranks, as it does where a few ranks are not enough. As root, all run in a network namespace without
 DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
 
     python benchmarks/nodes_cost.py [NODES ...] [--write]     writes the table into docs/scale.md
@@ -36,19 +37,25 @@ from _report import machine, write_section
 from commlens.blackbox import layout
 from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.fold.alike import counts_for_all
+from commlens.diagnosis.fold.state_key import RECORDS as RECORDS_ALIKE
+from commlens.diagnosis.fold.state_key import state_key
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
 from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import meeting_places, remote_evidence
-from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import (
     NodeEvidence,
     first_records_of_each,
     more_records_of_each,
 )
+from commlens.watch.nodes.states import States
 from commlens.watch.reporting import WAITERS_ASKED
+from commlens.watch.snapshot import one_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "support"))
 RANKS = 8
@@ -74,9 +81,10 @@ class Row(NamedTuple):
     reporter_share: float  # of a core, at rest
     value_bytes: int
     stall_share: float = 0.0  # of a core, of the store while ranks wait
-    evidence_mb: float = 0.0
+    evidence_kb: float = 0.0  # states and records
     gather_s: float = 0.0  # and read
-    diagnose_s: float = 0.0  # twice
+    diagnose_s: float = 0.0
+    verdict_cpu_s: float = 0.0  # of the reporter, for both
     reporter_mb: float = 0.0
     verdict: str = ""
 
@@ -147,6 +155,35 @@ def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._Ra
     return remote_evidence._Rank(log, packed)
 
 
+class Evidence:
+    """What nodes answer; one rank in the middle of the job has not reached the last collective."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.culprit = world_size // 2 + 1
+        self._templates: dict[tuple[bool, int], bytes] = {}
+        self._key: bytes | None = None
+
+    def packed(self, number: int, records: int) -> bytes:
+        """Return the newest records of the ranks of a node."""
+        ranks = []
+        for rank in range(number * RANKS, (number + 1) * RANKS):
+            which = (rank == self.culprit, records)
+            if which not in self._templates:
+                self._templates[which] = template(self._world_size, *which)
+            ranks.append(pack_rank(self._templates[which], rank, self._world_size))
+        return msgspec.msgpack.encode(ranks)
+
+    def states(self, number: int) -> States:
+        """Return the states of the ranks of a node."""
+        if self._key is None:
+            self._key = state_key(remote_evidence.unpack(self.packed(0, RECORDS_ALIKE), "").logs[0])
+        assert self._key is not None
+        ranks = range(number * RANKS, (number + 1) * RANKS)
+        waiting = sum(1 << rank for rank in ranks if rank != self.culprit)
+        return States({self._key: waiting}, 1 << self.culprit if self.culprit in ranks else 0)
+
+
 def digests() -> dict[str, Any]:
     """Return what a node tells of its channels."""
     found = {}
@@ -161,7 +198,7 @@ def digests() -> dict[str, Any]:
 def new_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
     """Return a node that is to meet the others."""
     node = meeting.Nodes(f"node{number}", lambda: None)
-    node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=told)
+    node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=pack_digests(told))
     node._places = [address]
     return node
 
@@ -197,21 +234,7 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
     """Run some nodes until the other side hangs up; answer with the number of exchanges so far."""
     os.nice(10)  # in a job, these nodes do not take the CPUs of the store and the reporter
     told = digests()
-    boxes = {
-        records: [template(world_size, behind, records) for behind in (False, True)]
-        for records in (first_records_of_each(world_size), MORE)
-    }
-    chosen = world_size // 2 + 1
-    evidence = {
-        (number, records): msgspec.msgpack.encode(
-            [
-                pack_rank(boxes[records][rank == chosen], rank, world_size)
-                for rank in range(number * RANKS, (number + 1) * RANKS)
-            ]
-        )
-        for number in numbers
-        for records in boxes
-    }
+    evidence = Evidence(world_size)
     nodes = {number: new_node(number, address, told) for number in numbers}
     for first in range(THREADS):
         threading.Thread(
@@ -222,8 +245,12 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
         while True:
             time.sleep(0.05)
             for number, node in nodes.items():
-                if (request := node.take_request()) is not None:
-                    node.answer(request, evidence[number, request.records])
+                if (request := node.take_request()) is None:
+                    continue
+                if request.tree is not None:
+                    node.answer_states(request, evidence.states(number))
+                else:
+                    node.answer(request, evidence.packed(number, request.records))
 
     threading.Thread(target=answer, daemon=True).start()
     pipe.send("ready")
@@ -319,52 +346,42 @@ def measure_stall(
 
     gc.collect()
     gc.freeze()
-    contents: dict[int, int] = {}  # bytes of evidence by node
+    read = [0]  # bytes
 
-    def read(slot: int, content: bytes) -> NodeEvidence:
-        contents[slot] = contents.get(slot, 0) + len(content)
-        return remote_evidence.unpack(content, f"node{slot}")
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(content: bytes, *arguments: Any) -> Any:
+            read[0] += len(content)
+            return function(content, *arguments)
 
-    own = [log for number in range(RANKS) for log in read(0, own_evidence(number, world_size)).logs]
-    culprits = next(beat.slot for beat in first.others if world_size // 2 + 1 in beat.ranks)
-    again = [culprits, *(beat.slot for beat in first.others if beat.slot != culprits)][:ASKED_AGAIN]
-    gather_s = diagnose_s = 0.0
-    found: dict[int, NodeEvidence] = {}
-    for of, records in ((), first_records_of_each(world_size)), (again, MORE):
-        began = time.monotonic()
-        gathered, silent = first.gather(read, of=of, records=records, timeout_s=60)
-        found |= gathered
-        gather_s += time.monotonic() - began
-        for process in processes[1:]:  # in a job, they run elsewhere
-            os.kill(process.pid or 0, signal.SIGSTOP)
-        began = time.monotonic()
-        logs = [*own, *(log for node in found.values() for log in node.logs)]
-        verdict = diagnose_logs(
-            logs,
-            problems=[f"Node {beat.host} did not answer." for beat in silent],
-            stalled_after_s=1.0,
-        )
-        diagnose_s += time.monotonic() - began
-        for process in processes[1:]:
-            os.kill(process.pid or 0, signal.SIGCONT)
+        return call
+
+    evidence = Evidence(world_size)
+    here = remote_evidence.unpack(evidence.packed(0, RECORDS), "node0").logs
+    own = evidence.states(0)
+    meeting.unpack_states = counted(meeting.unpack_states)
+    remote_evidence.unpack = counted(remote_evidence.unpack)
+    began, cpu_began = time.monotonic(), cpu_s()
+    few = few_ranks(first, own, lambda: here)
+    gather_s = time.monotonic() - began
+    assert few is not None
+    for process in processes[1:]:  # in a job, they run elsewhere
+        os.kill(process.pid or 0, signal.SIGSTOP)
+    began = time.monotonic()
+    with collector_paused():
+        verdict = diagnose_logs(one_run(few.logs), stalled_after_s=1.0, alike=few.alike)
+    assert counts_for_all(verdict, few.alike)
+    diagnose_s = time.monotonic() - began
+    verdict_cpu_s = cpu_s() - cpu_began
+    for process in processes[1:]:
+        os.kill(process.pid or 0, signal.SIGCONT)
     return row._replace(
         stall_share=stall_share,
-        evidence_mb=sum(contents.values()) / 1e6,
+        evidence_kb=read[0] / 1e3,
         gather_s=gather_s,
         diagnose_s=diagnose_s,
+        verdict_cpu_s=verdict_cpu_s,
         reporter_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         verdict=f"{verdict.kind} {verdict.culprits} {verdict.missing_evidence[:2]}",
-    )
-
-
-def own_evidence(rank: int, world_size: int) -> bytes:
-    """Return the evidence of one rank of the reporter's node."""
-    return msgspec.msgpack.encode(
-        [
-            pack_rank(
-                template(world_size, False, first_records_of_each(world_size)), rank, world_size
-            )
-        ]
     )
 
 
@@ -392,6 +409,7 @@ COLUMNS = (
     "evidence",
     "gathered and read in",
     "diagnosed in",
+    "reporter's CPU time for both",
     "reporter's memory",
 )
 
@@ -405,9 +423,10 @@ def cells(row: Row) -> list[str]:
         f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s",
         f"{100 * row.reporter_share:.1f}%",
         f"{100 * row.stall_share:.0f}%",
-        f"{row.evidence_mb:.1f} MB",
+        f"{row.evidence_kb:.0f} kB",
         f"{row.gather_s:.1f} s",
         f"{row.diagnose_s:.1f} s",
+        f"{row.verdict_cpu_s:.1f} s",
         f"{row.reporter_mb:.0f} MB",
     ]
 

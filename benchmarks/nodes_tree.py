@@ -42,7 +42,7 @@ from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.nodes import exchange, known_nodes, remote_evidence, states_tree
-from commlens.watch.nodes.beat import Request, key
+from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import newest_records
@@ -235,7 +235,7 @@ def simulate(count: int) -> Row:
         node = exchange.Nodes(f"node{number}", lambda: None)
         ranks = list(range(number * RANKS, (number + 1) * RANKS))
         slot = client.add(key("nodes"), 1) % LOOK - 1
-        node.update(ranks=ranks, world_size=job.size, digests=told, slot=slot)
+        node.update(ranks=ranks, world_size=job.size, digests=pack_digests(told), slot=slot)
         nodes.append(node)
 
     def look(number: int) -> float:

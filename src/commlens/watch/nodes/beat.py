@@ -4,6 +4,7 @@ second.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
@@ -11,6 +12,9 @@ import msgspec
 from commlens.speed.job_pace import Judgement, Sample
 from commlens.watch.mismatches.channel_progress import Blocks
 from commlens.watch.nodes.states_tree import Tree
+
+Digests = dict[str, list[Blocks]]
+"""The digests of what a node issued, by channel; only channels with ranks of other nodes."""
 
 _PREFIX: Final = "commlens/5"  # the number changes with the values' meaning
 
@@ -52,7 +56,8 @@ class Beat(msgspec.Struct, frozen=True):
     wait_s: float = 0.0  # the oldest wait's age; the reporter's value holds that of the whole job
     dead: list[int] = []
     disagreements: int = 0  # between its own ranks, so far
-    digests: dict[str, list[Blocks]] = {}  # by channel; only channels with ranks of other nodes
+    # packed, because those of most nodes are alike: unpacking them cost more than all the rest
+    digests: msgspec.Raw = msgspec.Raw(b"\x80")
     pace: list[Sample] = []  # of its ranks; empty while it is not known
     # the ranks of the job that are slow; only the reporter sets it; None: each node judges its own
     judgement: Judgement | None = None
@@ -107,6 +112,20 @@ def decoded(value: bytes) -> Beat | None:
         return msgspec.msgpack.decode(value, type=Beat)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def pack_digests(digests: Digests) -> msgspec.Raw:
+    """Return digests as a node's value holds them."""
+    return msgspec.Raw(msgspec.msgpack.encode(digests))
+
+
+@lru_cache(maxsize=64)
+def unpack_digests(packed: bytes) -> Digests:
+    """Return what :func:`pack_digests` packed; nothing if it is damaged or missing."""
+    try:
+        return msgspec.msgpack.decode(packed, type=Digests)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def key(*parts: object) -> str:

@@ -23,8 +23,18 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch.mismatches.channel_progress import Blocks, differ
-from commlens.watch.nodes.beat import LAST, Beat, News, Request, decoded, key
+from commlens.watch.mismatches.channel_progress import differ
+from commlens.watch.nodes.beat import (
+    LAST,
+    Beat,
+    Digests,
+    News,
+    Request,
+    decoded,
+    key,
+    pack_digests,
+    unpack_digests,
+)
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
 from commlens.watch.nodes.looks import LOOK, Looks
@@ -127,9 +137,7 @@ class Nodes:
 
     # --- the watcher's side
 
-    def meet(
-        self, members: Sequence[Member], digests: Callable[[], dict[str, list[Blocks]]]
-    ) -> bool:
+    def meet(self, members: Sequence[Member], digests: Callable[[], Digests]) -> bool:
         """Tell the other nodes about this one. Returns False if there are none, or none are known
         yet.
 
@@ -154,7 +162,7 @@ class Nodes:
         )
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
         if self.others:
-            self.update(digests=digests())
+            self.update(digests=pack_digests(digests()))
         self.update(
             ranks=[member.rank for member in members],
             world_size=max(member.world_size for member in members),
@@ -341,9 +349,9 @@ class Nodes:
             return True
         if now < self._examine_at:
             return False
-        seen: dict[str, list[Blocks]] = dict(self._mine.digests)
-        for beat in others:
-            for channel, blocks in beat.digests.items():
+        seen: Digests = dict(unpack_digests(bytes(self._mine.digests)))
+        for packed in {bytes(beat.digests) for beat in others}:
+            for channel, blocks in unpack_digests(packed).items():
                 if channel in seen and differ(seen[channel], blocks):
                     self._examine_at = now + self._examine_rest_s
                     self._examine_rest_s = min(2 * self._examine_rest_s, _EXAMINE_REST_MAX_S)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from commlens.watch.nodes.beat import Beat, Request, decoded, key
+from commlens.watch.mismatches.channel_progress import ChannelDigest
+from commlens.watch.nodes.beat import (
+    Beat,
+    Request,
+    decoded,
+    key,
+    pack_digests,
+    unpack_digests,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,19 @@ def test_requests_go_to_all_nodes_or_to_those_that_are_named() -> None:
 def test_the_node_with_the_lowest_rank_reports() -> None:
     beats = [Beat(0, "n0", []), Beat(1, "n1", [4, 5]), Beat(2, "n2", [2, 3])]
     assert [beat.slot for beat in sorted(beats, key=lambda beat: beat.order)] == [2, 1, 0]
+
+
+def test_digests_are_unpacked_where_they_are_compared() -> None:
+    channel = ChannelDigest()
+    channel.add(1, 7)
+    packed = pack_digests({"dp": channel.blocks()})
+    beat = Beat(1, "n1", [4], digests=packed)
+    read = decoded(msgspec.msgpack.encode(beat))
+    assert read == beat
+    assert read is not None
+    assert unpack_digests(bytes(read.digests)) == {"dp": channel.blocks()}
+    assert unpack_digests(bytes(Beat(1, "n1", [4]).digests)) == {}
+    assert unpack_digests(b"\x81") == {}, "damaged"
 
 
 def test_what_cannot_be_read_is_no_value() -> None:
