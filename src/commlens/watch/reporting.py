@@ -360,15 +360,21 @@ class Reporter:
         if self.say is say_to_stderr:
             import commlens.reports.terminal  # noqa: F401
 
-    def diagnose(self) -> Verdict:
-        """Read all evidence and diagnose it."""
+    def diagnose(self, *, stands_still: bool = False) -> Verdict:
+        """Read the evidence and diagnose it.
+
+        Args:
+            stands_still: the job waits, so there is time to find out which ranks matter; else all
+                nodes are asked at once, before they end.
+        """
         self.preload()
         # with records of many nodes, it would take as long as the diagnosis
         with collector_paused():
-            return self._diagnose_again()
+            return self._diagnose_again(stands_still=stands_still)
 
-    def _diagnose_again(self) -> Verdict:
-        verdict, problems = self._judge_few() or self._judge_all()
+    def _diagnose_again(self, *, stands_still: bool) -> Verdict:
+        few = self._judge_few() if stands_still else None
+        verdict, problems = few or self._judge_all()
         vanished, lost = self.evidence.vanished, self.evidence.lost
         if vanished and not verdict.culprits:
             self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])

@@ -486,7 +486,7 @@ class Watcher:
         if self._strangers.find(time.monotonic()):
             stall.next_check = check.now + 1.0  # observe them first
             return
-        verdict = reporter.diagnose()
+        verdict = reporter.diagnose(stands_still=True)
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._over:
             return

@@ -18,6 +18,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import OpenBox
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.fold.alike import NONE_ALIKE, Alike, AlikeRanks
 from commlens.dumps.read import read_evidence
 from commlens.dumps.save import SavedRank, add_node, save_dump
 from commlens.model.ranklog import End, Observation, RankLog
@@ -156,3 +157,55 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
         f"Rank 3 makes the job slow. It sleeps. (found on {os.uname().nodename})",
         "rank 3 no longer makes the job slow.",
     ]
+
+
+class FewOrAll:
+    """The evidence of a job of which some ranks wait like others."""
+
+    def __init__(self, logs: list[RankLog], few: list[int], classes: list[Alike]) -> None:
+        self.alike = NONE_ALIKE
+        self.vanished: list[object] = []
+        self.lost: list[object] = []
+        self.lacks_records = False
+        self.read: list[str] = []
+        self._logs, self._few, self._classes = logs, few, classes
+
+    def logs_of_few(self) -> tuple[list[RankLog], list[str]]:
+        self.read.append("few")
+        self.alike = AlikeRanks(self._classes)
+        return [self._logs[rank] for rank in self._few], []
+
+    def logs(self) -> tuple[list[RankLog], list[str]]:
+        self.read.append("all")
+        self.alike = NONE_ALIKE
+        return self._logs, []
+
+
+@pytest.mark.parametrize(
+    ("stay", "few", "stands_still", "read"),
+    [
+        pytest.param({3}, [0, 1, 3], True, ["few"], id="the-one-awaited-was-examined"),
+        pytest.param({1, 3}, [0, 1], True, ["few", "all"], id="it-stands-for-another"),
+        pytest.param({3}, [0, 1, 3], False, ["all"], id="the-job-ends"),
+    ],
+)
+def test_all_ranks_are_read_where_a_few_do_not_tell_what_is_wrong_with_all(
+    tmp_path: Path, stay: set[int], few: list[int], stands_still: bool, read: list[str]
+) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 8, line=10)
+        if rank in stay:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.world, 8, line=10)
+
+    classes = [
+        Alike(frozenset(ranks & set(few)), frozenset(ranks - set(few)))
+        for ranks in (stay, set(range(8)) - stay)
+    ]
+    evidence = FewOrAll(Job(8).run(program).logs(), few, classes)
+    reporter = Reporter([tmp_path], Settings(), evidence, diagnose=diagnose_logs)  # type: ignore[arg-type]
+    verdict = reporter.diagnose(stands_still=stands_still)
+    assert evidence.read == read
+    assert verdict.culprits == sorted(stay)
+    assert verdict.victims == sorted(set(range(8)) - stay)
