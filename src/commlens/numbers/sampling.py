@@ -6,7 +6,6 @@ The models are found from the parameters, once. Code that torch compiles is not 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +13,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commlens.model.number_checks import NumberChecks
 from commlens.model.numbers import CheckId
+from commlens.numbers import model_inputs
 from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
 from commlens.numbers.exchange import log_stop
@@ -26,7 +25,7 @@ from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
 from commlens.numbers.outputs import Output, OutputWatch
-from commlens.numbers.replicas import Model, Replicas, everyone, find_roots, group_ranks
+from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
 
 _SEARCHES_MAX: Final = 16
 _sampler: Sampler | None = None
@@ -38,7 +37,7 @@ def start(plan: NumberChecks) -> None:
     if _sampler is None:
         _sampler = Sampler(plan)
         register_optimizer_step_post_hook(_after_step)
-        _note_inputs_of_ddp()
+        model_inputs.watch(_note_inputs)
     _sampler.plan = plan
     if plan.nan and _sampler.watch is None:
         _sampler.watch = NanWatch()
@@ -54,7 +53,7 @@ class Sampler:
         self._optimizers = 0
         self._models: list[Model] = []
         self._searches = 0
-        self._noted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._noted = 0  # step whose inputs were compared
         self._steps = 0  # of the first optimizer
         self.watch: NanWatch | None = None  # until the first NaN is reported
         self._outputs = OutputWatch()
@@ -115,18 +114,16 @@ class Sampler:
             watch.event = None  # the step was left out
         watch.next_step(self._steps + 1)
 
-    def note_inputs(self, ddp: DistributedDataParallel, inputs: Any) -> None:
-        """Compare the inputs of DDP's ranks, in a step after which their tensors are compared."""
+    def note_inputs(
+        self, module: Any, ranks_of: Callable[[], tuple[int, ...]], inputs: Any
+    ) -> None:
+        """Compare the first inputs of a step, after which tensors are compared."""
         step = self._steps + 1
-        if (
-            not self._is_due(step)
-            or self._noted.get(ddp) == step
-            or not (ddp.training and torch.is_grad_enabled() and _is_distributed())
-        ):
+        if not self._is_due(step) or self._noted == step or not model_inputs.is_training(module):
             return
-        self._noted[ddp] = step
-        ranks = group_ranks(ddp.process_group)
-        exchange = exchange_of(everyone())
+        self._noted = step
+        ranks = ranks_of()
+        exchange = exchange_of(everyone()) if _is_distributed() else None
         if exchange is None or len(ranks) < 2:
             return
         kept_by = (Replicas(ranks, "different"),)
@@ -186,13 +183,6 @@ def _after_step(optimizer: Any, _args: Sequence[Any], _kwargs: Mapping[str, Any]
     _safely(_sampler.after_step, optimizer)
 
 
-def _note_inputs_of_ddp() -> None:
-    original = DistributedDataParallel.forward
-
-    @functools.wraps(original)
-    def forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _sampler is not None and not _sampler.off:
-            _safely(_sampler.note_inputs, self, (inputs, kwargs))
-        return original(self, *inputs, **kwargs)
-
-    DistributedDataParallel.forward = forward
+def _note_inputs(module: Any, ranks: Callable[[], tuple[int, ...]], inputs: Any) -> None:
+    if _sampler is not None and not _sampler.off:
+        _safely(_sampler.note_inputs, module, ranks, inputs)

@@ -207,6 +207,13 @@ def unique_name(process_group: Any) -> str:
     return f"{group.description} ({group.name})" if group.description else group.name
 
 
+def memberships() -> list[tuple[int, ...]]:
+    """Return the global ranks of each group that this rank is in, ascending."""
+    return [
+        tuple(sorted(_global_ranks(process_group))) for process_group in list(c10d._world.pg_map)
+    ]
+
+
 class Groups:
     """The groups seen so far."""
 

@@ -1,0 +1,117 @@
+"""The inputs of data-parallel models, and the ranks that must read others: those of a module in
+DDP, FSDP1 or FSDP2.
+
+torch's private names: FSDP1's ``_inter_node_pg``; FSDP2's ``FSDPState``, its ``_root_pre_forward``,
+``_state_ctx`` and parameter groups (tried with torch 2.13). What is not as expected is not watched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commlens.numbers.replicas import group_ranks
+from commlens.tap.groups import memberships
+
+log = logging.getLogger("commlens")
+
+Note = Callable[[Any, Callable[[], tuple[int, ...]], Any], None]
+"""Gets a module, a function that returns the ranks with other inputs, and the module's inputs."""
+
+
+def watch(note: Note) -> None:
+    """Hand the inputs of all data-parallel modules over, before each forward pass."""
+    _wrap_forward(DistributedDataParallel, note, lambda module: group_ranks(module.process_group))
+    try:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        _wrap_forward(FullyShardedDataParallel, note, _ranks_of_fsdp1)
+        _wrap_fsdp2(note)
+    except (ImportError, AttributeError) as error:
+        log.debug("commlens: the inputs of FSDP are not compared: %s", error)
+
+
+def _wrap_forward(kind: Any, note: Note, ranks_of: Callable[[Any], tuple[int, ...]]) -> None:
+    original = kind.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            note(self, lambda: ranks_of(self), (inputs, kwargs))
+        return original(self, *inputs, **kwargs)
+
+    kind.forward = forward
+
+
+def _wrap_fsdp2(note: Note) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    original = FSDPState._root_pre_forward
+
+    @functools.wraps(original)
+    def _root_pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        result = original(self, module, args, kwargs)
+        if not torch.compiler.is_compiling():
+            note(module, lambda: _ranks_of_fsdp2(self), (args, kwargs))
+        return result
+
+    FSDPState._root_pre_forward = _root_pre_forward
+
+
+def _ranks_of_fsdp1(module: Any) -> tuple[int, ...]:
+    """Return the ranks that share a module's shards; with HYBRID_SHARD, those of one replica."""
+    return _without_inner_groups(group_ranks(module.process_group), ())
+
+
+def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:
+    """Return the ranks of the largest mesh over which a model is sharded and replicated."""
+    meshes = [
+        group.mesh_info.mesh
+        for each in state._state_ctx.all_states
+        for group in _parameter_groups(each)
+        if not getattr(group.mesh_info, "is_spmd_mesh", False)
+    ]
+    if not meshes:
+        return ()
+    mesh = max(meshes, key=lambda mesh: int(mesh.size()))
+    dims = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+    return _without_inner_groups(tuple(sorted(mesh.mesh.flatten().tolist())), dims)
+
+
+def fsdp2_dims(module: Any) -> set[str]:
+    """Return the names of the mesh dimensions over which FSDP2 shards or replicates a module."""
+    state = module._get_fsdp_state()
+    return {
+        name
+        for group in _parameter_groups(state)
+        for name in group.mesh_info.mesh.mesh_dim_names or ()
+    }
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _without_inner_groups(
+    ranks: tuple[int, ...], own: Iterable[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the ranks; none if some of them form a group of their own beside those of FSDP. Such
+    ranks may share a batch on purpose, as those that split a sequence do.
+    """
+    known = {ranks, *own}
+    inner = (each for each in memberships() if len(each) > 1 and each not in known)
+    return () if any(set(each) < set(ranks) for each in inner) else ranks
+
+
+def is_training(module: Any) -> bool:
+    """Return whether a forward pass of a module belongs to training."""
+    return bool(module.training) and torch.is_grad_enabled() and dist.is_initialized()
