@@ -64,6 +64,25 @@ def replicas_of_dtensor(tensor: Any) -> tuple[Replicas, ...]:
     return (Replicas(ranks, "equal"),) if len(ranks) > 1 else ()
 
 
+def replicas_beside_mesh(tensor: Any, whole: Any) -> tuple[Replicas, ...]:
+    """Return the ranks that perhaps hold the same part of a DTensor, whose mesh is a slice of the
+    model's: FSDP2 shards what tensor parallel has left as it was on all of its ranks.
+
+    Args:
+        tensor: the DTensor.
+        whole: the mesh of other parameters of its model.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    here = whole.get_coordinate()
+    names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    if here is None or len(own) >= len(names) or not set(own) <= set(names):
+        return ()
+    sharded = {name for name, each in zip(own, placements, strict=True) if not each.is_replicate()}
+    index = tuple(here[dim] if name in sharded else slice(None) for dim, name in enumerate(names))
+    ranks = tuple(sorted(int(rank) for rank in whole.mesh[index].reshape(-1).tolist()))
+    return (Replicas(ranks, "presumed"),) if len(ranks) > 1 else ()
+
+
 class Model:
     """The modules that hold some parameters.
 
@@ -132,6 +151,7 @@ class Model:
             by_ddp = _replicas_by_ddp(root)
             copies = find_copies(root, group_ranks)
             untold = self._untold(root)
+            whole = _widest_mesh(root)
             for name, parameter in root.named_parameters():
                 by_megatron = (Replicas(ranks, "equal") for ranks in copies.get(id(parameter), ()))
                 known = (
@@ -140,6 +160,8 @@ class Model:
                     *by_megatron,
                 )
                 is_part = hasattr(parameter, "placements") or _is_flat(parameter)
+                if hasattr(parameter, "placements") and whole is not None:
+                    known = (*known, *replicas_beside_mesh(parameter, whole))
                 is_part = is_part or id(parameter) in copies
                 kept = tuple(dict.fromkeys(known)) or (() if is_part else untold)
                 self.places[id(parameter)] = Place(plain_name(prefix + name), kept)
@@ -157,6 +179,12 @@ class Model:
         if len(meshes) == 1 and not has_fsdp(root):
             return (Replicas(tuple(sorted(meshes.pop())), "presumed"),)
         return (Replicas(everyone(), "learned"),)
+
+
+def _widest_mesh(root: nn.Module) -> Any:
+    """Return the mesh with the most dimensions of all DTensors of a model; None without any."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in root.parameters())
+    return max(filter(None, meshes), key=lambda mesh: mesh.ndim, default=None)
 
 
 def has_fsdp(root: nn.Module) -> bool:
