@@ -141,7 +141,8 @@ def _states(optimizer: Any, place: Place, parameter: Any) -> Iterator[Looked]:
 
 def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
     for index, group in enumerate(optimizer.param_groups):
-        kept_by = next(filter(None, (_set_up_alike(model, each) for each in group["params"])), ())
+        alike = (_set_up_alike(model, each) for each in group["params"])
+        kept_by = max(alike, key=_how_many, default=())
         for name in _HYPERPARAMETERS:
             values = group.get(name)
             for number, value in enumerate(values if isinstance(values, tuple) else (values,)):
@@ -151,6 +152,13 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
                     yield Looked(
                         Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
                     )
+
+
+def _how_many(kept_by: tuple[Replicas, ...]) -> tuple[bool, int]:
+    """Sort key for the most ranks, of which it is certain that they hold the same."""
+    return max(
+        ((each.relation == "equal", len(each.ranks)) for each in kept_by), default=(False, 0)
+    )
 
 
 def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
