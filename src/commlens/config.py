@@ -119,6 +119,9 @@ class Settings:
     # watch the node's hardware: "on", "off", or a folder in which the host's /proc, /sys and /var
     # are mounted
     health: str = "on"
+    # a file that says on which switch and in which rack the hosts are: an inventory in YAML or
+    # JSON, or Slurm's topology
+    topology: str | None = None
     metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
     metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
     # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
@@ -252,6 +255,10 @@ def _path(value: Any) -> str:
     return os.path.expanduser(str(value))  # noqa: PTH111 - Path would drop the last slash of a prefix
 
 
+def _absolute_path(value: Any) -> str:
+    return absolute(_path(value))
+
+
 def _integer(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -350,7 +357,7 @@ def _health(value: Any) -> str:
     try:
         return "on" if _boolean(value) else "off"
     except ValueError:
-        return absolute(_path(value))
+        return _absolute_path(value)
 
 
 def _port(value: Any) -> str:
@@ -403,6 +410,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
         _command, "a command, or a function of an importable module as MODULE:FUNCTION"
     ),
     "health": Accepts(_health, "on, off, or a folder"),
+    "topology": Accepts(_absolute_path, "a file"),
     "metrics_file": Accepts(_path, "a file or a folder"),
     "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},
     "reports": {"diagnosis", "errors", "formats", "model", "speed", "text", "version"},
     "processes": {"blackbox", "model", "text"},
-    "health": {"model", "processes", "text"},
+    "health": {"errors", "model", "processes", "text"},
     "watch": {
         "blackbox",
         "config",

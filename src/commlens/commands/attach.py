@@ -206,13 +206,13 @@ def _hardware(job: FoundJob) -> Iterator[HardwareLook | None]:
     """Look at this node's hardware meanwhile, unless the settings say otherwise."""
     from commlens.config import load_settings
     from commlens.outside.hardware import HardwareLook
-    from commlens.watch.node_health import root_of
+    from commlens.watch.node_health import root_of, topology_of
 
     settings = load_settings().settings
     if settings.health == "off":
         yield None
         return
-    look = HardwareLook(job, root_of(settings))
+    look = HardwareLook(job, root_of(settings), topology_of(settings))
     try:
         yield look
     finally:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
     from commlens.dumps.sources import Paths
     from commlens.model.health import NodeHealth
+    from commlens.model.topology import Inventory
     from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
@@ -100,6 +101,7 @@ class DiagnoseCommand:
 
         paths = name_paths(arguments.paths)
         health = _read_health(arguments.health) if arguments.health is not None else []
+        inventory = _read_inventory(arguments.health)
         with ProgressBar("reading dumps") as seen:
             examined = examine_paths(
                 paths,
@@ -107,6 +109,7 @@ class DiagnoseCommand:
                 prefix=arguments.prefix,
                 seen=seen,
                 health=health,
+                inventory=inventory,
             )
         verdict = examined.verdict
         if arguments.json:
@@ -143,6 +146,19 @@ def _read_health(folder: Path) -> list[NodeHealth]:
             " a folder with these for each host, named after it."
         )
     return found
+
+
+def _read_inventory(folder: Path | None) -> Inventory | None:
+    """Return where hosts are: by a file in the folder of nodes' files, else by the setting."""
+    from commlens.config import load_settings
+    from commlens.health.bundle import inventory_file
+    from commlens.health.topology import read_inventory
+
+    path = inventory_file(folder) if folder is not None else None
+    topology = load_settings().settings.topology
+    if path is None and topology is not None:
+        path = Path(topology)
+    return read_inventory(path) if path is not None else None
 
 
 def exit_status(verdict: Verdict) -> int:

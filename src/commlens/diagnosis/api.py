@@ -15,6 +15,7 @@ from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
 from commlens.model.health import NodeHealth
+from commlens.model.topology import Inventory
 from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
 
@@ -66,16 +67,17 @@ def examine_paths(
     executor: Executor | None = None,
     seen: Callable[[int, int], None] | None = None,
     health: Sequence[NodeHealth] = (),
+    inventory: Inventory | None = None,
 ) -> ExaminedJob:
     """Diagnose a job as :func:`diagnose` does, and return the evidence with the verdict. ``health``
-    is the hardware of nodes, besides that in the dumps.
+    is the hardware of nodes, besides that in the dumps; ``inventory`` says where hosts are.
     """
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
     evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
     if files.kinds:
         examined = _examine_foreign_files(
-            files, evidence, problems, stalled_after_s, executor, seen, health
+            files, evidence, problems, stalled_after_s, executor, seen, health, inventory
         )
         if examined is not None:
             if (
@@ -96,6 +98,7 @@ def examine_paths(
         slow=True,
         unread=evidence.unread,
         health=health,
+        inventory=inventory,
     )
 
 
@@ -107,6 +110,7 @@ def _examine_foreign_files(
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
     health: Sequence[NodeHealth],
+    inventory: Inventory | None,
 ) -> ExaminedJob | None:
     """Diagnose other tools' dumps, together with the black boxes if those are of fewer ranks.
 
@@ -149,6 +153,7 @@ def _examine_foreign_files(
         stalled_after_s=stalled_after_s,
         unread=len(unread) + evidence.unread,
         health=health,
+        inventory=inventory,
     )
 
 

@@ -41,6 +41,7 @@ from commlens.model.cause import Ended, LostNode, Unrecorded
 from commlens.model.collective import ChannelKey
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
+from commlens.model.topology import Inventory
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.pace import find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
@@ -116,6 +117,7 @@ def examine_logs(
     lost_nodes: Sequence[LostNode] = (),
     health: Sequence[NodeHealth] = (),
     alike: AlikeRanks = NONE_ALIKE,
+    inventory: Inventory | None = None,
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -132,6 +134,7 @@ def examine_logs(
         lost_nodes: nodes that have fallen silent.
         health: the hardware of nodes, besides that in the logs.
         alike: ranks without a log that are in the state of ranks with one.
+        inventory: where hosts are.
     """
     chosen, notes = select_job(logs)
     if not chosen:
@@ -140,7 +143,7 @@ def examine_logs(
     if alike.others:
         chosen = without_others(chosen, alike)
     job = index_logs(chosen, stalled_after_s, alike)
-    job.more_health = health
+    job.more_health, job.inventory = health, inventory
     with naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext():
         examined = _examine(job, [*problems, *notes], unread, lost_nodes)
     if alike.others:
@@ -151,7 +154,7 @@ def examine_logs(
     )
     if found is not None:
         missing, looked_at = examined.verdict.missing_evidence, examined.verdict.looked_at
-        verdict = straggler_verdict(found, chosen)
+        verdict = straggler_verdict(found, chosen, inventory=inventory)
         verdict.missing_evidence, verdict.looked_at = missing, looked_at
         return examined._replace(verdict=verdict)
     return examined
@@ -164,6 +167,7 @@ def examine_dumps(
     stalled_after_s: float = 1.0,
     unread: int = 0,
     health: Sequence[NodeHealth] = (),
+    inventory: Inventory | None = None,
 ) -> ExaminedJob:
     """Diagnose a job from other tools' dumps, and keep the evidence.
 
@@ -174,6 +178,7 @@ def examine_dumps(
             not stuck.
         unread: number of files that could not be read, and may belong to ranks without a dump.
         health: the hardware of nodes.
+        inventory: where hosts are.
     """
     # These need numpy, which the diagnosis of black boxes does without.
     from commlens.diagnosis.index.dump_index import index_dumps
@@ -192,7 +197,7 @@ def examine_dumps(
         )
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
-        job.more_health = health
+        job.more_health, job.inventory = health, inventory
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
         examined = _examine(job, missing, unread)
     else:

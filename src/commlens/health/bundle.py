@@ -17,6 +17,15 @@ from commlens.model.health import NodeHealth
 
 SOURCES: Final = (*LOG_FILES, "sys", "proc", SMI_FILE, PROCESSES_FILE)
 
+INVENTORIES: Final = (
+    "topology.yaml",
+    "topology.yml",
+    "topology.json",
+    "topology.conf",
+    "topology.txt",
+)
+"""Beside the hosts' folders: an inventory, or Slurm's topology."""
+
 
 def read_bundle(folder: Path) -> list[NodeHealth]:
     """Return the hardware of each host; a host without a name is the only one."""
@@ -29,6 +38,11 @@ def read_bundle(folder: Path) -> list[NodeHealth]:
         for host in sorted(folder.iterdir())
         if host.is_dir() and _is_host(host)
     ]
+
+
+def inventory_file(folder: Path) -> Path | None:
+    """Return the file of a bundle that says where its hosts are; None if there is none."""
+    return next((folder / name for name in INVENTORIES if (folder / name).is_file()), None)
 
 
 def _is_host(folder: Path) -> bool:

@@ -21,14 +21,16 @@ from typing import Final
 
 import msgspec
 
+from commlens.errors import CommandError
 from commlens.health import places, ras
-from commlens.health.changes import Look, changes, is_down
+from commlens.health.changes import Look, Sources, changes, is_down
 from commlens.health.gpus import Gpus
 from commlens.health.host import read_host
 from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
 from commlens.health.places import RankProcess
 from commlens.health.sources import ROOT, UnreadableError
+from commlens.health.topology import Layout, find_layout, read_inventory
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
 
 log = logging.getLogger("commlens")
@@ -65,6 +67,11 @@ class NodeRecord:
         self._last: Look | None = None
         self._events: deque[HealthEvent] = deque(maxlen=EVENTS_MAX)
         self.faults: Counter[str] = Counter()  # how many changes of each fault there were
+
+    @property
+    def values(self) -> Sources:
+        """The values of the last look."""
+        return self._last.values if self._last is not None else {}
 
     @property
     def taken_ns(self) -> int:
@@ -191,17 +198,29 @@ class Monitor:
         root: the folder below which the node's files are.
         host: the node's name.
         past: also read what the kernel logged before.
+        topology: the user's inventory of hosts.
     """
 
-    def __init__(self, root: Path = ROOT, host: str = "", *, past: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path = ROOT,
+        host: str = "",
+        *,
+        past: bool = False,
+        topology: Path | None = None,
+    ) -> None:
         self._root = root
         self._past = past
+        self._host = host or os.uname().nodename
+        self._topology = topology
+        self._layout = Layout()
+        self._job_environment: Mapping[str, str] | None = None  # of a rank, until it was used
         self._wanted = threading.Event()
         self._looked = threading.Condition()
         self._looks = 0  # finished ones that were asked for
         self._asked = 0
         self._closed = False
-        self._record = NodeRecord(host or os.uname().nodename, past=past)
+        self._record = NodeRecord(self._host, past=past)
         self._sampler: Sampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
         self._environment: Mapping[str, str] | None = None  # of a rank, to ask RAS
@@ -221,6 +240,15 @@ class Monitor:
             self._asked += 1
             if environment is not None:
                 self._environment = environment
+        self._wanted.set()
+
+    def learn_places(self, environment: Mapping[str, str]) -> None:
+        """Find out where the node is and which adapters its GPUs are near to, in the thread.
+
+        Args:
+            environment: of a rank.
+        """
+        self._job_environment = environment
         self._wanted.set()
 
     @property
@@ -247,7 +275,8 @@ class Monitor:
         not_read = sampler.not_read if sampler is not None else []
         if not complete:
             not_read.append(NotRead("this node", "a source did not answer in time"))
-        return self._record.health(ranks, self._gpu_of_pid, not_read, self._ras)
+        health = self._record.health(ranks, self._gpu_of_pid, not_read, self._ras)
+        return self._layout.add_to(health)
 
     def close(self) -> None:
         """End the thread. One that is blocked ends with the process."""
@@ -272,6 +301,7 @@ class Monitor:
                 if thorough or time.monotonic() >= due:
                     self._look(thorough=thorough or not self._record.taken_ns)
                     due = time.monotonic() + EVERY_S
+                self._find_layout()
                 self._finish(asked)
                 self._ask_ras()
                 self._wanted.wait(max(0.0, due - time.monotonic()))
@@ -300,6 +330,20 @@ class Monitor:
         self._record.add(Look(taken_ns, values), logged)
         if thorough and self._sampler.gpus is not None:
             self._gpu_of_pid = self._sampler.gpus.processes()
+
+    def _find_layout(self) -> None:
+        environment, self._job_environment = self._job_environment, None
+        if environment is None:
+            return
+        inventory = None
+        if self._topology is not None:
+            try:
+                inventory = read_inventory(self._topology)
+            except CommandError as error:
+                log.warning("commlens: %s", error)
+        self._layout = find_layout(
+            self._root, self._host, environment, self._record.values, inventory
+        )
 
     def _ask_ras(self) -> None:
         environment = self._environment

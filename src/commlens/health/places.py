@@ -38,7 +38,16 @@ def place_ranks(
     for process in processes:
         seen = gpu_of_pid.get(process.pid, "")
         gpu = seen or by_index.get(_index(process, len(by_index)), "")
-        places.append(RankPlace(process.rank, process.pid, gpu, bool(seen)))
+        index = next((index for index, address in by_index.items() if address == gpu), None)
+        places.append(
+            RankPlace(
+                process.rank,
+                process.pid,
+                gpu,
+                bool(seen),
+                gpu_index=index if gpu and index is not None else -1,
+            )
+        )
     return places
 
 

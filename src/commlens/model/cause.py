@@ -226,11 +226,31 @@ class RasWitness(msgspec.Struct, frozen=True, omit_defaults=True):
     not_answering: list[Rank] = []
 
 
+PlaceKind = Literal["host", "leaf", "rack", "rail", "gpu"]
+"""A part of the cluster that ranks share.
+
+``leaf``: the switch that their hosts are connected to. ``rail``: the network adapter nearest to
+their GPUs has the same place on its host. ``gpu``: their GPU has the same index on its host.
+"""
+
+
+class SharedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A place that all affected ranks share, and none of the others that were examined."""
+
+    kind: PlaceKind
+    name: str
+    ranks: list[Rank]  # the affected ones
+    others: int  # ranks elsewhere
+    chance: float  # that as many ranks share such a place alone, if any of them may be affected
+    nic: str = ""  # of a rail: the adapter, if it has one name on all hosts
+
+
 class OfHardware(Cause, kw_only=True):
     """A cause behind which there may be one of the hardware."""
 
     hardware: list[Hardware] = []  # changes at the time of the fault, the likeliest cause first
     ras: RasWitness | None = None
+    place: SharedPlace | None = None
 
 
 Outcome = Literal[

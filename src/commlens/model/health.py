@@ -101,6 +101,9 @@ class RankPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     gpu: str = ""  # PCI address; empty: unknown, or none
     gpu_seen: bool = False  # the driver lists the process there; else it is that of the local rank
+    gpu_index: int = -1  # of the GPU on its node; -1: unknown
+    nic: str = ""  # the network adapter nearest to the GPU; empty: unknown
+    rail: str = ""  # the number of that adapter among those of the node; empty: unknown
 
 
 class NotRead(msgspec.Struct, frozen=True):
@@ -152,6 +155,8 @@ class NodeHealth(msgspec.Struct, omit_defaults=True):
     values: dict[str, Values] = {}  # of the last look, by source
     not_read: list[NotRead] = []
     ras: RasReport | None = None
+    leaf: str = ""  # the switch that it is connected to; empty: unknown
+    rack: str = ""
 
     def shifted(self, by_ns: int) -> NodeHealth:
         """Return it with other times: the node's clock was ahead or behind."""

@@ -28,13 +28,16 @@ class HardwareLook:
     Args:
         job: the ranks on this node.
         root: the folder below which the node's files are.
+        topology: the user's inventory of hosts.
     """
 
-    def __init__(self, job: FoundJob, root: Path) -> None:
+    def __init__(self, job: FoundJob, root: Path, topology: Path | None = None) -> None:
         self._job = job
         self._environments = {one.pid: process.environment(one.pid) for one in job.ranks}
-        self._monitor = Monitor(root, past=True)
-        self._monitor.look_now(next(iter(self._environments.values()), {}))
+        self._monitor = Monitor(root, past=True, topology=topology)
+        environment = next(iter(self._environments.values()), {})
+        self._monitor.learn_places(environment)
+        self._monitor.look_now(environment)
 
     def finish(self, logs: Sequence[RankLog]) -> NodeHealth:
         """Look a second time, and return what was found since the job began.

@@ -8,7 +8,10 @@ from typing import Final
 
 from commlens.diagnosis.causes.hardware import add_hardware_seen
 from commlens.diagnosis.causes.ras import ask_witness
-from commlens.model.cause import Cause
+from commlens.diagnosis.causes.shared_place import affected_by, shared_place
+from commlens.diagnosis.index.node_health import Node
+from commlens.diagnosis.index.whereabouts import whereabouts
+from commlens.model.cause import AnyCause, Dead, StuckInside
 from commlens.model.verdict import Verdict
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples
@@ -47,13 +50,18 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
     return verdict
 
 
-def _add_hardware(cause: Cause, hosts: Sequence[HostSamples], job: SeenJob) -> None:
+def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -> None:
     """Add to a cause what is wrong with the hardware of its hosts, and what NCCL's RAS says."""
     healths = [host.health for host in hosts if host.health is not None]
     spans_nodes = len(hosts) > 1 or len(job.samples) + len(job.absent) < job.world
     add_hardware_seen(cause, healths, spans_nodes=spans_nodes)
     reports = [health.ras for health in healths if health.ras is not None]
-    ask_witness(cause, reports, [one.log for one in job.samples], any_group=True)
+    logs = {one.rank: one.log for one in job.samples}
+    ask_witness(cause, reports, list(logs.values()), any_group=True)
+    if isinstance(cause, (Dead, StuckInside)) and cause.root_cause:
+        nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
+        affected = affected_by(cause, set(logs) - set(job.absent))
+        cause.place = shared_place(affected, whereabouts(logs, nodes))
 
 
 def _missing_evidence(hosts: Sequence[HostSamples], job: SeenJob) -> list[str]:

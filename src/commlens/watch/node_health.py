@@ -10,34 +10,40 @@ from commlens.health.monitor import Monitor
 from commlens.health.places import CHOICES, VISIBLE, RankProcess
 from commlens.health.ras import VARIABLE
 from commlens.health.sources import ROOT
+from commlens.health.topology import VARIABLES
 from commlens.model.health import NodeHealth
 from commlens.processes import process
 from commlens.watch.roster import Member
 
-_KEPT = frozenset({VARIABLE, *VISIBLE, *(name for names in CHOICES.values() for name in names)})
+_KEPT = frozenset(
+    {VARIABLE, *VISIBLE, *VARIABLES, *(name for names in CHOICES.values() for name in names)}
+)
 
 
 class HealthOfNode:
     """Watches the hardware of this node, unless the settings say otherwise.
 
     Args:
-        settings: ``health``.
+        settings: ``health`` and ``topology``.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._monitor: Monitor | None = None
         self._environments: dict[int, Mapping[str, str]] = {}  # by pid
         if settings.health != "off":
-            self._monitor = Monitor(root_of(settings))
+            self._monitor = Monitor(root_of(settings), topology=topology_of(settings))
 
     def add(self, members: Iterable[Member]) -> None:
         """Keep the environments of new ranks: that of an ended rank cannot be read."""
+        first = not self._environments
         for member in members:
             if member.here and self._monitor is not None:
                 whole = process.environment(member.pid)
                 self._environments[member.pid] = {
                     name: value for name, value in whole.items() if name in _KEPT
                 }
+        if first and self._environments and self._monitor is not None:
+            self._monitor.learn_places(next(iter(self._environments.values())))
 
     def look_now(self, *, ask_ras: bool = False) -> None:
         """Ask for a look at all sources, because something may be wrong.
@@ -81,3 +87,8 @@ class HealthOfNode:
 def root_of(settings: Settings) -> Path:
     """Return the folder below which the node's files are."""
     return ROOT if settings.health in ("on", "off") else Path(settings.health)
+
+
+def topology_of(settings: Settings) -> Path | None:
+    """Return the user's inventory of hosts."""
+    return Path(settings.topology) if settings.topology is not None else None

@@ -33,7 +33,7 @@ def placed(environment: Mapping[str, str], local_rank: int | None = 1) -> str:
 def test_the_driver_tells_the_gpu_of_a_process() -> None:
     process = RankProcess(5, 77, 1, {})
     assert place_ranks([process], GPUS, {77: "0000:03:00.0"}) == [
-        RankPlace(5, 77, "0000:03:00.0", gpu_seen=True)
+        RankPlace(5, 77, "0000:03:00.0", gpu_seen=True, gpu_index=3)
     ]
 
 

@@ -26,6 +26,7 @@ from commlens.diagnosis.causes.motionless import find_motionless
 from commlens.diagnosis.causes.no_such_peer import find_no_such_peer
 from commlens.diagnosis.causes.ras import add_ras
 from commlens.diagnosis.causes.refused import demote_refused, find_refused
+from commlens.diagnosis.causes.shared_place import add_shared_places
 from commlens.diagnosis.causes.slow import find_slow
 from commlens.diagnosis.causes.started_twice import find_started_twice
 from commlens.diagnosis.causes.stuck_inside import (
@@ -65,6 +66,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context
     demote_ended_victims(context)
     add_hardware(context)
     add_ras(context)
+    add_shared_places(context)
     context.cases.sort(key=_weight)
     return context
 

@@ -21,6 +21,7 @@ from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
+from commlens.model.topology import Inventory
 
 if TYPE_CHECKING:
     from commlens.diagnosis.index.columns import RankOps
@@ -249,6 +250,7 @@ class JobIndex:
     stands_for: Mapping[int, int] = field(default_factory=dict)
     # of nodes, collected apart from the records
     more_health: Sequence[NodeHealth] = ()
+    inventory: Inventory | None = None  # where hosts are
 
     @cached_property
     def nodes(self) -> list[Node]:

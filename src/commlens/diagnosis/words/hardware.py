@@ -12,13 +12,15 @@ from commlens.model.cause import (
     Hardware,
     Missing,
     OfHardware,
+    PlaceKind,
     RasWitness,
+    SharedPlace,
     Straggler,
     StuckInside,
 )
 from commlens.model.health import Fault, HealthEvent, What
 from commlens.model.xids import xid
-from commlens.text import count, duration, number, ranks_and_verb
+from commlens.text import capital, count, duration, number, ranks_and_verb, ranks_phrase
 
 _SHOWN = 4
 _PART_NAMES = {"memory": "its memory", "disk": "its storage", "cpu": "its CPU", "tcp": "TCP"}
@@ -164,6 +166,9 @@ def add_hardware(words: Words, cause: Cause) -> Words:
     evidence = [*words.evidence, *shown]
     if cause.ras is not None:
         evidence.append(ras_sentence(cause.ras))
+    if cause.place is not None:
+        said = f"{words.explanation} {place_sentence(cause.place)}".lstrip()
+        words = words._replace(explanation=said)
     first = cause.hardware[0] if cause.hardware else None
     words = words._replace(evidence=evidence)
     if first is None or not first.explains:
@@ -249,3 +254,28 @@ def ras_sentence(ras: RasWitness) -> str:
     }[ras.says]
     wrong = " Either it or this verdict is wrong." if ras.says == "disagrees" else ""
     return f"{verdict}: {'; '.join(told)}.{wrong}"
+
+
+_CHANCE = 0.05
+"""What is likelier than this by chance is called a possible coincidence."""
+
+_IN: Mapping[PlaceKind, str] = {
+    "host": "on {name}",
+    "leaf": "on the switch {name}",
+    "rack": "in the rack {name}",
+    "rail": "on rail {name}",
+    "gpu": "on GPU {name} of their hosts",
+}
+
+
+def place_sentence(place: SharedPlace) -> str:
+    """``"Ranks 3-27:8 are all on rail 3 (mlx5_3), and none of the other 28 ranks is."``"""
+    all_of = "both" if len(place.ranks) == 2 else "all"
+    where = _IN[place.kind].format(name=place.name) + (f" ({place.nic})" if place.nic else "")
+    others = (
+        "the other rank is not"
+        if place.others == 1
+        else (f"none of the other {place.others} ranks is")
+    )
+    perhaps = "; that may be a coincidence" if place.chance > _CHANCE else ""
+    return f"{capital(ranks_phrase(place.ranks))} are {all_of} {where}, and {others}{perhaps}."
