@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+import msgspec
+
 from commlens.model.health import THERMAL_REASONS, Fault, HealthEvent, Value, Values, What
 
 Sources = Mapping[str, Values]
@@ -19,6 +21,7 @@ class Look(NamedTuple):
 
     taken_ns: int  # Unix ns
     values: Sources
+    clock_ns: int = 0  # how far Unix time is ahead of the time since the boot; 0: unknown
 
 
 class Rule(NamedTuple):
@@ -119,6 +122,7 @@ RULES: Final = [
     Rule("gpu", "throttle_reasons", "gpu-throttled", "thermal", _became_hot),
     Rule("gpu", "pcie_width", "pcie-width-fell", "pcie", _fell),
     Rule("host/memory", "oom_kills", "oom-kill", "host-memory", _rose(1)),
+    Rule("host/memory", "pages_in", "swapping", "host-memory", _rose(5000)),
     Rule("host/memory", "stalled_s", "memory-pressure", "host-memory", _rose_by_share(0.2)),
     Rule("host/disk", "stalled_s", "io-pressure", "storage", _rose_by_share(0.5)),
     Rule("host/cpu", "throttled_times", "cpu-throttled", "thermal", _rose(10)),
@@ -184,6 +188,22 @@ def _usual(first: Look, before: Look, source: str, part: str, name: str) -> floa
     if seconds <= 0 or not isinstance(old, float) or not isinstance(new, float):
         return 0.0
     return max(0.0, new - old) / seconds
+
+
+CLOCK_STEP_NS: Final = 500_000_000
+"""A clock that is corrected slowly moves less than that between two looks."""
+
+
+def clock_step(before: Look, after: Look) -> int:
+    """Return by how much the clock was set forward between two looks, in ns; 0 if it was not."""
+    step = after.clock_ns - before.clock_ns if before.clock_ns and after.clock_ns else 0
+    return step if abs(step) >= CLOCK_STEP_NS else 0
+
+
+def shifted(event: HealthEvent, by_ns: int) -> HealthEvent:
+    """Return an event with its times on a clock that was set since."""
+    since_ns = event.since_ns + by_ns if event.since_ns else 0
+    return msgspec.structs.replace(event, at_ns=event.at_ns + by_ns, since_ns=since_ns)
 
 
 def is_down(values: Sources, part: str) -> bool | None:

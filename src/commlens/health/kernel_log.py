@@ -275,6 +275,7 @@ class KernelLog:
 
     def __init__(self, root: Path = ROOT, *, past: bool = False) -> None:
         self._kmsg = -1
+        self._read_ns = 0 if past else time.time_ns()  # when it was last read; 0: never
         self._file: Any = None
         self._path = root
         self._rest = b""  # of its last line, which is not complete yet
@@ -349,7 +350,8 @@ class KernelLog:
         return not is_same or now.st_size < self._file.tell()
 
     def _read_kmsg(self) -> list[HealthEvent]:
-        boot_ns = time.time_ns() - time.monotonic_ns()
+        now_ns = time.time_ns()
+        boot_ns = now_ns - time.monotonic_ns()
         events = []
         size = 0
         while size < READ_MAX:
@@ -366,9 +368,12 @@ class KernelLog:
             fields = head.split(",")
             if len(fields) < 3 or not fields[2].isdecimal():
                 continue
-            event = event_of(text.partition("\n")[0], boot_ns + int(fields[2]) * 1000)
+            # the kernel's clock of messages drifts away from the others in weeks of running
+            at_ns = min(max(boot_ns + int(fields[2]) * 1000, self._read_ns), now_ns)
+            event = event_of(text.partition("\n")[0], at_ns)
             if event is not None:
                 events.append(event)
+        self._read_ns = now_ns
         return events
 
     def _read_journal(self) -> list[HealthEvent]:

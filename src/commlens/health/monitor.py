@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.health import places, ras
-from commlens.health.changes import Look, Sources, changes, is_down
+from commlens.health.changes import Look, Sources, changes, clock_step, is_down, shifted
 from commlens.health.gpus import Gpus
 from commlens.health.host import read_host
 from commlens.health.kernel_log import KernelLog
@@ -83,15 +83,31 @@ class NodeRecord:
 
         A source that was not read has not changed, as far as is known.
         """
+        step_ns = self._follow_clock(look)
         first, last = self._first or look, self._last or look
-        found = [*changes(first, last, look), *logged]
+        logged = [_placed(event, step_ns, last.taken_ns, look.taken_ns) for event in logged]
+        found = [*changes(first, last, look), *_set_clock(step_ns, last, look), *logged]
         self._first = first
-        self._last = Look(look.taken_ns, {**last.values, **look.values})
+        clock_ns = look.clock_ns or last.clock_ns
+        self._last = Look(look.taken_ns, {**last.values, **look.values}, clock_ns)
         # replaced, not changed: the watcher's thread may be reading the old ones
         self._events = deque([*self._events, *found], maxlen=EVENTS_MAX)
         self.faults = self.faults + Counter(
             event.fault for event in found if event.what not in _ENDS.values()
         )
+
+    def _follow_clock(self, look: Look) -> int:
+        """Set all earlier times to the clock of a look, as those of the ranks' records are. Return
+        by how much the clock was set forward, in ns.
+        """
+        step_ns = clock_step(self._last, look) if self._last is not None else 0
+        if step_ns and self._first is not None and self._last is not None:
+            self._first = self._first._replace(taken_ns=self._first.taken_ns + step_ns)
+            self._last = self._last._replace(taken_ns=self._last.taken_ns + step_ns)
+            self._events = deque(
+                (shifted(event, step_ns) for event in self._events), maxlen=EVENTS_MAX
+            )
+        return step_ns
 
     def health(
         self,
@@ -263,7 +279,7 @@ class Monitor:
             ranks: of this node.
             wait_s: how long to wait for both.
         """
-        if time.time_ns() - self._record.taken_ns > FRESH_S * 1e9:
+        if abs(time.time_ns() - self._record.taken_ns) > FRESH_S * 1e9:
             self.look_now()
         with self._looked:
             asked = self._asked
@@ -325,9 +341,9 @@ class Monitor:
 
     def _look(self, *, thorough: bool) -> None:
         assert self._sampler is not None
-        taken_ns = time.time_ns()
+        taken_ns, clock_ns = time.time_ns(), _clock_ns()
         values, logged = self._sampler.look(thorough=thorough)
-        self._record.add(Look(taken_ns, values), logged)
+        self._record.add(Look(taken_ns, values, clock_ns), logged)
         if thorough and self._sampler.gpus is not None:
             self._gpu_of_pid = self._sampler.gpus.processes()
 
@@ -352,6 +368,33 @@ class Monitor:
             with self._looked:
                 self._environment = None
                 self._looked.notify_all()
+
+
+def _clock_ns() -> int:
+    """Return how far Unix time is ahead of the time since the boot."""
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def _set_clock(step_ns: int, last: Look, look: Look) -> Iterator[HealthEvent]:
+    """Yield that the clock was set, if it was."""
+    if step_ns:
+        yield HealthEvent(
+            what="clock-step",
+            fault="clock",
+            part="clock",
+            at_ns=look.taken_ns,
+            since_ns=last.taken_ns,
+            after=step_ns / 1e9,
+        )
+
+
+def _placed(event: HealthEvent, step_ns: int, since_ns: int, until_ns: int) -> HealthEvent:
+    """Return an event of the kernel's log with its time on the present clock: a line of a file has
+    the clock of the moment when it was written.
+    """
+    is_between = since_ns <= event.at_ns <= until_ns
+    was_between = since_ns <= event.at_ns + step_ns <= until_ns
+    return shifted(event, step_ns) if step_ns and was_between and not is_between else event
 
 
 def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent]:

@@ -23,6 +23,7 @@ class RankProcess(NamedTuple):
     pid: int
     local_rank: int | None
     environment: Mapping[str, str]
+    swapped_bytes: float = 0.0  # of its memory, in swap space
 
 
 def place_ranks(
@@ -46,6 +47,7 @@ def place_ranks(
                 gpu,
                 bool(seen),
                 gpu_index=index if gpu and index is not None else -1,
+                swapped_bytes=process.swapped_bytes,
             )
         )
     return places

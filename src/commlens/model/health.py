@@ -18,8 +18,11 @@ Fault = Literal[
     "network-errors",
     "storage",
     "host-memory",
+    "clock",
 ]
-"""The class of a fault of hardware, or of what a node shares among its processes."""
+"""The class of a fault of hardware, or of what a node shares among its processes. ``clock``
+explains nothing by itself.
+"""
 
 What = Literal[
     "xid",
@@ -51,6 +54,8 @@ What = Literal[
     "io-pressure",
     "hung-task",
     "cpu-throttled",
+    "swapping",
+    "clock-step",
 ]
 """What changed, or what the kernel reported."""
 
@@ -78,7 +83,8 @@ class HealthEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     what: What
     fault: Fault
-    part: str  # PCI address, interface, server; "memory", "disk", "cpu" or "tcp" of the node
+    # PCI address, interface, server; "memory", "disk", "cpu", "tcp" or "clock" of the node
+    part: str
     at_ns: int  # when it happened or was noticed, Unix ns
     since_ns: int = 0  # it happened after this look at a counter; 0: at_ns is exact
     over: bool = False  # it was well again at the last look
@@ -104,6 +110,7 @@ class RankPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     gpu_index: int = -1  # of the GPU on its node; -1: unknown
     nic: str = ""  # the network adapter nearest to the GPU; empty: unknown
     rail: str = ""  # the number of that adapter among those of the node; empty: unknown
+    swapped_bytes: float = 0.0  # of its memory, in swap space
 
 
 class NotRead(msgspec.Struct, frozen=True):

@@ -54,7 +54,13 @@ class HardwareLook:
     def _ranks(self, logs: Sequence[RankLog]) -> list[RankProcess]:
         """Return the ranks with their processes, and those that should be here and have none."""
         found = [
-            RankProcess(log.rank, log.pid, log.local_rank, self._environments.get(log.pid, {}))
+            RankProcess(
+                log.rank,
+                log.pid,
+                log.local_rank,
+                self._environments.get(log.pid, {}),
+                process.swapped_bytes(log.pid),
+            )
             for log in logs
         ]
         here = {log.rank for log in logs}

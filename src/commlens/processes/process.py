@@ -94,6 +94,13 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(start, state, cpu, reaped, status) if start else None
 
 
+def swapped_bytes(pid: int) -> float:
+    """Return how much of a process's memory is in swap space; 0 if it cannot be read."""
+    _, _, rest = (read_text(f"/proc/{pid}/status") or "").partition("\nVmSwap:")
+    kilobytes = rest.split(None, 1)[:1]
+    return float(kilobytes[0]) * 1024 if kilobytes and kilobytes[0].isdecimal() else 0.0
+
+
 def is_ending(pid: int) -> bool:
     """Return whether a process has ended, or a signal is ending it: on a busy machine or with much
     memory that takes seconds.

@@ -67,6 +67,7 @@ class HealthOfNode:
                 member.pid,
                 member.local_rank,
                 self._environments.get(member.pid, {}),
+                process.swapped_bytes(member.pid) if member.alive else 0.0,
             )
             for member in members
             if member.here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.health.changes import Look, changes, is_down
+from commlens.health.changes import Look, changes, clock_step, is_down
 from commlens.model.health import Value
 
 S = 1_000_000_000
@@ -59,6 +59,9 @@ def one(
         ("host", "memory", "oom_kills", (0.0, 0.0, 1.0), "oom-kill"),
         ("host", "memory", "stalled_s", (0.0, 0.0, 1.9), ""),
         ("host", "memory", "stalled_s", (0.0, 0.0, 2.0), "memory-pressure"),
+        ("host", "memory", "pages_in", (0.0, 0.0, 4000.0), ""),
+        ("host", "memory", "pages_in", (0.0, 0.0, 6000.0), "swapping"),
+        ("host", "memory", "pages_in", (0.0, 120000.0, 126000.0), ""),
         ("host", "disk", "stalled_s", (0.0, 0.0, 5.0), "io-pressure"),
         ("host", "cpu", "throttled_times", (0.0, 0.0, 50.0), "cpu-throttled"),
     ],
@@ -90,3 +93,17 @@ def test_whether_a_part_is_down() -> None:
     values = {"network": {"eth0": {"state": "down"}}, "infiniband": {"mlx5_0": {"state": "ACTIVE"}}}
     assert is_down(values, "eth0") is True and is_down(values, "mlx5_0") is False  # type: ignore[arg-type]
     assert is_down(values, "eth1") is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before_ns", "after_ns", "step_s"),
+    [
+        pytest.param(100 * S, 137 * S, 37.0, id="forward"),
+        pytest.param(100 * S, 98 * S, -2.0, id="back"),
+        pytest.param(100 * S, 100 * S + S // 10, 0.0, id="corrected slowly"),
+        pytest.param(0, 137 * S, 0.0, id="unknown"),
+    ],
+)
+def test_a_clock_that_was_set(before_ns: int, after_ns: int, step_s: float) -> None:
+    before, after = Look(S, {}, before_ns), Look(2 * S, {}, after_ns)
+    assert clock_step(before, after) / S == step_s

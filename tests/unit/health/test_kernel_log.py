@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -258,3 +261,26 @@ def test_a_file_is_read_where_neither_the_device_nor_the_journal_is(
 def test_without_a_log_it_is_told_what_would_help(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="kern.log"):
         KernelLog(tmp_path)
+
+
+def test_a_message_is_not_older_than_the_last_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's clock of its messages drifts: here by an hour."""
+    (tmp_path / "kmsg").touch()
+    monkeypatch.setattr(kernel_log, "KMSG", str(tmp_path / "kmsg"))
+    began_ns = time.time_ns()
+    log = KernelLog()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    os.close(log._kmsg)
+    log._kmsg = ours.detach()
+    try:
+        for drift_s in (-3600, 3600):
+            told_us = time.monotonic_ns() // 1000 + drift_s * 1_000_000
+            theirs.send(f"4,1,{told_us},-;nfs: server a not responding\n".encode())
+        found = [event.at_ns for event in log.read_new()]
+        assert began_ns <= found[0] <= found[1] <= time.time_ns()
+    finally:
+        log.close()
+        theirs.close()

@@ -230,3 +230,22 @@ def test_one_look_tells_the_past_that_the_kernel_has_logged(tmp_path: Path) -> N
 def test_a_folder_without_anything_is_read_without_an_error(tmp_path: Path) -> None:
     health = look_once(tmp_path, "n03")
     assert health.values == {} and [each.source for each in health.not_read] == ["kernel log"]
+
+
+def test_all_times_are_on_the_present_clock() -> None:
+    """The clock is set 100 s forward between the second look and the third."""
+    record = NodeRecord("n0")
+    record.add(Look(100 * S, {}, 10 * S), [])
+    record.add(Look(160 * S, {}, 10 * S), [event("link-down", "eth0", 150)])
+    told = [event("link-down", "eth1", 190), event("link-down", "eth2", 310)]  # before it, after it
+    record.add(Look(320 * S, {}, 110 * S), told)
+    health = record.health()
+    assert [(each.part, each.at_ns // S) for each in health.events] == [
+        ("eth0", 250),
+        ("eth1", 290),
+        ("eth2", 310),
+        ("clock", 320),
+    ]
+    step = health.events[-1]
+    assert (step.what, step.after, step.since_ns) == ("clock-step", 100.0, 260 * S)
+    assert (health.began_ns, record.faults["clock"]) == (200 * S, 1)

@@ -104,3 +104,11 @@ def test_stopped_and_children() -> None:
         eventually(lambda: (seen := process.read_stat(child.pid)) is not None and seen.state == "T")
         assert child.pid in process.children(os.getpid())
         child.kill()
+
+
+def test_memory_in_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process.swapped_bytes(os.getpid()) >= 0.0
+    assert process.swapped_bytes(-1) == 0.0
+    status = "Name:\tpython\nVmData:\t  50 kB\nVmSwap:\t    2048 kB\nHugetlbPages:\t0 kB\n"
+    monkeypatch.setattr(process, "read_text", lambda _: status)
+    assert process.swapped_bytes(7) == 2048 * 1024

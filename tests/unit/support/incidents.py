@@ -7,9 +7,10 @@ rank with a GPU of its own, and a third GPU of another job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from commlens.model.health import NodeHealth, RasReport
 from commlens.model.ranklog import RankLog
 
 S = 1_000_000_000
+BOOT_NS = 1_600_000_000 * S  # when the nodes were started, Unix ns
 NODES, PER_NODE = 4, 2
 RANKS = NODES * PER_NODE
 
@@ -37,6 +39,7 @@ class Scene:
     stalled_ns: int  # Unix ns
     pids: list[int]  # of the ranks
     ras: RasReport | None = None
+    swapped: dict[int, float] = field(default_factory=dict)  # bytes of memory by rank
 
     def log(self, node: int, text: str, *, before_s: float) -> None:
         """The kernel of a node logs something, so long before the job stopped."""
@@ -76,6 +79,8 @@ class Incident:
     # whether the change is mentioned as a possible coincidence
     coincides: bool = False
     ras_says: str = ""
+    # by how many seconds the clocks of nodes are set forward when it happens
+    clock_set_s: Mapping[int, float] = field(default_factory=dict)
 
 
 def _flap(scene: Scene) -> None:
@@ -99,6 +104,16 @@ def _gpu(node: int, gpu: int, **cells: str) -> Callable[[Scene], None]:
 
 def _port(node: int, port: str, **counters: str) -> Callable[[Scene], None]:
     return lambda scene: scene.nodes[node].port(port, **counters)
+
+
+def _swap(node: int, *ranks: int) -> Callable[[Scene], None]:
+    """Pages are read back on a node; so much memory of these ranks is in swap space."""
+
+    def happen(scene: Scene) -> None:
+        scene.nodes[node].write("proc/vmstat", "pswpin 90000\npswpout 90000\noom_kill 0\n")
+        scene.swapped |= dict.fromkeys(ranks, 3e9)
+
+    return happen
 
 
 def _everywhere(port: str, **counters: str) -> Callable[[Scene], None]:
@@ -230,6 +245,27 @@ CAUSES = [
         ras_says="disagrees",
     ),
     Incident(
+        "a rank whose memory is swapped out", "slow", _swap(0, 1), "host-memory", [0], [1], [1]
+    ),
+    Incident(
+        "a data loader whose memory is swapped out",
+        "missing",
+        _swap(1, 2),
+        "host-memory",
+        [1],
+        [2],
+    ),
+    Incident(
+        "Xid 79 written before the clock was set",
+        "stuck",
+        lambda scene: scene.xid(3, 1, 79, before_s=45, rank=7),
+        "gpu-fault",
+        [3],
+        [7],
+        blamed=[7],
+        clock_set_s={3: 40.0},
+    ),
+    Incident(
         "Xid 79 before SIGABRT",
         "dead",
         lambda scene: scene.xid(1, 0, 79, before_s=1, rank=2),
@@ -311,6 +347,29 @@ NO_CAUSES = [
         "stuck",
         lambda scene: scene.answer_of_ras([9, 9, 8, 9, 9, 9, 9, 9], others=True),
     ),
+    Incident("memory of other processes is read back from swap space", "slow", _swap(0)),
+    Incident("memory of a rank that is not slow is read back", "slow", _swap(0, 0)),
+    Incident("memory is read back where no rank is missing", "missing", _swap(3, 6)),
+    Incident(
+        "memory is read back on every node",
+        "slow",
+        _all(*(_swap(node, 2 * node, 2 * node + 1) for node in range(NODES))),
+    ),
+    Incident(
+        "a clock that is set forward",
+        "stuck",
+        lambda _: None,
+        coincides=True,
+        clock_set_s={2: 40.0},
+    ),
+    Incident(
+        "a clock that is set back",
+        "missing",
+        lambda _: None,
+        coincides=True,
+        clock_set_s={1: -40.0},
+    ),
+    Incident("a clock that is corrected slowly", "stuck", lambda _: None, clock_set_s={2: 0.1}),
     Incident(
         "an OOM kill beside a rank that died of a signal",
         "dead",
@@ -359,32 +418,39 @@ def tell(
         sampler = Sampler(files.root, past=seen_late)
         nodes.append(_Node(files, sampler, NodeRecord(f"n{number}", past=seen_late), ranks))
     scene = Scene([node.files for node in nodes], stalled_ns, pids)
+    behind_ns = {node: int(by_s * S) for node, by_s in incident.clock_set_s.items()}
     if not seen_late:
-        _look(nodes, stalled_ns - 130 * S)
+        _look(nodes, stalled_ns - 130 * S, behind_ns)
     incident.earlier(scene)
     if not seen_late:
-        _look(nodes, stalled_ns - 70 * S)
-        _look(nodes, stalled_ns - 10 * S)
+        _look(nodes, stalled_ns - 70 * S, behind_ns)
+        _look(nodes, stalled_ns - 10 * S, behind_ns)
     incident.happen(scene)
     if seen_late:
         _look(nodes, until_ns - 2 * S)
     _look(nodes, until_ns)
     return [
-        _health(node, logs, pids, scene.ras if not number else None)
+        _health(node, logs, scene, scene.ras if not number else None)
         for number, node in enumerate(nodes)
     ]
 
 
-def _look(nodes: Iterable[_Node], at_ns: int) -> None:
-    for node in nodes:
+def _look(
+    nodes: Iterable[_Node], at_ns: int, behind_ns: Mapping[int, int] = MappingProxyType({})
+) -> None:
+    for number, node in enumerate(nodes):
         values, logged = node.sampler.look(thorough=True)
-        node.record.add(Look(at_ns, values), logged)
+        by_ns = behind_ns.get(number, 0)
+        node.record.add(Look(at_ns - by_ns, values, BOOT_NS - by_ns), logged)
 
 
 def _health(
-    node: _Node, logs: Sequence[RankLog], pids: Sequence[int], report: RasReport | None
+    node: _Node, logs: Sequence[RankLog], scene: Scene, report: RasReport | None
 ) -> NodeHealth:
-    processes = [RankProcess(rank, pids[rank], index, {}) for index, rank in enumerate(node.ranks)]
+    processes = [
+        RankProcess(rank, scene.pids[rank], index, {}, scene.swapped.get(rank, 0.0))
+        for index, rank in enumerate(node.ranks)
+    ]
     assert node.sampler.gpus is not None
     health = node.record.health(processes, node.sampler.gpus.processes(), (), report)
     node.sampler.close()

@@ -41,6 +41,7 @@ _AFTER_S: Final[Mapping[Fault, float]] = {"storage": 300.0, "host-memory": 60.0}
 that hangs, only after minutes.
 """
 _SOON_S: Final = 5.0  # likewise, any other cause
+_SWAPPED_BYTES: Final = 64 << 20  # of a rank's memory, at least, if swapping slows it down
 _WENT_ON_S: Final = 1.0  # a collective issued so long after a change has met it
 
 _GPU: Final[frozenset[What]] = frozenset(
@@ -72,6 +73,7 @@ _COUNTED: Final[frozenset[What]] = frozenset(
         "cpu-throttled",
         "memory-pressure",
         "io-pressure",
+        "swapping",
     }
 )
 """Changes that tell something only where others do not have them."""
@@ -79,7 +81,15 @@ _COUNTED: Final[frozenset[What]] = frozenset(
 _EXPLAINS: Final[Mapping[type[Cause], frozenset[What]]] = {
     StuckInside: _GPU_BROKE | {"link-down", "adapter-error", "errors-rose", "rate-fell"},
     Missing: _GPU_BROKE
-    | {"nfs-silent", "io-error", "hung-task", "io-pressure", "oom-kill", "memory-pressure"},
+    | {
+        "nfs-silent",
+        "io-error",
+        "hung-task",
+        "io-pressure",
+        "oom-kill",
+        "memory-pressure",
+        "swapping",
+    },
     Dead: _GPU_BROKE | {"oom-kill", "memory-error", "machine-check"},
 }
 """The changes that can have an effect of this kind."""
@@ -94,6 +104,7 @@ _SLOWS: Final[frozenset[What]] = frozenset(
         "retransmits-rose",
         "memory-pressure",
         "io-pressure",
+        "swapping",
         "ecc-corrected",
     }
 )
@@ -120,6 +131,7 @@ _ORDER: Final[Sequence[Fault]] = (
     "host-memory",
     "network-errors",
     "thermal",
+    "clock",
 )
 """Of several that explain a fault, the first is named as the cause."""
 
@@ -328,7 +340,15 @@ def _place(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _Place | Non
         return _network_place(node, event.part) if spans_nodes else None
     if event.what in _GPU or event.what in _PCIE:
         return _gpu_place(node, event)
+    if event.what == "swapping":
+        return _swapped_place(node)
     return _Place(sorted(node.places), own=False, known=True)
+
+
+def _swapped_place(node: Node) -> _Place | None:
+    """Return the ranks whose own memory is swapped out: that of other processes is their affair."""
+    ranks = [rank for rank, place in node.places.items() if place.swapped_bytes >= _SWAPPED_BYTES]
+    return _Place(sorted(ranks), own=len(ranks) < len(node.places), known=True) if ranks else None
 
 
 def _network_place(node: Node, part: str) -> _Place | None:

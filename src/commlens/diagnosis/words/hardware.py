@@ -20,9 +20,10 @@ from commlens.model.cause import (
 )
 from commlens.model.health import Fault, HealthEvent, What
 from commlens.model.xids import xid
-from commlens.text import capital, count, duration, number, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, duration, number, ranks_and_verb, ranks_phrase, size
 
 _SHOWN = 4
+_PAGE_BYTES = 4096  # of nearly every machine
 _PART_NAMES = {"memory": "its memory", "disk": "its storage", "cpu": "its CPU", "tcp": "TCP"}
 
 
@@ -82,6 +83,17 @@ def _hung(event: HealthEvent) -> str:
     return f"the kernel reported that {event.name} (pid {event.pid}) hangs, as in a read of storage"
 
 
+def _swapped(event: HealthEvent) -> str:
+    known = isinstance(event.before, float) and isinstance(event.after, float)
+    pages = event.after - event.before if known else 0.0  # type: ignore[operator]
+    return f"{size(pages * _PAGE_BYTES)} of memory were read back from swap space"
+
+
+def _clock_was_set(event: HealthEvent) -> str:
+    by = event.after if isinstance(event.after, float) else 0.0
+    return f"its clock was set {duration(abs(by) * 1e9)} {'forward' if by > 0 else 'back'}"
+
+
 def _value(value: float | str) -> str:
     return value if isinstance(value, str) else number(value)
 
@@ -120,6 +132,8 @@ _EVENTS: Mapping[What, Callable[[HealthEvent], str]] = {
     "io-pressure": _stalled("storage"),
     "hung-task": _hung,
     "cpu-throttled": lambda _: "its CPU lowered its clock because of heat",
+    "swapping": _swapped,
+    "clock-step": _clock_was_set,
 }
 
 _NEXT: Mapping[Fault, str] = {
@@ -137,6 +151,7 @@ _NEXT: Mapping[Fault, str] = {
     "network-errors": "look at {part} on {node}: its cable and its port (perfquery, ethtool -S)",
     "storage": "look at the storage that {node} uses: mounts, servers, dmesg",
     "host-memory": "look at the memory of {node}: what else runs there, and its limits (dmesg)",
+    "clock": "look at the time service of {node} (chronyc tracking, timedatectl)",
 }
 
 
@@ -225,16 +240,20 @@ def _sentence(hardware: Hardware, moment: str) -> str:
     again = f", {count(hardware.times, 'time')}" if hardware.times > 1 else ""
     clock = time.strftime("%H:%M:%S UTC", time.gmtime(event.at_ns // 1_000_000_000))
     at = f"by {clock}" if event.since_ns else f"at {clock}"
-    used_by = (
-        f"{ranks_and_verb(hardware.ranks, 'uses', 'use')} it"
-        if hardware.own
-        else f"{ranks_and_verb(hardware.ranks, 'is', 'are')} there"
-    )
     perhaps = "" if hardware.explains else "; that may be a coincidence"
     return (
         f"On {hardware.node}, {event_phrase(event)} {at}{again}, {_when(hardware, moment)}"
-        f" ({used_by}){perhaps}."
+        f" ({_who(hardware)}){perhaps}."
     )
+
+
+def _who(hardware: Hardware) -> str:
+    """``"rank 7 uses it"``, ``"ranks 2-3 are there"``."""
+    if hardware.event.what == "swapping":
+        return f"memory of {ranks_phrase(hardware.ranks)} is there"
+    if hardware.own:
+        return f"{ranks_and_verb(hardware.ranks, 'uses', 'use')} it"
+    return f"{ranks_and_verb(hardware.ranks, 'is', 'are')} there"
 
 
 def ras_sentence(ras: RasWitness) -> str:
