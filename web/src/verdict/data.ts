@@ -176,6 +176,22 @@ export interface VerdictPage {
   step: StepTable | null;
   source: SourceLines | null;
   others: OtherLine | null;
+  hardware: HardwareTable | null;
+}
+
+export interface HardwareChange {
+  node: string;
+  ranks: string;
+  at: string;
+  since: string;
+  what: string;
+  mark: "explains" | "coincides" | "";
+}
+
+/** What changed in the hardware of the nodes. */
+export interface HardwareTable {
+  changes: HardwareChange[];
+  left_out: string;
 }
 
 /** Where the communication time of a step goes. */

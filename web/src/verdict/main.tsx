@@ -8,6 +8,7 @@ import type { VerdictPage } from "./data";
 import { Evidence } from "./evidence";
 import { WaitGraph } from "./graph";
 import { Groups } from "./grid";
+import { Hardware } from "./hardware";
 import { AllRanks, RankPanel } from "./ranks";
 import { Stacks } from "./stacks";
 import { Step } from "./step";
@@ -26,6 +27,7 @@ function Page({ page }: { page: VerdictPage }) {
     ["issued", "Collectives"],
     ["step", "Step"],
     ["stacks", "Stacks"],
+    ["hardware", "Hardware"],
     ["evidence", "Evidence"],
     ["ranks", "Ranks"],
   ] as const;
@@ -34,6 +36,7 @@ function Page({ page }: { page: VerdictPage }) {
     issued: page.tables.length > 0,
     step: page.step !== null,
     stacks: page.stacks.length > 0,
+    hardware: page.hardware !== null,
     ranks: page.ranks.rank.length > 0,
   };
   return (
@@ -46,6 +49,7 @@ function Page({ page }: { page: VerdictPage }) {
         <Aligned page={page} />
         <Step page={page} />
         <Stacks page={page} />
+        <Hardware page={page} />
         <Evidence page={page} />
         {page.ranks.rank.length > 0 && <AllRanks page={page} selected={selected} />}
       </Shell>

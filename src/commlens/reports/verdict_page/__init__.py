@@ -11,6 +11,7 @@ from commlens.reports.page import render_page
 from commlens.reports.step_table import StepTable, step_table
 from commlens.reports.terminal import render
 from commlens.reports.verdict_page.data import Ranks, VerdictPage
+from commlens.reports.verdict_page.hardware import hardware
 from commlens.reports.verdict_page.job import Job, phrase
 from commlens.reports.verdict_page.rank_grids import rank_grids
 from commlens.reports.verdict_page.source_lines import culprits_lines, others_line
@@ -51,6 +52,7 @@ def verdict_page(examined: ExaminedJob) -> VerdictPage:
         step=_step(examined),
         source=culprits_lines(job),
         others=others_line(job),
+        hardware=hardware(job),
     )
 
 

@@ -229,6 +229,28 @@ class OtherLine(msgspec.Struct):
     source: SourceLines | None = None
 
 
+HardwareMark = Literal["explains", "coincides", ""]
+"""Whether a change is the reason that the verdict names, or happened at the time of the fault."""
+
+
+class HardwareChange(msgspec.Struct):
+    """A change of a node's hardware."""
+
+    node: str
+    ranks: str  # that run there
+    at: str  # UTC
+    since: str  # it happened after that; empty: at that time exactly
+    what: str
+    mark: HardwareMark = ""
+
+
+class HardwareTable(msgspec.Struct):
+    """The changes of all nodes, in the order of their times."""
+
+    changes: list[HardwareChange]
+    left_out: str = ""
+
+
 class VerdictPage(msgspec.Struct, kw_only=True):
     """The page."""
 
@@ -247,3 +269,4 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     step: StepTable | None = None
     source: SourceLines | None = None  # of the culprit
     others: OtherLine | None = None
+    hardware: HardwareTable | None = None  # None: nothing changed, or nothing is known
