@@ -121,6 +121,7 @@ RULES: Final = [
     Rule("gpu", "ecc_corrected", "ecc-corrected", "gpu-memory", _rose(100)),
     Rule("gpu", "throttle_reasons", "gpu-throttled", "thermal", _became_hot),
     Rule("gpu", "pcie_width", "pcie-width-fell", "pcie", _fell),
+    Rule("nfs", "timeouts", "nfs-silent", "storage", _rose(1)),
     Rule("host/memory", "oom_kills", "oom-kill", "host-memory", _rose(1)),
     Rule("host/memory", "pages_in", "swapping", "host-memory", _rose(5000)),
     Rule("host/memory", "stalled_s", "memory-pressure", "host-memory", _rose_by_share(0.2)),

@@ -90,9 +90,12 @@ class Gpus:
 
     def processes(self) -> dict[int, str]:
         """Return the GPU of each process that computes on one, by pid; nothing if it is unknown."""
+        found = amd_processes(self._root)
         if self._root != ROOT:
-            return processes_in_csv(word(self._root / PROCESSES_FILE))
-        return self._nvidia.processes() if isinstance(self._nvidia, (_Nvml, _Smi)) else {}
+            return found | processes_in_csv(word(self._root / PROCESSES_FILE))
+        if isinstance(self._nvidia, (_Nvml, _Smi)):
+            found |= self._nvidia.processes()
+        return found
 
     def _from_file(self) -> Values:
         return gpus_in_csv(word(self._root / SMI_FILE))
@@ -293,8 +296,42 @@ def read_amd(root: Path) -> Values:
             ]
             if counts:
                 found[name] = sum(counts)
+        for name, file, per_unit in (
+            ("temperature_c", "temp1_input", 1000),
+            ("power_w", "power1_average", 1_000_000),
+        ):
+            for sensor in folders(device / "hwmon"):
+                if (value := number(sensor / file)) is not None:
+                    found[name] = value / per_unit
         values[address] = found
+    for index, address in enumerate(sorted(values)):  # as ROCm numbers them
+        values[address]["index"] = float(index)
     return values
+
+
+def amd_processes(root: Path) -> dict[int, str]:
+    """Return the GPU of each process that has memory on one of AMD's, by pid."""
+    kfd = root / "sys/class/kfd/kfd"
+    addresses: dict[str, str] = {}
+    for node in folders(kfd / "topology/nodes"):
+        properties = dict(
+            line.split(" ", 1)
+            for line in word(node / "properties").splitlines()
+            if line.startswith(("location_id ", "domain "))
+        )
+        identity = word(node / "gpu_id")
+        with contextlib.suppress(KeyError, ValueError):
+            location, domain = int(properties["location_id"]), int(properties.get("domain", "0"))
+            if identity not in ("", "0"):
+                bus, device, function = location >> 8, (location >> 3) & 0x1F, location & 7
+                addresses[identity] = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+    return {
+        int(process.name): addresses[identity]
+        for process in folders(kfd / "proc")
+        if process.name.isdecimal()
+        for identity in addresses
+        if number(process / f"vram_{identity}")
+    }
 
 
 def _widths(device: Path) -> dict[str, Value]:

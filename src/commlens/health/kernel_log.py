@@ -170,6 +170,15 @@ _PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]]]
             _at("io-error", "storage", "disk"),
         ),
         (
+            (
+                r"EXT4-fs error|XFS \(\S+\): .*(?:I/O error|[Cc]orruption)"
+                r"|Remounting filesystem read-only"
+            ),
+            _at("io-error", "storage", "disk"),
+        ),
+        (r"ceph: (?P<part>mds\d+) hung", _at("nfs-silent", "storage")),
+        (r"ceph: (?P<part>mds\d+) (?:came back|recovery completed)", _at("nfs-back", "storage")),
+        (
             r"(?:Core|Package) temperature.*above threshold",
             _at("cpu-throttled", "thermal", "cpu"),
         ),
@@ -178,7 +187,7 @@ _PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]]]
 _ANY: Final = re.compile(
     r"Xid|fallen off|amdgpu|PCIe Bus Error|AER:|EDAC|Hardware Error|Killed process|mlx5_core"
     r"|[Ll]ink (?:is )?(?:[Dd]own|[Uu]p)|definitely down|NETDEV WATCHDOG|nfs: server|Lustre"
-    r"|was lost; in progress|blocked for more|I/O|temperature"
+    r"|was lost; in progress|blocked for more|I/O|temperature|EXT4-fs|XFS|read-only|ceph: mds"
 )
 """Every line that one of the patterns matches matches this one, which is quicker."""
 

@@ -25,7 +25,7 @@ from commlens.errors import CommandError
 from commlens.health import places, ras
 from commlens.health.changes import Look, Sources, changes, clock_step, is_down, shifted
 from commlens.health.gpus import Gpus
-from commlens.health.host import read_host
+from commlens.health.host import has_pressure, read_host, read_nfs
 from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
 from commlens.health.places import RankProcess
@@ -154,7 +154,13 @@ class Sampler:
             _Source("network", lambda: read_interfaces(root)),
             _Source("tcp", lambda: read_tcp(root)),
             _Source("host", lambda: read_host(root)),
+            _Source("nfs", lambda: read_nfs(root)),
         ]
+        if (root / "proc").is_dir() and not has_pressure(root):
+            self._problems["pressure of memory and storage"] = (
+                "there is no /proc/pressure: the kernel needs CONFIG_PSI, and perhaps psi=1 at its"
+                " start"
+            )
         try:
             self._kernel_log = KernelLog(root, past=past)
         except UnreadableError as error:
@@ -197,7 +203,13 @@ class Sampler:
         source.cost_s = time.thread_time() - began
         if source.name == "gpu":  # nvidia-smi is a process of its own
             source.cost_s = max(source.cost_s, time.monotonic() - began_s)
-        share = CPU_S / 5
+        if source.name == "infiniband" and not all(
+            "link_downed" in each for each in found.values()
+        ):
+            self._problems["InfiniBand's counters"] = (
+                "the adapter hides some from this machine or container: they are on the host"
+            )
+        share = CPU_S / 6
         source.due = time.monotonic() + EVERY_S * max(1.0, source.cost_s / share) - 1.0
         values[source.name] = found
 
@@ -271,6 +283,11 @@ class Monitor:
     def faults(self) -> Mapping[str, int]:
         """How many changes of each fault were seen so far."""
         return self._record.faults
+
+    @property
+    def values(self) -> Mapping[str, Values]:
+        """The values of the last look, by source."""
+        return self._record.values
 
     def report(self, ranks: Sequence[RankProcess], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
         """Return the state of the node, with a fresh look and RAS's answer if they come in time.

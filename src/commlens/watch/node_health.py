@@ -11,7 +11,7 @@ from commlens.health.places import CHOICES, VISIBLE, RankProcess
 from commlens.health.ras import VARIABLE
 from commlens.health.sources import ROOT
 from commlens.health.topology import VARIABLES
-from commlens.model.health import NodeHealth
+from commlens.model.health import NodeHealth, Values
 from commlens.processes import process
 from commlens.watch.roster import Member
 
@@ -78,6 +78,11 @@ class HealthOfNode:
     def faults(self) -> Mapping[str, int]:
         """How many changes of each fault were seen so far."""
         return self._monitor.faults if self._monitor is not None else {}
+
+    @property
+    def values(self) -> Mapping[str, Values]:
+        """The values of the last look, by source."""
+        return self._monitor.values if self._monitor is not None else {}
 
     def close(self) -> None:
         """Stop watching."""

@@ -254,6 +254,7 @@ class Watcher:
             self._slowness,
             missed,
             self._health.faults,
+            self._health.values,
         )
         if self._deaths.take_due(time.monotonic(), self._roster.current()):
             self._report_death()

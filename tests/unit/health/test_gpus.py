@@ -60,14 +60,34 @@ def test_amd(tmp_path: Path) -> None:
     files.write(f"{device}/current_link_width", "16\n")
     files.write(f"{device}/ras/umc_err_count", "ue: 1\nce: 4\n")
     files.write(f"{device}/ras/gfx_err_count", "ue: 1\nce: 0\n")
+    files.write(f"{device}/hwmon/hwmon3/temp1_input", "65000\n")
+    files.write(f"{device}/hwmon/hwmon3/power1_average", "301000000\n")
     assert read_amd(tmp_path) == {
         "0000:c1:00.0": {
+            "index": 0.0,
+            "temperature_c": 65.0,
+            "power_w": 301.0,
             "used_percent": 97.0,
             "pcie_width": 16.0,
             "ecc_uncorrected": 2.0,
             "ecc_corrected": 4.0,
         }
     }
+
+
+def test_the_processes_on_gpus_of_amd(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path)
+    kfd = "sys/class/kfd/kfd"
+    for node, (identity, location) in enumerate([("0", 0), ("51140", 0xC100), ("3061", 0xC208)]):
+        files.write(f"{kfd}/topology/nodes/{node}/gpu_id", f"{identity}\n")
+        files.write(
+            f"{kfd}/topology/nodes/{node}/properties",
+            f"cpu_cores_count 0\nlocation_id {location}\ndomain 1\n",
+        )
+    files.write(f"{kfd}/proc/411/vram_51140", "4096\n")
+    files.write(f"{kfd}/proc/411/vram_3061", "0\n")
+    files.write(f"{kfd}/proc/412/vram_3061", "4096\n")
+    assert Gpus(tmp_path).processes() == {411: "0001:c1:00.0", 412: "0001:c2:01.0"}
 
 
 class _NvmlError(Exception):

@@ -122,6 +122,21 @@ NOON = 1_790_251_391  # 2026-09-24 12:03:11 UTC
             "disk",
         ),
         (
+            "EXT4-fs error (device nvme0n1p2): ext4_find_entry:1455: inode #2: comm python",
+            "io-error",
+            "storage",
+            "disk",
+        ),
+        (
+            'XFS (nvme1n1): metadata I/O error in "xfs_buf_ioend" at daddr 0x2 len 1 error 5',
+            "io-error",
+            "storage",
+            "disk",
+        ),
+        ("EXT4-fs (sda1): Remounting filesystem read-only", "io-error", "storage", "disk"),
+        ("ceph: mds0 hung", "nfs-silent", "storage", "mds0"),
+        ("ceph: mds0 came back", "nfs-back", "storage", "mds0"),
+        (
             "blk_update_request: I/O error, dev nvme0n1, sector 2048 op 0x0:(READ)",
             "io-error",
             "storage",

@@ -26,7 +26,11 @@ NOW_NS = 1_790_251_400 * S  # 2026-09-24 12:03:20 UTC
 OVER = {"link down and up", "OOM of a neighbour"}
 """Causes that are over when the job is looked at: only their time speaks for them."""
 
-UNSEEN = {"errors rising", "a data loader whose memory is swapped out"}
+UNSEEN = {
+    "errors rising",
+    "requests to a file server time out",
+    "a data loader whose memory is swapped out",
+}
 """Causes that only an earlier look would show."""
 
 KINDS = {"stuck": "stuck-inside", "missing": "missing"}

@@ -106,6 +106,16 @@ def _port(node: int, port: str, **counters: str) -> Callable[[Scene], None]:
     return lambda scene: scene.nodes[node].port(port, **counters)
 
 
+def _mounts(timeouts: int, *nodes: int) -> Callable[[Scene], None]:
+    """So many requests to a server of NFS have timed out on these nodes."""
+
+    def happen(scene: Scene) -> None:
+        for node in nodes:
+            scene.nodes[node].mounts(timeouts)
+
+    return happen
+
+
 def _swap(node: int, *ranks: int) -> Callable[[Scene], None]:
     """Pages are read back on a node; so much memory of these ranks is in swap space."""
 
@@ -198,6 +208,14 @@ CAUSES = [
         lambda scene: scene.log(
             1, "nfs: server 10.0.0.9 not responding, still trying", before_s=-20
         ),
+        "storage",
+        [1],
+        [2, 3],
+    ),
+    Incident(
+        "requests to a file server time out",
+        "missing",
+        _mounts(4, 1),
         "storage",
         [1],
         [2, 3],
@@ -346,6 +364,19 @@ NO_CAUSES = [
         "RAS of another job",
         "stuck",
         lambda scene: scene.answer_of_ras([9, 9, 8, 9, 9, 9, 9, 9], others=True),
+    ),
+    Incident("requests of another node to a file server time out", "missing", _mounts(4, 3)),
+    Incident(
+        "requests to a file server that timed out long ago",
+        "missing",
+        lambda _: None,
+        earlier=_mounts(4, 1),
+    ),
+    Incident(
+        "requests to a file server time out while all are in a collective",
+        "stuck",
+        _mounts(4, 1),
+        coincides=True,
     ),
     Incident("memory of other processes is read back from swap space", "slow", _swap(0)),
     Incident("memory of a rank that is not slow is read back", "slow", _swap(0, 0)),

@@ -67,6 +67,7 @@ class NodeFiles:
         self.pressure(memory_s=0.0, io_s=0.0)
         self.write("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 800 kB\nSwapTotal: 0 kB\n")
         self.write("proc/vmstat", "pswpin 0\npswpout 0\noom_kill 0\n")
+        self.mounts(0)
         self.write("kern.log", "")
         self._write_gpus()
 
@@ -122,6 +123,14 @@ class NodeFiles:
     def retransmits(self, count: int) -> None:
         """Set how many TCP segments were sent again."""
         self.write("proc/net/snmp", f"Tcp: InSegs OutSegs RetransSegs\nTcp: 9 100000 {count}\n")
+
+    def mounts(self, timeouts: int) -> None:
+        """Set how many requests to the server of NFS have timed out."""
+        self.write(
+            "proc/self/mountstats",
+            "device 10.0.0.9:/data mounted on /data with fstype nfs4 statvers=1.1\n"
+            f"\t        READ: 900 900 {timeouts} 1 1 0 0 0 0\n",
+        )
 
     def pressure(self, *, memory_s: float, io_s: float) -> None:
         """Set for how long all tasks have waited."""

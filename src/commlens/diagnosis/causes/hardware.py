@@ -231,7 +231,7 @@ def _lasts(node: Node, place: _Place, event: HealthEvent, *, is_recent: bool) ->
     After an error long ago, a GPU that the driver still lists may have gone on.
     """
     if event.what in ("link-down", "nfs-silent"):
-        return not event.over
+        return not event.over and not (event.what == "nfs-silent" and event.since_ns)
     gpus = node.health.values.get("gpu", {})
     if not is_recent and event.part in gpus:
         return False

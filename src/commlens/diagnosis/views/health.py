@@ -39,7 +39,7 @@ def health_table(health: NodeHealth) -> HealthTable:
     return HealthTable(rows, events, not_read)
 
 
-_NAMES: Final = {"gpu": "GPU "}
+_NAMES: Final = {"gpu": "GPU ", "nfs": "NFS server "}
 _TEXTS: Final[Mapping[str, Callable[[float], str]]] = {
     "temperature_c": lambda value: f"{number(value)} °C",
     "power_w": lambda value: f"{value:.0f} W",
@@ -52,6 +52,12 @@ _TEXTS: Final[Mapping[str, Callable[[float], str]]] = {
     "speed": lambda value: f"{number(value / 1000)} Gbit/s" if value > 0 else "",
     "MemAvailable": lambda value: f"{size(value)} free",
     "MemTotal": lambda value: f"of {size(value)}",
+    "memory_used": lambda value: f"{size(value)} of memory used",
+    "memory_limit": lambda value: f"of {size(value)} allowed",
+    "cpu_limit": lambda value: f"{number(round(value, 1))} CPUs allowed",
+    "cpu_throttled_s": lambda value: (
+        f"held back by that for {number(round(value, 1))} s" if value else ""
+    ),
     "stalled_s": lambda value: (
         f"all processes waited for it for {number(round(value, 1))} s" if value else ""
     ),
@@ -82,6 +88,8 @@ _COUNTERS: Final = {
     "tx_dropped": "packets to send dropped",
     "segments": "segments sent",
     "retransmits": "sent again",
+    "timeouts": "requests timed out",
+    "sent_again": "requests sent again",
     "oom_kills": "processes killed for lack of memory",
 }
 """The words for counters, which are shown unless they are 0."""

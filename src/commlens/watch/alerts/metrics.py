@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from commlens.config import Settings
+from commlens.health.changes import WORKING
+from commlens.model.health import THERMAL_REASONS, Values
 from commlens.speed.pace import Pace, measure_traffic
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Member
@@ -71,6 +73,7 @@ class Metrics:
         slowness: Slowness,
         not_compared: int,
         hardware: Mapping[str, int] = MappingProxyType({}),
+        hardware_now: Mapping[str, Values] = MappingProxyType({}),
     ) -> None:
         """Take new readings, and write the file, if metrics are asked for and it is time.
 
@@ -80,6 +83,7 @@ class Metrics:
             slowness: the ranks' pace.
             not_compared: records that deferred verification left out.
             hardware: how many changes of the node's hardware were seen, by fault.
+            hardware_now: the values of the last look at it, by source.
         """
         now = time.monotonic()
         if self._registry is None or now < self._due:
@@ -122,6 +126,24 @@ class Metrics:
                 "Changes of the node's hardware that may stop or slow a job.",
                 "fault",
                 hardware,
+            ),
+            self._gauge(
+                "link_up", "1 for a network port that works.", "port", _links(hardware_now)
+            ),
+            self._gauge(
+                "gpu_temperature_celsius",
+                "Of a GPU, by its PCI address.",
+                "gpu",
+                _gpus(hardware_now, "temperature_c"),
+            ),
+            self._gauge(
+                "gpu_throttled",
+                "1 for a GPU whose clock is lowered because of heat or power.",
+                "gpu",
+                {
+                    gpu: float(bool(int(reasons) & THERMAL_REASONS))
+                    for gpu, reasons in _gpus(hardware_now, "throttle_reasons").items()
+                },
             ),
             self._gauge(
                 "oldest_wait_seconds", "Age of the oldest suspicious wait.", "", {"": _age_s(stall)}
@@ -207,6 +229,25 @@ class Metrics:
         for key, value in values.items():
             family.add_metric([self._job, str(key)] if label else [self._job], value)
         return family
+
+
+def _links(hardware: Mapping[str, Values]) -> dict[str, float]:
+    """Return 1 for each network port that works, and 0 for each other."""
+    return {
+        part: float(values["state"] == good)
+        for source, good in WORKING.items()
+        for part, values in hardware.get(source, {}).items()
+        if "state" in values
+    }
+
+
+def _gpus(hardware: Mapping[str, Values], name: str) -> dict[str, float]:
+    """Return a value of each GPU that tells it."""
+    return {
+        gpu: float(value)
+        for gpu, values in hardware.get("gpu", {}).items()
+        if isinstance(value := values.get(name), (int, float))
+    }
 
 
 def _age_s(stall: Stall | None) -> float:

@@ -11,6 +11,7 @@ from ports import free_port
 
 from commlens.config import Settings, load_settings
 from commlens.errors import ConfigError
+from commlens.model.health import Values
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.reporting import Evidence, Reporter
 from commlens.watch.slowness import Slowness
@@ -29,12 +30,21 @@ def test_the_endpoint(tmp_path: Path) -> None:
     said: list[str] = []
     port = free_port()
     served = metrics(tmp_path, said, metrics_port=str(port))
-    served.update([], None, Slowness(), 7, {"network-down": 2})
+    hardware: dict[str, Values] = {
+        "network": {"eth0": {"state": "down"}},
+        "infiniband": {"mlx5_0": {"state": "ACTIVE"}},
+        "gpu": {"a": {"temperature_c": 41.0, "throttle_reasons": 64.0}, "b": {}},
+    }
+    served.update([], None, Slowness(), 7, {"network-down": 2}, hardware)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     assert 'commlens_verdicts_total{job="train-1",kind="straggler"} 2.0' in text
     assert 'commlens_records_not_compared_total{job="train-1"} 7.0' in text
     assert 'commlens_hardware_changes_total{fault="network-down",job="train-1"} 2.0' in text
+    assert 'commlens_link_up{job="train-1",port="eth0"} 0.0' in text
+    assert 'commlens_link_up{job="train-1",port="mlx5_0"} 1.0' in text
+    assert 'commlens_gpu_temperature_celsius{gpu="a",job="train-1"} 41.0' in text
+    assert 'commlens_gpu_throttled{gpu="a",job="train-1"} 1.0' in text
     taken = metrics(tmp_path, said, metrics_port=str(port))
     assert said == [f"no metrics on port {port}: Address already in use."]
     taken.update([], None, Slowness(), 0)
