@@ -19,6 +19,7 @@ import numpy.typing as npt
 from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind, Stack
 from commlens.model.frames import frame_kind
+from commlens.model.health import RankPlace
 from commlens.model.ranklog import Observation
 
 SCHEDULED: Final = 0
@@ -155,6 +156,7 @@ class RankColumns:
     rank: int = -1  # global; -1 if unknown
     world_size: int = 0  # 0 if unknown
     host: str = ""
+    place: RankPlace | None = None  # the parts of its host that it uses
     job: str = ""
     source: str = ""  # "dumps/rank_3", "dumps.tar!rank_3"
     origin: str = "flight-recorder"  # "flight-recorder", "gloo-recorder", "torch-log", "commlens"

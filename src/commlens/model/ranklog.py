@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
 from commlens.model.hazard import Hazard
-from commlens.model.health import NodeHealth
+from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.refusal import Refusal
 
 
@@ -150,6 +150,8 @@ class RankLog(msgspec.Struct):
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports
     versions: dict[str, str] = {}
+    # the parts of its node that it uses, as a text log tells them
+    place: RankPlace | None = None
     # the hardware of its node; only one log of a node has it
     health: NodeHealth | None = None
 

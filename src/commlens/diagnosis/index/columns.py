@@ -36,6 +36,7 @@ _KEPT = (
     "rank",
     "world_size",
     "host",
+    "place",
     "job",
     "source",
     "origin",

@@ -60,6 +60,7 @@ def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
         world_size=dump.world_size,
         job=dump.job,
         host=dump.host,
+        place=dump.place,
         collectives=[columns.op(row) for row in rows],
         issued=dump.issued,
         captured_ns=dump.captured_ns,

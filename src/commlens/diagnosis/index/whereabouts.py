@@ -37,6 +37,8 @@ def whereabouts(
     for rank in {*logs, *of_rank}:
         log = logs.get(rank)
         node, place = of_rank.get(rank, (None, RankPlace(rank)))
+        if log is not None and log.place is not None and not place.nic:
+            place = log.place
         host = (log.host if log is not None else "") or (
             node.health.host if node is not None else ""
         )

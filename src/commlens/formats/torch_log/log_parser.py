@@ -18,9 +18,10 @@ from commlens.formats.columns import (
 )
 from commlens.formats.torch_log import lines as L
 from commlens.formats.torch_log.endings import parse_ending
-from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines
+from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
 from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.health import RankPlace
 from commlens.model.ops import (
     COALESCED,
     POINT_TO_POINT,
@@ -30,6 +31,7 @@ from commlens.model.ops import (
     watchdog_wire_op,
 )
 from commlens.model.ranklog import End, Observation
+from commlens.model.topology import rail_of
 from commlens.text import count, signal_name
 
 _RANKS_MAX: Final = 100_000
@@ -112,6 +114,14 @@ class _Rank:
     observation: Observation = field(default_factory=Observation)
     host: str = ""
     last_ns: int = 0
+    place: RankPlace | None = None
+
+    def add_place(self, rank: int, told: Place) -> None:
+        """Add where the rank runs, as NCCL's lines tell it."""
+        self.host = self.host or told.host
+        self.place = RankPlace(
+            rank, gpu_index=told.gpu, nic=told.nic, rail=rail_of(told.nic, told.nics)
+        )
 
 
 class LogParser:
@@ -368,6 +378,8 @@ class LogParser:
         self._world_size = max(self._world_size, self._nccl.world_size())
         for rank in self._nccl.ranks().values():
             self.add_mention(rank)
+        for rank, place in self._nccl.places().items():
+            self._ranks[rank].add_place(rank, place)
         self._communicators = self._nccl.communicators()
 
     def _forget_mixed_counters(self) -> None:
@@ -405,6 +417,7 @@ class LogParser:
             rank=max(rank, -1),
             world_size=self._world_size,
             host=about.host,
+            place=about.place,
             source=self._source,
             origin=TEXT_LOG,
         )

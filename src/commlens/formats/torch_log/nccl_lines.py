@@ -15,8 +15,11 @@ from typing import Final, NamedTuple
 from commlens.model.ops import POINT_TO_POINT, watchdog_wire_op
 
 _HEAD: Final = re.compile(
-    r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\] NCCL INFO (?P<text>.*)"
+    r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[(?P<gpu>\d{1,4})\] NCCL INFO"
+    r" (?P<text>.*)"
 )
+_ADAPTERS: Final = re.compile(r"\[(\d{1,3})\]([\w-]{1,32}):\d{1,3}/(?:IB|RoCE)\b")
+_VIA: Final = re.compile(r"\bvia NET/IB/(\d{1,3})\b")
 _COMM: Final = re.compile(
     r"\bcomm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) n[rR]anks"
     r" (?P<size>\d{1,7})(?:.*?\bcommId (?P<id>0x[0-9a-f]{1,16}))?"
@@ -64,6 +67,24 @@ class Communicator(NamedTuple):
     met: int  # the number up to which all ranks issued the same
 
 
+class Place(NamedTuple):
+    """Where a rank runs, as NCCL's lines tell it."""
+
+    host: str
+    gpu: int  # index on the host, among the GPUs that the process sees
+    nic: str  # the only network adapter that it used; empty: several, or none
+    nics: tuple[str, ...]  # all adapters of its host that NCCL uses
+
+
+@dataclass(slots=True)
+class _Wires:
+    """The GPU and the network adapters of a process."""
+
+    gpu: int
+    names: dict[int, str] = field(default_factory=dict)  # of all adapters, by NCCL's number
+    used: set[int] = field(default_factory=set)
+
+
 @dataclass(slots=True)
 class _Member:
     rank: int = -1
@@ -79,6 +100,7 @@ class NcclLines:
 
     def __init__(self) -> None:
         self._members: dict[_Process, dict[str, _Member]] = defaultdict(dict)
+        self._wires: dict[_Process, _Wires] = {}
         self._count = 0
 
     def add(self, line: str) -> None:
@@ -87,6 +109,11 @@ class NcclLines:
         if head is None:
             return
         process, text = (head["host"], head["pid"]), head["text"]
+        wires = self._wires.setdefault(process, _Wires(int(head["gpu"])))
+        if via := _VIA.search(text):
+            wires.used.add(int(via[1]))
+        elif text.startswith("NET/IB"):
+            wires.names |= {int(number): name for number, name in _ADAPTERS.findall(text)}
         if call := _CALL.search(text):
             self._add_call(self._members[process].setdefault(call["comm"], _Member()), call)
         elif comm := _COMM.search(text):
@@ -133,6 +160,17 @@ class NcclLines:
             for member in members.values()
             if member.size == size and member.rank >= 0
         }
+
+    def places(self) -> dict[int, Place]:
+        """Return where each rank runs, by its global rank."""
+        found = {}
+        for process, rank in self.ranks().items():
+            wires = self._wires[process]
+            used = {wires.names.get(number, "") for number in wires.used}
+            nic = used.pop() if len(used) == 1 else ""
+            nics = tuple(name for _, name in sorted(wires.names.items()))
+            found[rank] = Place(process[0], wires.gpu, nic, nics)
+        return found
 
     def world_size(self) -> int:
         """Return the size of the largest communicator; 0 if there is none."""

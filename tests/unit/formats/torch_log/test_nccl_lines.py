@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import commlens
+from commlens.formats.torch_log import read_torch_log
+from commlens.formats.torch_log.nccl_lines import NcclLines, Place
 
 STEP = ("AllReduce", "AllGather")
 
@@ -114,3 +117,47 @@ def test_counts_that_messages_change_are_not_compared(tmp_path: Path) -> None:
         "".join([*lines, call(1, 0, "AllReduce"), call(1, 1, "AllGather")])
     )
     assert commlens.diagnose(tmp_path / "nccl.log").culprits == []
+
+
+def test_where_ranks_run() -> None:
+    """Two hosts with two GPUs and two adapters; rank 2 uses both adapters."""
+    lines = NcclLines()
+    for rank in range(4):
+        host, gpu = divmod(rank, 2)
+        start = f"n{host}:{100 + rank}:{200 + rank} [{gpu}] NCCL INFO"
+        used = [gpu, gpu] if rank != 2 else [0, 1]
+        for line in (
+            f"{start} NET/IB : Using [0]mlx5_2:1/IB [1]mlx5_10:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
+            f"{start} comm 0x55e290bd30 rank {rank} nRanks 4 nNodes 2 localRanks 2 localRank {gpu}",
+            *(
+                f"{start} Channel 0{number}/0 : {rank}[{gpu}] -> 1[1] [send] via NET/IB/{nic}/GDRDMA"
+                for number, nic in enumerate(used)
+            ),
+        ):
+            lines.add(line)
+    nics = ("mlx5_2", "mlx5_10")
+    assert lines.places() == {
+        0: Place("n0", 0, "mlx5_2", nics),
+        1: Place("n0", 1, "mlx5_10", nics),
+        2: Place("n1", 0, "", nics),
+        3: Place("n1", 1, "mlx5_10", nics),
+    }
+
+
+def test_the_rail_of_a_rank_in_a_log() -> None:
+    lines = [
+        f"n{rank // 2}:{100 + rank}:{200 + rank} [{rank % 2}] NCCL INFO {text}\n"
+        for rank in range(4)
+        for text in (
+            "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+            f"comm 0x55e290bd30 rank {rank} nRanks 4 nNodes 2 localRanks 2 localRank {rank % 2}",
+            f"Channel 00/0 : {rank}[{rank % 2}] -> 0[0] [send] via NET/IB/{rank % 2}",
+        )
+    ]
+    told = read_torch_log(io.BytesIO("".join(lines).encode()), "nccl.log")
+    assert [(one.rank, one.host, one.place.rail if one.place else None) for one in told] == [
+        (0, "n0", "0"),
+        (1, "n0", "1"),
+        (2, "n1", "0"),
+        (3, "n1", "1"),
+    ]
