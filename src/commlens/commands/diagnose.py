@@ -100,8 +100,8 @@ class DiagnoseCommand:
         from commlens.dumps.sources import name_paths
 
         paths = name_paths(arguments.paths)
-        health = _read_health(arguments.health) if arguments.health is not None else []
         inventory = _read_inventory(arguments.health)
+        health = _read_health(arguments.health, inventory) if arguments.health is not None else []
         with ProgressBar("reading dumps") as seen:
             examined = examine_paths(
                 paths,
@@ -133,11 +133,11 @@ class DiagnoseCommand:
         return exit_status(verdict)
 
 
-def _read_health(folder: Path) -> list[NodeHealth]:
+def _read_health(folder: Path, inventory: Inventory | None) -> list[NodeHealth]:
     from commlens.health.bundle import read_bundle
 
     try:
-        found = read_bundle(folder)
+        found = read_bundle(folder, inventory)
     except OSError as error:
         raise CommandError(f"{folder} cannot be read: {error.strerror or error}.") from None
     if not found:

@@ -28,10 +28,10 @@ class DoctorCommand:
         if arguments.node:
             from commlens.commands.health_table import print_health
             from commlens.config import load_settings
-            from commlens.watch.node_health import root_of
+            from commlens.watch.node_health import root_of, topology_of
 
             settings = load_settings(config_file=arguments.config_file).settings
-            print_health(root_of(settings))
+            print_health(root_of(settings), topology_of(settings))
             return 0
         from commlens.launch.environment import examine
 

@@ -75,10 +75,10 @@ class StatusCommand:
             _print(each, everything=arguments.all)
         if arguments.health:
             from commlens.commands.health_table import print_health
-            from commlens.watch.node_health import root_of
+            from commlens.watch.node_health import root_of, topology_of
 
             print()
-            print_health(root_of(settings))
+            print_health(root_of(settings), topology_of(settings))
         return 0
 
 

@@ -14,6 +14,7 @@ from commlens.health.gpus import PROCESSES_FILE, SMI_FILE
 from commlens.health.kernel_log import LOG_FILES
 from commlens.health.monitor import look_once
 from commlens.model.health import NodeHealth
+from commlens.model.topology import Inventory
 
 SOURCES: Final = (*LOG_FILES, "sys", "proc", SMI_FILE, PROCESSES_FILE)
 
@@ -27,14 +28,19 @@ INVENTORIES: Final = (
 """Beside the hosts' folders: an inventory, or Slurm's topology."""
 
 
-def read_bundle(folder: Path) -> list[NodeHealth]:
-    """Return the hardware of each host; a host without a name is the only one."""
+def read_bundle(folder: Path, inventory: Inventory | None = None) -> list[NodeHealth]:
+    """Return the hardware of each host; a host without a name is the only one.
+
+    Args:
+        folder: the bundle.
+        inventory: where hosts are.
+    """
     if _is_host(folder):
-        found = look_once(folder)
+        found = look_once(folder, inventory=inventory)
         found.host = ""
         return [found]
     return [
-        look_once(host, host.name)
+        look_once(host, host.name, inventory)
         for host in sorted(folder.iterdir())
         if host.is_dir() and _is_host(host)
     ]

@@ -32,6 +32,7 @@ from commlens.health.places import RankProcess
 from commlens.health.sources import ROOT, UnreadableError
 from commlens.health.topology import Layout, find_layout, read_inventory
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
+from commlens.model.topology import Inventory
 
 log = logging.getLogger("commlens")
 
@@ -455,16 +456,24 @@ def _is_over(event: HealthEvent, events: list[HealthEvent], last: Look) -> bool:
     return ended or (end == "link-up" and is_down(last.values, event.part) is False)
 
 
-def look_once(root: Path = ROOT, host: str = "") -> NodeHealth:
+def look_once(root: Path = ROOT, host: str = "", inventory: Inventory | None = None) -> NodeHealth:
     """Look at a node once, and return the present values of its sources and what the kernel has
     logged. There is no earlier look to compare with, so counters show no change.
+
+    Args:
+        root: the folder below which the node's files are.
+        host: the node's name.
+        inventory: where hosts are.
     """
+    host = host or os.uname().nodename
     sampler = Sampler(root, past=True)
     try:
         taken_ns = time.time_ns()
         values, events = sampler.look(thorough=True)
     finally:
         sampler.close()
-    record = NodeRecord(host or os.uname().nodename, past=True)
+    record = NodeRecord(host, past=True)
     record.add(Look(taken_ns, values), events)
-    return record.health(not_read=sampler.not_read)
+    environment = os.environ if root == ROOT else {}  # of another node, it says nothing
+    layout = find_layout(root, host, environment, values, inventory)
+    return layout.add_to(record.health(not_read=sampler.not_read))

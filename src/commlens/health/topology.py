@@ -68,7 +68,15 @@ class Layout(NamedTuple):
             )
             for each in health.ranks
         ]
-        return msgspec.structs.replace(health, ranks=ranks, leaf=self.leaf, rack=self.rack)
+        values = dict(health.values)
+        if "gpu" in values and self.nic_of_gpu:
+            values["gpu"] = {
+                gpu: {**found, "nic": self.nic_of_gpu.get(gpu, "")}
+                for gpu, found in values["gpu"].items()
+            }
+        return msgspec.structs.replace(
+            health, ranks=ranks, values=values, leaf=self.leaf, rack=self.rack
+        )
 
 
 def find_layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,19 @@ def test_a_source_that_cannot_be_read_is_named(
     monkeypatch.setenv("COMMLENS_HEALTH", str(tmp_path))
     assert commands.main(["doctor", "--node"]) == 0
     assert "  - Kernel log: there is no kernel log in" in capsys.readouterr().out
+
+
+def test_the_place_of_the_node_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NodeFiles(tmp_path / "node", gpus=1)
+    (tmp_path / "topology.yaml").write_text(
+        "pattern: '(?P<rack>)'\nrails: [mlx5_1]\n"
+        f"hosts: {{{os.uname().nodename.partition('.')[0]}: {{leaf: leaf-1, rack: r2}}}}\n"
+    )
+    monkeypatch.setenv("COMMLENS_HEALTH", str(tmp_path / "node"))
+    monkeypatch.setenv("COMMLENS_TOPOLOGY", str(tmp_path / "topology.yaml"))
+    assert commands.main(["doctor", "--node"]) == 0
+    text = capsys.readouterr().out
+    assert "(switch leaf-1, rack r2):" in text
+    assert "H100 80GB HBM3  near mlx5_1, 41" in text

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from commlens.model.health import NodeHealth, RankPlace, gpus_by_index
 from commlens.model.ranklog import RankLog
+from commlens.model.topology import rail_of
 
 
 class Node(NamedTuple):
@@ -44,15 +45,32 @@ def nodes_of(logs: Mapping[int, RankLog], more: Iterable[NodeHealth] = ()) -> li
             )
             continue
         gpus = gpus_by_index(health.values)
+        nics = {
+            gpu: str(found.get("nic", "")) for gpu, found in health.values.get("gpu", {}).items()
+        }
         alone = not health.host and len(hosts) <= 1
         nodes.append(
             Node(
                 health,
                 {
-                    rank: RankPlace(rank, log.pid, gpus.get(log.local_rank, ""))
+                    rank: _place(log, gpus.get(log.local_rank, ""), nics)
                     for rank, log in logs.items()
                     if alone or log.host.partition(".")[0] == health.host.partition(".")[0]
                 },
             )
         )
     return [node for node in nodes if node.places]
+
+
+def _place(log: RankLog, gpu: str, nics: Mapping[str, str]) -> RankPlace:
+    """Return the place of a rank with the GPU of its local rank."""
+    nic = nics.get(gpu, "")
+    index = log.local_rank if gpu and log.local_rank is not None else -1
+    return RankPlace(
+        log.rank,
+        log.pid,
+        gpu,
+        gpu_index=index,
+        nic=nic,
+        rail=rail_of(nic, list(nics.values())),
+    )

@@ -98,6 +98,7 @@ _COUNTERS: Final = {
 def _state(values: Mapping[str, Value]) -> str:
     known = {name: value for name, value in values.items() if isinstance(value, (int, float))}
     parts = [str(values["state"]).lower()] if "state" in values else []
+    parts += [f"near {values['nic']}"] if values.get("nic") else []
     parts += [text(known[name]) for name, text in _TEXTS.items() if name in known]
     parts += [
         f"{text}: {number(known[name])}" for name, text in _COUNTERS.items() if known.get(name)

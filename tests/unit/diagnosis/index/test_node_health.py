@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.index.node_health import nodes_of
-from commlens.model.health import NodeHealth, RankPlace
+from commlens.model.health import NodeHealth, RankPlace, Values
 from commlens.model.ranklog import RankLog
 
 
@@ -14,7 +14,12 @@ def logs(*hosts: str) -> dict[int, RankLog]:
     }
 
 
-GPUS = {"gpu": {"0000:10:00.0": {"index": 0.0}, "0000:11:00.0": {"index": 1.0}}}
+GPUS: dict[str, Values] = {
+    "gpu": {
+        "0000:10:00.0": {"index": 0.0, "nic": "mlx5_1"},
+        "0000:11:00.0": {"index": 1.0, "nic": "mlx5_0"},
+    }
+}
 
 
 def test_a_log_carries_what_its_node_told() -> None:
@@ -30,8 +35,8 @@ def test_what_was_collected_apart_is_joined_by_the_names_of_hosts() -> None:
     nodes = nodes_of(job, [NodeHealth("n1", values=GPUS), NodeHealth("n9", values=GPUS)])
     (node,) = nodes
     assert node.places == {
-        2: RankPlace(2, 102, "0000:10:00.0"),
-        3: RankPlace(3, 103, "0000:11:00.0"),
+        2: RankPlace(2, 102, "0000:10:00.0", gpu_index=0, nic="mlx5_1", rail="1"),
+        3: RankPlace(3, 103, "0000:11:00.0", gpu_index=1, nic="mlx5_0", rail="0"),
     }
     assert node.gpus_known
 
