@@ -36,10 +36,11 @@ out.
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
-REMARKS: Final = ("broadcast-wait", "ras-behind", "ras-rank", "lagging")
+REMARKS: Final = ("broadcast-wait", "ras-behind", "ras-rank", "store-lost", "lagging")
 """vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a
 communicator launched fewer operations than others, the last up to this one, and lists this rank of
-it after the number that it launched; torch's desync report names this rank as lagging.
+it after the number that it launched; this rank does not reach torch's store any more; torch's
+desync report names this rank as lagging.
 """
 
 Status = tuple[int, int, int]

@@ -54,6 +54,11 @@ _PARAMETERS: Final = re.compile(  # torch 1.11 to 2.15: reducer.cpp, verify_para
     r" params, "
     r"while rank (?P<other>\d{1,7}) has inconsistent (?P<theirs>\d{1,12}) params"
 )
+# torch 1.10 to 2.15: reducer.cpp, where the first rank's parameters are the reference
+_PARAMETER_SIZES: Final = re.compile(
+    r"\[(?P<own>\d{1,7})\]: (?P<name>params\[\d{1,7}\]) in this process with"
+    r" (?P<what>sizes|strides) (?P<mine>\[[\d, ]{0,200}\]) appears not to match"
+)
 _CHECKPOINT: Final = re.compile(  # torch 2.0 to 2.15: torch/distributed/checkpoint/api.py
     r"CheckpointException ranks: ?dict_keys\(\[(?P<ranks>\d{1,7}(?:, \d{1,7})*)\]\)(?P<rest>.*)",
     re.DOTALL,
@@ -126,6 +131,10 @@ def _of_detail(text: str) -> Claim | None:
 
 def _of_parameters(text: str) -> Claim | None:
     found = _PARAMETERS.search(text)
+    if found is None and (size := _PARAMETER_SIZES.search(text)) is not None:
+        own, of = int(size["own"]), f"{size['name']} of"
+        values = ((own, f"{of} {size['what']} {size['mine']}"), (0, f"{of} other {size['what']}"))
+        return Claim("parameters", own, values)
     if found is None:
         return None
     own, other = int(found["own"]), int(found["other"])

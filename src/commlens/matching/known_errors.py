@@ -18,6 +18,10 @@ ErrorKind = Literal[
     "not-all-joined",
     "store-unreachable",
     "store-lost",
+    "rendezvous",
+    "no-interface",
+    "old-driver",
+    "fabric-manager",
     "network-link",
     "versions",
     "unused-parameters",
@@ -28,7 +32,10 @@ ErrorKind = Literal[
 ``bad-kernel``: a kernel of the rank's program failed. ``shared-memory``: /dev/shm is full.
 ``port-taken``: another process listens on the store's port. ``not-all-joined``: fewer processes
 came to the store than the world size says. ``store-unreachable``: the store's address does not
-answer. ``store-lost``: the store's process ended. ``network-link``: an InfiniBand connection broke.
+answer. ``store-lost``: the store's process ended. ``rendezvous``: not all nodes came to torchrun's
+rendezvous. ``no-interface``: NCCL finds no network interface. ``old-driver``: a node's driver is
+older than CUDA needs. ``fabric-manager``: the service for NVSwitch does not run.
+``network-link``: an InfiniBand connection broke.
 ``versions``: a message has another length than its receiver's NCCL sends. ``unused-parameters``:
 DDP waits for gradients that were not computed.
 """
@@ -55,7 +62,11 @@ _KINDS: Final[tuple[tuple[ErrorKind, re.Pattern[str]], ...]] = (
     ("port-taken", re.compile(r"EADDRINUSE|[Aa]ddress already in use")),
     (
         "not-all-joined",
-        re.compile(r"waiting for clients\. (?P<detail>\d{1,7}/\d{1,7}) clients joined"),
+        re.compile(
+            r"waiting for clients\. (?P<detail>\d{1,7}/\d{1,7}) clients joined"
+            r"|world_size=(?P<size>\d{1,7}),"
+            r" (?:num_workers_joined|worker_count)=(?P<joined>\d{1,7})"
+        ),
     ),
     (
         "store-unreachable",
@@ -68,6 +79,10 @@ _KINDS: Final[tuple[tuple[ErrorKind, re.Pattern[str]], ...]] = (
         "store-lost",
         re.compile(r"RendezvousConnectionError|connection to the C10d store has failed"),
     ),
+    ("rendezvous", re.compile(r"Rendezvous(?:Timeout|Closed|GracefulExit)Error")),
+    ("no-interface", re.compile(r"[Nn]o socket interface found")),
+    ("old-driver", re.compile(r"CUDA driver version is insufficient|driver .{0,40} is too old")),
+    ("fabric-manager", re.compile(r"Error 802: system not yet initialized|'system not yet init")),
     (
         "network-link",
         re.compile(
@@ -86,6 +101,9 @@ _OWN: Final = (
     "bad-kernel",
     "shared-memory",
     "port-taken",
+    "no-interface",
+    "old-driver",
+    "fabric-manager",
     "unused-parameters",
 )
 _PEER_HOST: Final = re.compile(
@@ -105,7 +123,9 @@ def known_error(text: str | None) -> KnownError | None:
     text = (text or "")[:_TEXT_MAX]
     for kind, pattern in _KINDS:
         if found := pattern.search(text):
-            return KnownError(kind, found.groupdict().get("detail") or "")
+            fields = found.groupdict()
+            joined = f"{fields['joined']}/{fields['size']}" if fields.get("joined") else ""
+            return KnownError(kind, fields.get("detail") or joined)
     return None
 
 

@@ -879,6 +879,7 @@ LogReport = Literal[
     "watchdog-stuck",
     "ras-behind",
     "engine-waits",
+    "store-lost",
 ]
 """What text logs tell of a job as a whole.
 
@@ -888,6 +889,7 @@ group. ``launcher-ended``: a signal ended the launcher. ``ended``: a scheduler, 
 launcher tells why the job or a process of it ended. ``raised``: the launcher or an unknown rank
 raised an exception. ``watchdog-stuck``: the watchdog of ranks made no progress. ``ras-behind``:
 NCCL's RAS reports ranks that are apart. ``engine-waits``: vLLM's engine waits for a worker.
+``store-lost``: ranks do not reach torch's store, as after the end of its process.
 """
 
 

@@ -23,6 +23,12 @@ from commlens.matching.error_claims import claim_of, names_backend, worker_end
             ((1, "Float"), (0, "Half")),
         ),
         (ddp(0, 5, 2, 4), "parameters", ((0, "5 parameters"), (2, "4 parameters"))),
+        (
+            "RuntimeError: [1]: params[3] in this process with sizes [10, 20] appears not to match"
+            " sizes of the same param in process 0.",
+            "parameters",
+            ((1, "params[3] of sizes [10, 20]"), (0, "params[3] of other sizes")),
+        ),
     ],
 )
 def test_ranks_that_differ(text: str, about: str, values: object) -> None:

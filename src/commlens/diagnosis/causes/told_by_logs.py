@@ -302,6 +302,17 @@ def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None
             ranks=ranks,
             waited_s=max(waits),
         )
+    elif lost := sorted({number for kind, number in remarks if kind == "store-lost"}):
+        cause = ToldByLogs(
+            kind="undetermined",
+            why="unknown",
+            root_cause=False,
+            blamed_by="unknown",
+            victims=lost,
+            confidence="low",
+            report="store-lost",
+            ranks=lost,
+        )
     else:
         return None
     return FoundInLogs(cause)

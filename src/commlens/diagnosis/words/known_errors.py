@@ -39,6 +39,23 @@ _STEPS: Final[dict[ErrorKind, str]] = {
         "look at the output of the node that hosts the rendezvous (--rdzv-endpoint): its process"
         " ended, or the network to it broke"
     ),
+    "rendezvous": (
+        "check that all nodes start the launcher, with the same --rdzv-id, --rdzv-endpoint and"
+        " --nnodes, and that each of them reaches the endpoint; then look at the output of the node"
+        " that did not come or left first"
+    ),
+    "no-interface": (
+        "let NCCL_SOCKET_IFNAME name a network interface of the node that is up (ip addr), or unset"
+        " it"
+    ),
+    "old-driver": (
+        "compare the driver's version on all nodes (nvidia-smi): on this one it is older than the"
+        " CUDA version of torch needs"
+    ),
+    "fabric-manager": (
+        "start NVIDIA's fabric manager on that node (systemctl status nvidia-fabricmanager), in the"
+        " version of the driver: GPUs with NVSwitch need it"
+    ),
     "network-link": (
         "check the InfiniBand link{} (ibstat, the switch, counters of the port): its packets were"
         " not acknowledged; and whether the ranks there had ended before"

@@ -26,16 +26,16 @@ _ENDINGS: Final[dict[JobEnding, tuple[str, str]]] = {
     ),
     "node-failure": (
         "the scheduler ended the job because a node failed",
-        "leave the node out (sbatch --exclude), and start the job again from its last checkpoint",
+        "leave the node out (Slurm: --exclude), and start the job again from its last checkpoint",
     ),
     "preemption": (
         "the scheduler ended the job because it was preempted",
-        "start the job again from its last checkpoint; --requeue, or a signal before the end"
-        " (sbatch --signal), lets it save one",
+        "start the job again from its last checkpoint; a signal before the end lets it save one"
+        " (Slurm: --signal, --requeue)",
     ),
     "time-limit": (
         "the scheduler ended the job because its time limit was over",
-        "ask for more time (sbatch --time), or save a checkpoint before the end (sbatch --signal)"
+        "ask for more time (Slurm: --time), or save a checkpoint before the end (Slurm: --signal)"
         " and start again from it; if the job made no progress before, look for a hang",
     ),
     "evicted": (
@@ -86,6 +86,8 @@ def words(found: FoundInLogs) -> Words:
             return _ras_behind(found)
         case "engine-waits":
             return _engine_waits(found)
+        case "store-lost":
+            return _store_lost(found)
 
 
 def timeout_phrase(timeout: UnplacedTimeout) -> str:
@@ -239,4 +241,17 @@ def _engine_waits(found: FoundInLogs) -> Words:
             " long (compilation, quantization)"
         ),
         would_raise_confidence="The line tells only that a worker did not read.",
+    )
+
+
+def _store_lost(found: FoundInLogs) -> Words:
+    ranks = found.cause.ranks
+    return Words(
+        summary=(
+            f"{ranks_and_verb(ranks, 'does', 'do')} not reach torch's store any more: the process"
+            " that hosts it (rank 0, or the launcher of its node) had ended before"
+        ),
+        explanation="At the end of a job that is no fault: the ranks do not end at one moment.",
+        next_step="look at the output of rank 0 and of its node's launcher for the first error",
+        would_raise_confidence="No line tells how the process of the store ended.",
     )

@@ -8,7 +8,7 @@ Slurm 20 to 24, Kubernetes 1.20 to 1.33, Ray 2.0 to 2.50, DeepSpeed 0.8 to 0.17,
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.model.cause import JobEnding
 
@@ -16,6 +16,9 @@ INTERESTING: Final = re.compile(
     rb"CANCELLED AT |oom[-_]kill|srun: error: |OOMKilled|Evicted|low on resource"
     rb"|[Oo]ut of memory: Killed process|low on memory|due to memory pressure|NVRM: Xid"
     rb"|exits with return code = |: line \d+: +\d+ Killed|Preempted|\(exitcode: "
+    rb"|PBS: job killed|TERM_[A-Z]+: job killed|noticed that process rank|Process name: \[\["
+    rb"|KILLED BY SIGNAL|BAD TERMINATION|terminated with code|ProcessExitedException"
+    rb"|ray\.exceptions\.|died unexpectedly"
 )
 """Matches every line worth parsing."""
 
@@ -30,11 +33,24 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|oom-kill:constraint="
             r"|Workers \(tasks / actors\) killed due to memory pressure \(OOM\)"
             r"|was killed due to the node running low on memory"
+            r"|PBS: job killed: v?mem |TERM_MEMLIMIT: job killed"
         ),
     ),
     ("node-failure", re.compile(r"DUE [Tt][Oo] NODE FAIL|srun: error: Node failure on ")),
-    ("preemption", re.compile(r"DUE [Tt][Oo] PREEMPTION|^\s*(?:Normal|Warning)\s+Preempted\b")),
-    ("time-limit", re.compile(r"CANCELLED AT \S+ DUE [Tt][Oo] TIME LIMIT")),
+    (
+        "preemption",
+        re.compile(
+            r"DUE [Tt][Oo] PREEMPTION|^\s*(?:Normal|Warning)\s+Preempted\b"
+            r"|TERM_PREEMPT: job killed"
+        ),
+    ),
+    (
+        "time-limit",
+        re.compile(
+            r"CANCELLED AT \S+ DUE [Tt][Oo] TIME LIMIT|PBS: job killed: walltime "
+            r"|TERM_(?:RUN|CPU)LIMIT: job killed"
+        ),
+    ),
     ("evicted", re.compile(r"\bWarning\s+Evicted\b|The node was low on resource: ")),
     ("gpu-error", re.compile(r"NVRM: Xid \(PCI:[^)]{1,40}\): \d{1,4}\b")),
     (
@@ -43,7 +59,8 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r": line \d+: +\d+ Killed\b"
             r"|exits with return code = -9\b"
             r"|failed \(exitcode: -9\) local_rank: \d+"
-            r"|srun: error: \S+: tasks? [\d,-]+: Killed"
+            r"|srun: error: \S+: tasks? [\d,-]+: Killed|KILLED BY SIGNAL: 9\b"
+            r"|ProcessExitedException: process \d+ terminated with signal SIGKILL"
         ),
     ),
     (
@@ -53,11 +70,50 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|Segmentation fault|Bus error)"
             r"|exits with return code = -?[1-9]"
             r"|failed \(exitcode: -?[1-9]\d*\) local_rank: \d+"
+            r"|ProcessExitedException: process \d+ terminated with"
+            r"|^\s*Process name: \[\[\d+,\d+\],\d+\]|KILLED BY SIGNAL: \d"
+            r"|ray\.exceptions\.(?:RayActorError|ActorDiedError|WorkerCrashedError)\b"
+            r"|Worker proc \S+ died unexpectedly"
         ),
     ),
     ("cancelled", re.compile(r"slurmstepd: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ")),
 )
 """The strongest first: a job that is out of memory is cancelled, too."""
+
+
+_RANK_ENDINGS: Final = (
+    # Open MPI's mpirun
+    re.compile(
+        r"noticed that process rank (?P<rank>\d{1,7}) with PID \d+ on node (?P<host>\S{1,255})"
+        r" exited on signal (?P<signal>\d{1,2})\b"
+    ),
+    # Lightning, with the rank on its node
+    re.compile(
+        r"\[rank: (?P<local>\d{1,7})\] Child process with PID \d+ terminated with code"
+        r" (?P<code>-?[1-9]\d{0,2})\b"
+    ),
+)
+
+
+class RankEnding(NamedTuple):
+    """How a rank ended, according to its launcher."""
+
+    rank: int
+    is_local: bool  # the rank is the one on its node
+    host: str  # "" if unknown
+    code: int  # the exit status; -9: killed by signal 9
+
+
+def parse_rank_ending(text: str) -> RankEnding | None:
+    """Return how a rank ended, from a line of mpirun or Lightning; None for any other line."""
+    for pattern in _RANK_ENDINGS:
+        if found := pattern.search(text):
+            fields = found.groupdict()
+            is_local = "local" in fields
+            code = int(fields["code"]) if "code" in fields else -int(fields["signal"])
+            rank = int(fields["local" if is_local else "rank"])
+            return RankEnding(rank, is_local, fields.get("host") or "", code)
+    return None
 
 
 def parse_ending(text: str) -> JobEnding | None:

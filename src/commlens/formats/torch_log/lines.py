@@ -22,7 +22,7 @@ INTERESTING: Final = re.compile(
     rb"|managed by process"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the"
     rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)|but didn't join collective|the lagging ranks"
-    rb"|[Tt]he above exception"
+    rb"|[Tt]he above exception|-- Process \d"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -79,6 +79,9 @@ _BROADCAST_WAIT: Final = re.compile(
     r"No available shared memory broadcast block found in (\d{1,7}) second"
 )
 _RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
+_STORE_LOST: Final = re.compile(
+    r"Rank (\d{1,7})\] Failed to check the \"should dump\" flag on TCPStore"
+)
 _RAS_RANK: Final = re.compile(r"Rank (\d{1,7}) -- GPU \d{1,3}\b.{0,40} managed by process \d")
 # torch's TraceUtils.h, with TORCH_NCCL_DESYNC_DEBUG=1 (before torch 2.2: NCCL_DESYNC_DEBUG): ranks,
 # as numbered in the group
@@ -293,12 +296,13 @@ def parse_launcher_signal(text: str) -> str:
 
 def parse_remarks(text: str) -> list[tuple[str, int]]:
     """Return what a line of vLLM's broadcast queue (0.6 to 0.11), of NCCL's RAS report (2.24 to
-    2.28) or of torch's desync report shows, each with a kind of REMARKS.
+    2.28), of torch's desync report or of its heartbeat monitor shows, each with a kind of REMARKS.
     """
     for kind, pattern in (
         ("broadcast-wait", _BROADCAST_WAIT),
         ("ras-behind", _RAS),
         ("ras-rank", _RAS_RANK),
+        ("store-lost", _STORE_LOST),
     ):
         if found := pattern.search(text):
             return [(kind, int(found[1]))]

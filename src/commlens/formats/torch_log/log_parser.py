@@ -17,7 +17,7 @@ from commlens.formats.columns import (
     stack_of,
 )
 from commlens.formats.torch_log import lines as L
-from commlens.formats.torch_log.endings import parse_ending
+from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
 from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
@@ -47,10 +47,18 @@ _FAILED_FRAME: Final = re.compile(
     r"#(?P<place>\d{1,4}) (?P<function>.{1,400}) from (?P<file>.{1,4096}):(?P<line>\d{1,9})\s*$"
 )
 _RAISED: Final = re.compile(
-    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout)\b"
+    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Iteration)\b"
 )
 _OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
-_NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
+# named by a launcher, or by vLLM's engine, because a worker ended
+_NO_WORKER: Final = re.compile(
+    r"ChildFailedError|SignalException|subprocess\.CalledProcessError"
+    r"|Process(?:Exited|Raised)Exception|Engine core initialization failed"
+)
+# an exception of any name, as the last line of a traceback
+_NAMED: Final = re.compile(r"[A-Za-z_][\w.]{0,200}(?::\s|$)")
+# of torch.multiprocessing.spawn, before a traceback
+_SPAWNED: Final = re.compile(r"-- Process (\d{1,7}) terminated with the following error:")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _NCCL_ERROR: Final = re.compile(r"NCCL error: [^\n]{1,200}")
 # of torchrun, Accelerate and DeepSpeed
@@ -144,6 +152,7 @@ class LogParser:
         self._is_of_a_job = False  # a line is of a distributed job
         self._cut: list[str] = []  # the parts of a wrapped line, so far
         self._tracebacks: set[int] = set()  # ranks inside a traceback
+        self._spawned = -1  # the rank of the process whose traceback spawn() prints next
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
         self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
 
@@ -202,6 +211,11 @@ class LogParser:
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
         self._add_worker_field(origin.text)
+        self._add_rank_ending(origin.text)
+        if found := _SPAWNED.search(origin.text):
+            self._spawned, self._only_local = int(found[1]), True
+        if rank < 0 <= self._spawned:
+            rank = self._spawned
         if rank not in self._ranks and len(self._ranks) >= _RANKS_MAX:
             return
         about = self._ranks.setdefault(rank, _Rank())
@@ -326,10 +340,21 @@ class LogParser:
         elif text and not text[0].isspace():
             if about.inner:
                 about.exception = f"{about.exception}{about.inner} {text[:500]}"
-            elif _RAISED.match(text) and not _NO_WORKER.search(text[:120]):
+            elif _is_raised(rank, text, about.traceback):
                 self._set_exception(rank, about, text, about.traceback[::-1])
             about.traceback = None
+            self._spawned = -1
             self._tracebacks.discard(rank)
+
+    def _add_rank_ending(self, text: str) -> None:
+        """Add how a rank ended according to mpirun or Lightning."""
+        ending = parse_rank_ending(text)
+        if ending is None or len(self._ranks) >= _RANKS_MAX:
+            return
+        rank = self._global.get(ending.rank, ending.rank) if ending.is_local else ending.rank
+        self._only_local = self._only_local or (ending.is_local and not self._global)
+        about = self._ranks.setdefault(rank, _Rank())
+        about.host, about.observation = ending.host or about.host, _observed(ending.code)
 
     def _add_worker_field(self, text: str) -> None:
         """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this
@@ -341,13 +366,8 @@ class LogParser:
         elif key and "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
             about = self._ranks.setdefault(int(self._worker["rank"]), _Rank())
             about.host = self._worker.get("host", "")
-            code = int(value)
-            about.observation = Observation(
-                end=End.KILLED if code < 0 else End.FAILED,
-                exit_code=code if code >= 0 else None,
-                signal=signal_name(-code) if code < 0 else None,
-                ended_ns=L.parse_torchrun_time(self._worker.get("time", "")),
-            )
+            ended_ns = L.parse_torchrun_time(self._worker.get("time", ""))
+            about.observation = _observed(int(value), ended_ns)
             self._worker = {}
 
     # --- the result
@@ -509,6 +529,26 @@ class LogParser:
                 ),
                 state=STARTED if progress is not None and progress.started >= number else SCHEDULED,
             )
+
+
+def _is_raised(rank: int, text: str, frames: list[tuple[str, int, str]]) -> bool:
+    """Return whether the first line after the frames of a traceback names an exception of a
+    worker.
+
+    Lines without a rank may be of any process, so that only usual names of exceptions count.
+    """
+    pattern = _NAMED if rank >= 0 and frames else _RAISED
+    return pattern.match(text) is not None and not _NO_WORKER.search(text[:120])
+
+
+def _observed(code: int, ended_ns: int = 0) -> Observation:
+    """Return how a process ended with an exit status; -9: killed by signal 9."""
+    return Observation(
+        end=End.KILLED if code < 0 else End.FAILED,
+        exit_code=code if code >= 0 else None,
+        signal=signal_name(-code) if code < 0 else None,
+        ended_ns=ended_ns,
+    )
 
 
 def _tells_nothing(about: _Rank) -> bool:

@@ -851,3 +851,59 @@ def test_an_exception_of_torch_without_its_traceback_counts(tmp_path: Path) -> N
     )
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.victims) == ("dead", [1])
+
+
+@pytest.mark.parametrize(
+    ("line", "culprits", "why"),
+    [
+        (
+            "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9",
+            [3],
+            "killed",
+        ),
+        ("[rank: 1] Child process with PID 3481 terminated with code 1. Forcefully", [1], "exit"),
+        (
+            '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/t.py", line 5, in f\n'
+            "[rank2]: StopIteration",
+            [2],
+            "exception",
+        ),
+        (
+            '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/t.py", line 5, in f\n'
+            "[rank2]: queue.Empty: no batch",
+            [2],
+            "exception",
+        ),
+    ],
+)
+def test_a_launcher_or_a_traceback_names_the_rank(
+    tmp_path: Path, line: str, culprits: list[int], why: str
+) -> None:
+    (tmp_path / "job.log").write_text(f"{STEP}{line}\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", why, culprits)
+
+
+def test_spawn_tells_which_of_its_processes_raised(tmp_path: Path) -> None:
+    spawn = "torch.multiprocessing.spawn.ProcessRaisedException: \n\n"
+    head = "-- Process 3 terminated with the following error:\n"
+    (tmp_path / "job.log").write_text(
+        f"{TRACEBACK.replace('ValueError: no batch', spawn)}{head}{TRACEBACK}"
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.source) == ("dead", [3], "train.py:5")
+    assert any("local ranks" in text for text in verdict.missing_evidence)
+
+
+def test_a_store_that_is_gone_may_be_the_end_of_the_job(tmp_path: Path) -> None:
+    """Ranks tell it, too, when rank 0 has finished before them."""
+    (tmp_path / "job.log").write_text(
+        "".join(
+            f'{HEAD.format(rank=rank)} Failed to check the "should dump" flag on TCPStore, (maybe'
+            " TCPStore server has shut down too early), with error: Broken pipe\n"
+            for rank in (1, 2)
+        )
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("undetermined", [], [1, 2])
+    hold("undetermined/told-by-logs-store-lost", verdict)

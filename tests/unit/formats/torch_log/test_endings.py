@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.formats.torch_log.endings import INTERESTING, parse_ending
+from commlens.formats.torch_log.endings import INTERESTING, parse_ending, parse_rank_ending
 
 SLURM = "slurmstepd: error: *** JOB 581234 ON node01 CANCELLED AT 2025-03-02T09:14:55"
 ENDINGS = {
@@ -41,6 +41,24 @@ ENDINGS = {
     " local_rank: 5 (pid: 77) of binary: python": "killed",
     "E0309 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1)"
     " local_rank: 5 (pid: 77) of binary: python": "process-failed",
+    "=>> PBS: job killed: walltime 3636 exceeded limit 3600": "time-limit",
+    "=>> PBS: job killed: mem 67108864kb exceeded limit 62914560kb": "out-of-memory",
+    "TERM_RUNLIMIT: job killed after reaching LSF run time limit.": "time-limit",
+    "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.": "out-of-memory",
+    "TERM_PREEMPT: job killed after preemption.": "preemption",
+    "=   KILLED BY SIGNAL: 9 (Killed)": "killed",
+    "=   KILLED BY SIGNAL: 6 (Aborted)": "process-failed",
+    "  Process name: [[41234,1],2]": "process-failed",
+    "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with signal SIGKILL": (
+        "killed"
+    ),
+    "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with exit code 1": (
+        "process-failed"
+    ),
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before": "process-failed",
+    "ERROR [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly": (
+        "process-failed"
+    ),
     "[ 8123.4] NVRM: Xid (PCI:0000:3b:00): 79, pid=4173, GPU has fallen off the bus.": "gpu-error",
 }
 
@@ -66,3 +84,24 @@ def test_the_line_tells_why(line: str, ending: str) -> None:
 def test_another_line_tells_no_reason(line: str) -> None:
     """A step is cancelled by srun, too, after one of its tasks has failed."""
     assert parse_ending(line) is None
+
+
+MPIRUN = "mpirun noticed that process rank 3 with PID 0 on node node2 exited on signal 9 (Killed)."
+LIGHTNING = "[rank: 1] Child process with PID 3481 terminated with code {}. Forcefully terminating"
+
+
+@pytest.mark.parametrize(
+    ("line", "ending"),
+    [
+        (MPIRUN, (3, False, "node2", -9)),
+        (LIGHTNING.format(-9), (1, True, "", -9)),
+        (LIGHTNING.format(1), (1, True, "", 1)),
+        (LIGHTNING.format(0), None),
+        ("process rank 3 is ready", None),
+    ],
+)
+def test_mpirun_and_lightning_tell_how_a_rank_ended(
+    line: str, ending: tuple[int, bool, str, int] | None
+) -> None:
+    assert parse_rank_ending(line) == ending
+    assert ending is None or INTERESTING.search(line.encode()) is not None
