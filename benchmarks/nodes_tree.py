@@ -41,7 +41,7 @@ from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
 from commlens.watch.few_ranks import few_ranks
-from commlens.watch.nodes import exchange, known_nodes, remote_evidence, states_tree
+from commlens.watch.nodes import bundles, exchange, known_nodes, remote_evidence, states_tree
 from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.looks import LOOK
@@ -224,6 +224,7 @@ def simulate(count: int) -> Row:
         module.LOST_S = NEVER_S  # type: ignore[attr-defined]
     exchange.GATHER_S = NEVER_S  # type: ignore[misc]
     states_tree.FIRST_S = NEVER_S  # type: ignore[misc]
+    bundles.STALE_S = NEVER_S  # type: ignore[misc]
     job = SimulatedJob(count, (count - 3) * RANKS + 5)
     memory, told, keys = Memory(), digests(), usual_keys(job)
     decode = exchange.decoded

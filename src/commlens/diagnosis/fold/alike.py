@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgspec
 
 from commlens.diagnosis.fold.state_key import blocking, is_small, role
-from commlens.model.cause import Cause, Rank
+from commlens.model.cause import Cause, Issued, Rank, Wait
 from commlens.model.collective import Channel, Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
@@ -33,12 +33,17 @@ class Alike(NamedTuple):
 
 
 def ranks_to_examine(states: Iterable[Collection[int]]) -> set[int]:
-    """Return the lowest ranks of each state.
+    """Return the lowest ranks of each state, and the highest one: it is most likely on another
+    node, so that what is said of the ranks of one node is not said of all in the state.
 
     Args:
         states: the ranks in each.
     """
-    return {rank for ranks in states for rank in sorted(ranks)[:EXAMINED]}
+    found: set[int] = set()
+    for ranks in states:
+        found.update(sorted(ranks)[: EXAMINED - 1])
+        found.add(max(ranks))
+    return found
 
 
 class AlikeRanks:
@@ -242,6 +247,6 @@ def _of_all(part: Any, alike: AlikeRanks) -> Any:
         value = getattr(part, name)
         if hints[name] == _RANKS and not (name == "ranks" and isinstance(part, Cause)):
             changed[name] = sorted(alike.with_alike(value))
-        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+        elif isinstance(value, list) and value and isinstance(value[0], (Wait, Issued)):
             changed[name] = [_of_all(each, alike) for each in value]
     return msgspec.structs.replace(part, **changed)

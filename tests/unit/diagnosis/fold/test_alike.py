@@ -9,6 +9,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from builders import START, Die, Job, S, Stay, Step, all_reduce
+from chosen import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_steps import SLOW, Item, applies, with_fault
+from random_steps import steps as random_steps
 from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -143,3 +148,40 @@ def test_one_rank_of_many_is_found_among_a_few(
     assert list(map(untimed, found.some.findings)) == list(map(untimed, found.full.findings))
     assert found.some.missing_evidence == found.full.missing_evidence
     assert f"{len(found.alike.others)} more ranks wait like some of these" in found.some.looked_at
+
+
+def test_nothing_is_said_of_ranks_that_stand_for_others() -> None:
+    """Half of the ranks stay away: which of them is to blame is not known by examining some."""
+
+    def half(job: Job, rank: int, number: int) -> Iterator[object] | None:
+        if number != 3:
+            return None
+        if rank % 2:
+            return iter([all_reduce(job.world, 100, line=20)])
+        return iter([all_reduce(job.world, 100, line=25)])
+
+    def disagrees(job: Job, rank: int, number: int) -> Iterator[object] | None:
+        return iter([all_reduce(job.world, 100 + rank % 2, line=20)]) if number == 3 else None
+
+    assert not fold(run(steps(half, alone=True))).counts, "nothing is wrong"
+    assert not fold(run(steps(disagrees, alone=True))).counts, "nothing chooses between the sides"
+
+
+FAULTS = ["sleep", "die", "skip", "size", "dtype", "op", "root", "reduce_op", "swap"]
+
+
+@settings(SLOW, max_examples=examples(40))
+@given(st.sampled_from(FAULTS), random_steps(plain=True), st.integers(0, 31), st.data())
+def test_a_verdict_on_a_few_ranks_that_counts_is_that_on_all(
+    fault: str, items: tuple[Item, ...], culprit: int, data: st.DataObject
+) -> None:
+    size = 32
+    applicable = [i for i, item in enumerate(items) if applies(fault, item, items, i, size)]
+    if not applicable:
+        return
+    place = data.draw(st.sampled_from(applicable), label="place")
+    found = fold(run(with_fault(items, fault, place, culprit), size))
+    if found.counts:
+        assert found.some.culprits == found.full.culprits
+        assert (found.some.kind, found.some.why) == (found.full.kind, found.full.why)
+        assert found.some.victims == found.full.victims
