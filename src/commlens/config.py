@@ -103,7 +103,8 @@ class Settings:
     # seconds to wait for a peer while verifying; None: the process group's timeout
     verify_timeout: float | None = None
     on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
-    # compare the tensors that ranks must have alike: "every 100 steps", "nan", "tolerance=1e-6"
+    # compare the tensors that ranks must have alike: "every 100 steps", "nan", "every-op",
+    # "tolerance=1e-6"
     check_numbers: str | None = None
     on_diverged: str = "warn"  # if they differ: "warn" or "abort"
     # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
@@ -397,7 +398,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "check_numbers": Accepts(
         _number_checks,
-        "on, off, every N steps, nan, tolerance=X, or several of these with commas",
+        "on, off, every N steps, nan, every-op, tolerance=X, or several of these with commas",
     ),
     "on_diverged": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),

@@ -129,7 +129,8 @@ def _add_check_numbers(parser: argparse.ArgumentParser, group: argparse._Argumen
         const="on",
         help=(
             "compare the tensors that ranks must have alike after every 100th optimizer step;"
-            " --check-numbers=HOW accepts every N steps, nan, tolerance=X, with commas between them"
+            " --check-numbers=HOW accepts every N steps, nan, every-op, tolerance=X, with commas"
+            " between them"
         ),
     )
     parse_optional: Any = parser._parse_optional

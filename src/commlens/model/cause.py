@@ -66,6 +66,7 @@ Why = Literal[
     "rng",
     "same-batch",
     "collective-output",
+    "op-output",
     "nan",
     "value",
     "unknown",
@@ -608,6 +609,7 @@ class Straggler(OfHardware, tag="straggler", kw_only=True):
 
 TensorKind = Literal[
     "collective-output",
+    "op-output",
     "parameter",
     "buffer",
     "gradient",
@@ -633,6 +635,11 @@ Departure = Literal[
     "rounding",
     "same-data",
     "not-finite",
+    "other-result",
+    "other-op",
+    "other-arguments",
+    "other-inputs",
+    "changed-outside",
     "unclear",
 ]
 """The cause that fits how values that must agree came to differ.
@@ -643,6 +650,10 @@ tensor, as when hardware fails. ``not-updated``: they stayed what they were at t
 ``other-order``: parameters are registered in another order. ``other-tensors``: ranks have tensors
 that others lack. ``rounding``: all of them differ by little. ``same-data``: ranks read the same
 batch. ``not-finite``: they are NaN.
+
+Of the first op of torch after which they differ: ``other-result``: it had the same inputs on all
+ranks. ``other-op``: not all ranks ran it. ``other-arguments``: a number among its arguments
+differed. ``other-inputs``: one of its inputs differed. ``changed-outside``: no op changed them.
 """
 
 
@@ -675,6 +686,19 @@ class OwnTensors(msgspec.Struct, frozen=True):
     names: list[str]
 
 
+class OpSide(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The op that some ranks ran."""
+
+    ranks: list[Rank]
+    op: str | None = None  # as torch names it; None: they ran none, "": no op of torch
+    module: str | None = None
+    backward: bool = False  # in the backward pass of the module
+    # file name and line number; in a backward pass, of the forward pass
+    source: str | None = None
+    after: str | None = None  # the last collective that was issued before
+    arguments: list[str] = []  # of tensors, type and layout
+
+
 class Diverged(Cause, tag="diverged", kw_only=True):
     """Tensors that ranks must have alike, and do not."""
 
@@ -693,6 +717,8 @@ class Diverged(Cause, tag="diverged", kw_only=True):
     only_on: list[OwnTensors] = []
     module: str | None = None  # the first whose output was NaN
     op: str | None = None  # or the first collective whose input was
+    ops: list[OpSide] = []  # the first op that left the tensor different, the most ranks first
+    origins: list[OpSide] = []  # the ops that made its input that differs
 
 
 class Fewer(Cause, tag="fewer", kw_only=True):

@@ -91,6 +91,33 @@ class NanEvent(msgspec.Struct, frozen=True, array_like=True):
     module: str = ""
 
 
+class OpPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an op ran."""
+
+    module: str = ""
+    backward: bool = False  # in the backward pass of the module
+    source: str = ""  # file name and line number; in a backward pass, of the forward pass
+    after: str = ""  # the last collective that was issued before
+
+
+class OpRun(msgspec.Struct, frozen=True, array_like=True):
+    """One op of torch that a rank ran. Hashes are signed 64-bit integers."""
+
+    op: str  # "": none; something else has changed the tensors that it writes
+    arguments: tuple[str, ...]  # of tensors only type and layout
+    inputs: tuple[int, ...]  # hashes of the tensors that it reads, and of the generator's state
+    outputs: tuple[int, ...]
+    writes: tuple[tuple[TensorKind, str, int], ...]  # parameters and so on, with their new hash
+    place: int  # in the list of places
+
+
+class OpLog(msgspec.Struct, frozen=True, array_like=True):
+    """The ops of one step of a rank."""
+
+    places: tuple[OpPlace, ...]
+    runs: tuple[OpRun, ...]
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """All that one rank reports in one check."""
 
@@ -99,3 +126,4 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[TableRef, ...]
     nans: tuple[Measure, ...] = ()  # parameters and optimizer states with NaN, shared or not
     first_nan: NanEvent | None = None
+    ops: OpLog | None = None

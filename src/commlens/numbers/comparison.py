@@ -4,10 +4,18 @@ reports so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from commlens.model.cause import Diverged, DivergedTensor, OwnTensors, TensorKind, Why
+from commlens.model.cause import (
+    Diverged,
+    DivergedTensor,
+    OpSide,
+    OwnTensors,
+    TensorKind,
+    TensorSide,
+    Why,
+)
 from commlens.model.numbers import CheckId, Key, Measure, Report
 from commlens.numbers.departures import (
     TRAINED,
@@ -37,12 +45,17 @@ from commlens.numbers.differences import (
     is_telling,
     must_be_equal,
 )
+from commlens.numbers.partings import Shared, find_parting, first_other_op
+from commlens.numbers.weights import MASK, signed
 
 OPTIMIZER: Final = "optimizer"
 """Begins the source of a check that follows an optimizer's step."""
 
 NAN: Final = "nan"
 """The source of the check that follows a NaN."""
+
+EVERY_OP: Final = "every-op"
+"""The source of a check of all ops of a step."""
 
 BATCH: Final = "batch"
 """The source of a check of the inputs of a model."""
@@ -56,6 +69,7 @@ _WHY: Final[Mapping[TensorKind, Why]] = {
     "optimizer-state": "optimizer-state",
     "parameter": "parameter",
     "buffer": "buffer",
+    "op-output": "op-output",
     "value": "value",
     "batch": "same-batch",
 }
@@ -80,6 +94,8 @@ class Comparison:
         self._batches: dict[tuple[int, ...], dict[int, int]] = {}
         self._without_nan: dict[str, int] = {}
         self._found: set[tuple[str, tuple[int, ...]]] = set()
+        self.other_ops: tuple[int, list[OpSide]] | None = None
+        """The first step in which ranks ran different ops, without a parting, and these ops."""
 
     def compare(
         self, check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
@@ -92,6 +108,8 @@ class Comparison:
             reports: of the ranks.
             parts: the tables of these reports.
         """
+        if check.source == EVERY_OP:
+            return self._parting(check, reports, parts)
         equal = [part for part in parts if must_be_equal(part, check)]
         found = [
             *(
@@ -327,6 +345,52 @@ class Comparison:
             and all(last.get(rank) != digest_of(part, rank) for rank in side)
         ]
 
+    # --- ops
+
+    def _parting(
+        self, check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
+    ) -> list[Diverged]:
+        """Return the first op with which values part that were alike when the step began."""
+        logs = {rank: each.ops for rank, each in reports.items() if each.ops is not None}
+        found = find_parting(logs, list(_shared(parts))) if len(logs) > 1 else None
+        if found is None:
+            if self.other_ops is None and (ran := first_other_op(logs)):
+                self.other_ops = check.number, ran
+            return []
+        ranks = sorted(rank for side in found.sides for rank in side)
+        if self._is_known(EVERY_OP, ranks, check):
+            return []
+        for label in ("parameter", "buffer"):
+            self._is_known(label, ranks, check)  # what differs from now on is a consequence
+        has_majority = 2 * len(found.sides[0]) > len(ranks)
+        culprits = sorted(rank for side in found.sides[1:] for rank in side) if has_majority else []
+        kind, name = found.key
+        sides = [
+            TensorSide(side, f"{value & MASK:016x}" if value is not None else "")
+            for side, value in zip(found.sides, found.hashes, strict=True)
+        ]
+        return [
+            Diverged(
+                kind="diverged",
+                why=_WHY[kind],
+                root_cause=True,
+                culprits=culprits,
+                blamed_by="majority" if culprits else "undecided",
+                victims=sorted(set(ranks) - set(culprits)),
+                certain=True,
+                confidence="high" if culprits else "low",
+                ranks=ranks,
+                source=check.source,
+                step=check.number,
+                departure=found.departure,
+                tensors=[DivergedTensor(kind, name, sides)],
+                differing=1,
+                compared=sum(len(log.runs) for log in logs.values()),
+                ops=found.ops,
+                origins=found.origins,
+            )
+        ]
+
     # --- NaN
 
     def _not_finite(self, check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
@@ -366,6 +430,17 @@ class Comparison:
                 compared=0,
             )
         ]
+
+
+def _shared(parts: Sequence[Part]) -> Iterator[Shared]:
+    """Yield the tensors that all of their ranks had alike."""
+    for part in parts:
+        if part.relation not in ("equal", "presumed") or len(part.tables) < len(part.ranks):
+            continue
+        for key, measures in part.by_key().items():
+            digests = {each.digest for each in measures.values()}
+            if len(measures) == len(part.ranks) and len(digests) == 1:
+                yield Shared(key, part.ranks, signed(digests.pop()))
 
 
 def _first_nan(check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:

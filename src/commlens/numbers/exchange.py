@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from commlens.diagnosis.words.diverged import no_difference, verdict_of
+from commlens.diagnosis.words.diverged import no_difference, other_ops, verdict_of
 from commlens.model.cause import Diverged
 from commlens.model.numbers import CheckId, Report, Table, TableRef
 from commlens.model.verdict import Verdict
@@ -150,6 +150,7 @@ class Exchange:
             tuple(refs),
             tuple(nans),
             inspection.first_nan,
+            inspection.ops,
         )
         self._meeting.post(_encode(report))
 
@@ -175,6 +176,7 @@ class Collector:
         self._waiting: dict[CheckId, dict[int, Report]] = {}
         self._since: dict[CheckId, float] = {}
         self._answered: list[str] = []
+        self._told_other_ops = False
 
     @property
     def pause_s(self) -> float:
@@ -248,6 +250,9 @@ class Collector:
                     check.wait_s,
                 )
         self._forget(check)
+        if (other := self._comparison.other_ops) is not None and not self._told_other_ops:
+            self._told_other_ops = True
+            log.warning("commlens: %s", other_ops(*other))
         for cause in causes:
             self._on_diverged(verdict_of(cause))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlens.model.numbers import Measure, NanEvent, Table
+from commlens.model.numbers import Measure, NanEvent, OpLog, Table
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
 from commlens.numbers.outputs import Output
 from commlens.numbers.replicas import (
@@ -58,6 +58,7 @@ class Inspection:
                 self._kept_by.append(each.kept_by)
         self._unread = Unread(named)
         self._outputs = outputs
+        self.ops: OpLog | None = None  # of a check of every op
 
     def read(self) -> tuple[list[Table], list[Measure]]:
         """Return the tables, and the parameters and optimizer states that are NaN. Waits for the

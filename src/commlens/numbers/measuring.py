@@ -49,10 +49,11 @@ class Unread:
         for index, each in enumerate(named):
             by_device.setdefault(each.tensor.device, []).append(index)
         # An optimizer on an accelerator keeps some of its states on the CPU.
-        self._parts = [
-            (indices, _UnreadPart(device, [named[index].tensor for index in indices]))
-            for device, indices in by_device.items()
-        ]
+        with torch.utils._python_dispatch._disable_current_modes():
+            self._parts = [
+                (indices, _UnreadPart(device, [named[index].tensor for index in indices]))
+                for device, indices in by_device.items()
+            ]
 
     def read(self) -> list[Measure]:
         """Return the measures, in the order of the tensors. Waits for the devices."""
@@ -128,6 +129,16 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
+
+
+def hash_without_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the hash of a tensor, as a signed scalar; 1 if it has NaN, whose bits mean nothing."""
+    with torch.no_grad():
+        tensor = tensor.detach()
+        digest = _digest(tensor)
+        if tensor.dtype not in WITH_STATISTICS:
+            return digest
+        return torch.where(torch.isnan(tensor).any(), torch.ones_like(digest), digest)
 
 
 # --- the hash

@@ -189,8 +189,7 @@ class OutputWatch:
             Named("collective-output", name, tensor, source=pending.source)
             for name, tensor in zip(names, pending.tensors, strict=True)
         ]
-        with torch.utils._python_dispatch._disable_current_modes():
-            self._outputs.append(Output(Unread(named), Replicas(pending.ranks, "output")))
+        self._outputs.append(Output(Unread(named), Replicas(pending.ranks, "output")))
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error

@@ -24,6 +24,7 @@ from commlens.numbers.exchange import log_stop
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
+from commlens.numbers.op_checks import OpChecks
 from commlens.numbers.outputs import Output, OutputWatch
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
 
@@ -42,6 +43,9 @@ def start(plan: NumberChecks) -> None:
     if plan.nan and _sampler.watch is None:
         _sampler.watch = NanWatch()
         _sampler.watch.start()
+    if plan.every_op and _sampler.ops is None:
+        _sampler.ops = OpChecks()
+        _sampler.ops.install(_safely)
 
 
 class Sampler:
@@ -56,11 +60,34 @@ class Sampler:
         self._noted = 0  # step whose inputs were compared
         self._steps = 0  # of the first optimizer
         self.watch: NanWatch | None = None  # until the first NaN is reported
+        self.ops: OpChecks | None = None
         self._outputs = OutputWatch()
         self.off = False
 
     def after_step(self, optimizer: Any) -> None:
         """Count a step, and compare what must be alike if a check is due."""
+        if self.ops is not None and self._is_first(optimizer):
+            exchange = exchange_of(everyone()) if _is_distributed() else None
+            self.ops.end(self._steps + 1, exchange)
+            self._compare(optimizer)
+            if self._is_due(self._steps + 1) and exchange is not None:
+                self.ops.begin(self._models, list(self._followed))
+        else:
+            self._compare(optimizer)
+
+    def _is_first(self, optimizer: Any) -> bool:
+        """Return whether this optimizer made the first step of all."""
+        followed = self._followed.get(optimizer)
+        return followed.number == 1 if followed is not None else not self._optimizers
+
+    def stop(self) -> None:
+        """Check nothing any more."""
+        self.off = True
+        self._outputs.stop()
+        if self.ops is not None:
+            self.ops.stop()
+
+    def _compare(self, optimizer: Any) -> None:
         followed = self._followed.get(optimizer)
         if followed is None:
             self._optimizers += 1
@@ -173,7 +200,7 @@ def _safely(method: Callable[..., None], *args: Any) -> None:
         method(*args)
     except Exception as error:
         if _sampler is not None:
-            _sampler.off = True
+            _sampler.stop()
         log_stop(error)
 
 

@@ -17,8 +17,10 @@ from commlens.model.number_checks import NumberChecks, parse_number_checks
         ("Every 7", NumberChecks(7)),
         ("50", NumberChecks(50)),
         ("nan", NumberChecks(100, nan=True)),
+        ("every-op", NumberChecks(1, every_op=True)),
+        ("every-op,every 5 steps", NumberChecks(5, every_op=True)),
         ("tolerance=1e-6", NumberChecks(100, tolerance=1e-6)),
-        ("every 5 steps, nan, tolerance=0.01", NumberChecks(5, True, 0.01)),
+        ("every 5 steps, nan, tolerance=0.01", NumberChecks(5, True, tolerance=0.01)),
     ],
 )
 def test_accepted(text: str, expected: NumberChecks) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from commlens.diagnosis.words.finding import Words, finding_of
-from commlens.model.cause import Departure, Diverged, DivergedTensor, TensorSide
+from commlens.model.cause import Departure, Diverged, DivergedTensor, OpSide, TensorSide
 from commlens.model.verdict import Finding, Verdict
 from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase
 
 _SHOWN: Final = 5  # tensors in the evidence
 _NAMES: Final = 8
+_ARGUMENTS: Final = 3
 _KIND_NAMES: Final = {
     "parameter": "parameter",
     "gradient": "gradient",
@@ -43,6 +44,15 @@ def no_difference(ranks: int, tensors: int) -> Verdict:
     )
 
 
+def other_ops(step: int, sides: Sequence[OpSide]) -> str:
+    """Return what is said of ranks that run different ops, though no values have parted."""
+    ran = "; ".join(f"{ranks_phrase(side.ranks)}: {_op(side)}" for side in sides)
+    return (
+        f"in step {step}, the ranks' sequences of ops differ from this op on: {ran}. That alone is"
+        " no fault: each op is compared with those that had the same inputs."
+    )
+
+
 def words(cause: Diverged) -> Words:
     """Return what a finding says about tensors that ranks have differently."""
     return Words(
@@ -59,6 +69,9 @@ def words(cause: Diverged) -> Words:
 
 
 def _looked_at(cause: Diverged) -> str:
+    if cause.ops:
+        ranks, ops = count(len(cause.ranks), "rank"), count(cause.compared, "op")
+        return f"{ranks}, {ops} of step {cause.step}"
     tensors = f", {count(cause.compared, 'tensor')}" if cause.compared else ""
     return f"{count(len(cause.ranks), 'rank')}{tensors}, while the job runs"
 
@@ -101,12 +114,30 @@ def _summary(cause: Diverged) -> str:
     return f"{_subject(cause)} of {ranks_phrase(cause.culprits)} differs from {others} {when}"
 
 
+def _first_op(cause: Diverged) -> str:
+    """Return when values part, with an op."""
+    ran = next(side for side in (*cause.ops[1:], cause.ops[0]) if side.op is not None)
+    if cause.why == "op-output":
+        return f"in step {cause.step}"
+    return f"after {_op(ran)} in step {cause.step}"
+
+
+def _op(side: OpSide) -> str:
+    """Return an op and its place."""
+    if not side.op:
+        return "no op" if side.op is None else "a change that no op of torch made"
+    module = f" in {'the backward pass of ' * side.backward}{side.module}" if side.module else ""
+    return f"{side.op}{module}{f' at {side.source}' if side.source else ''}"
+
+
 def _suspects(cause: Diverged) -> list[int]:
     """Return the ranks to look at: those to blame, or all of them."""
     return cause.culprits or cause.ranks
 
 
 def _subject(cause: Diverged) -> str:
+    if cause.why == "op-output":
+        return f"output of {_op(cause.ops[0])}"
     return _title(cause.tensors[0])
 
 
@@ -117,6 +148,8 @@ def _title(tensor: DivergedTensor) -> str:
 
 
 def _when(cause: Diverged) -> str:
+    if cause.ops:
+        return _first_op(cause)
     if cause.source == "batch":
         return f"at step {cause.step}"
     if not cause.source.startswith("optimizer"):
@@ -138,7 +171,9 @@ def _listed(names: list[str]) -> str:
 
 def _extent(cause: Diverged) -> str:
     """Return how many tensors differ, and how the other kinds of the first one are."""
-    if not cause.differing or cause.departure in ("same-data", "not-finite", "other-order"):
+    if cause.ops or cause.departure in ("same-data", "not-finite", "other-order"):
+        return ""
+    if not cause.differing:
         return ""
     equal = [_KIND_NAMES[kind] for kind in cause.equal_kinds]
     unequal = [_KIND_NAMES[kind] for kind in cause.unequal_kinds]
@@ -185,6 +220,40 @@ def _not_updated(cause: Diverged) -> str:
     )
 
 
+def _after(cause: Diverged) -> str:
+    """Return the collective before the op."""
+    after = next((side.after for side in cause.ops if side.after), None)
+    return f" The last collective before it was {after}." if after else ""
+
+
+def _other_ops(cause: Diverged) -> str:
+    ran = "; ".join(f"{ranks_phrase(side.ranks)}: {_op(side)}" for side in cause.ops)
+    return f"The next change of {cause.tensors[0].name} is another one on these ranks: {ran}." + (
+        _after(cause)
+    )
+
+
+def _other_arguments(cause: Diverged) -> str:
+    columns = list(zip(*(side.arguments for side in cause.ops), strict=False))
+    differing = [each for each in columns if len(set(each)) > 1][:_ARGUMENTS]
+    sides = [ranks_phrase(side.ranks) for side in cause.ops]
+    texts = [
+        ", ".join(f"{value} on {side}" for value, side in zip(values, sides, strict=True))
+        for values in differing
+    ]
+    return f"It was called with different arguments: {'; '.join(texts)}.{_after(cause)}"
+
+
+def _other_inputs(cause: Diverged) -> str:
+    made = "; ".join(
+        f"on {ranks_phrase(side.ranks)} "
+        + (f"it comes from {_op(side)}" if side.op else "a part of it was changed later")
+        for side in cause.origins
+    )
+    by = f" {capital(made)}." if any(side.op for side in cause.origins) else ""
+    return f"One of its inputs differed already.{by}{_after(cause)}"
+
+
 def _own_names(cause: Diverged) -> str:
     return " ".join(
         f"Only {ranks_phrase(own.ranks)}: {_listed(own.names)}." for own in cause.only_on[:_SHOWN]
@@ -222,6 +291,15 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "rounding": _distance,
     "same-data": _is("They train on the same data and count it twice."),
     "not-finite": _is("NaN reaches all ranks with the next reduction."),
+    "other-result": lambda cause: (
+        f"It had the same inputs on all of these ranks, and gave other outputs.{_after(cause)}"
+    ),
+    "other-op": _other_ops,
+    "other-arguments": _other_arguments,
+    "other-inputs": _other_inputs,
+    "changed-outside": lambda cause: (
+        f"{cause.tensors[0].name} changed between two ops.{_after(cause)}"
+    ),
     "unclear": _is(""),
 }
 
@@ -264,6 +342,20 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         if cause.tensors
         else f"look at the data of {ranks_phrase(_suspects(cause))} in this step, and"
         " at what this module computes"
+    ),
+    "other-result": lambda cause: (
+        "run the same step again: if it happens again with the same rank, test that machine;"
+        " otherwise compare its processor, number of threads and versions of libraries with those"
+        f" of {ranks_phrase(cause.victims or cause.ranks)}"
+    ),
+    "other-op": _is("look at the condition under which this line runs on some ranks only"),
+    "other-arguments": _is("find out where this number comes from on each of the ranks"),
+    "other-inputs": _is(
+        "look at the op that made this input, and whether a collective should have made it equal"
+    ),
+    "changed-outside": lambda cause: (
+        "look for code that writes to it without torch, such as NumPy or a kernel of your own; if"
+        f" there is none, test the memory of {ranks_phrase(_suspects(cause))}"
     ),
     "unclear": _is("look at the code that changes it between these two steps"),
 }

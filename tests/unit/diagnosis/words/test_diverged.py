@@ -9,8 +9,11 @@ import pytest
 from goldens import hold
 from number_reports import Job
 
-from commlens.diagnosis.words.diverged import no_difference, verdict_of, words
+from commlens.diagnosis.words.diverged import no_difference, other_ops, verdict_of, words
 from commlens.model.cause import Diverged, DivergedTensor, TensorSide
+from commlens.model.numbers import CheckId, Measure, OpLog, OpPlace, OpRun, Report, Table
+from commlens.numbers.comparison import EVERY_OP, Comparison
+from commlens.numbers.differences import Part
 
 NORM = "layers.4.norm.weight"
 MODEL = {
@@ -51,6 +54,30 @@ def test_an_output_of_a_collective() -> None:
     [tensor] = found.tensors
     named = msgspec.structs.replace(tensor, source="train.py:42")
     hold("diverged/output", verdict_of(msgspec.structs.replace(found, tensors=[named])))
+
+
+def test_the_first_op() -> None:
+    place = OpPlace("layers.0.norm", False, "train.py:126", "allreduce at train.py:117")
+    backward = OpPlace("layers.0.norm", True, "train.py:80")
+
+    def log(gradient: int, made_by: str) -> OpLog:
+        write = ("parameter", "w", gradient + 1)
+        made = OpRun(made_by, (), (gradient,), (gradient,), (), 1)
+        return OpLog((place, backward), (made, OpRun("add_", (), (1, gradient), (), (write,), 0)))
+
+    table = Table((0, 1, 2), "equal", (Measure("parameter", "w", 1),))
+    reports = {
+        rank: Report(
+            rank, CheckId(EVERY_OP, 7), (), ops=log(20, "sum") if rank < 2 else log(30, "mul")
+        )
+        for rank in range(3)
+    }
+    part = Part((0, 1, 2), "equal", dict.fromkeys(range(3), table), agrees=True)
+    [found] = Comparison().compare(CheckId(EVERY_OP, 7), reports, [part])
+    hold("diverged/first-op", verdict_of(found))
+    [side, other] = found.ops
+    said = other_ops(3, [side, msgspec.structs.replace(other, op=None)])
+    assert "ranks 0-1: add_ in layers.0.norm at train.py:126; rank 2: no op" in said
 
 
 def test_two_replicas() -> None:

@@ -1,0 +1,366 @@
+"""Every op of a step, with hashes of all that it reads and writes (``check_numbers: every-op``).
+
+A dispatch mode of the thread that trains sees the ops, also those of backward passes. It stays
+entered, because modes must be left in the order in which they were entered, and passes ops on
+between the steps that are recorded. Under such a mode, torch runs compiled code eagerly.
+
+Tried with torch 2.13: an op's node in the autograd graph has the sequence number before the
+present one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from commlens.model.numbers import Key, OpPlace, OpRun
+from commlens.numbers.inspection import Looked
+from commlens.numbers.measuring import hash_without_nan, reason_to_skip
+from commlens.numbers.replicas import plain_name
+from commlens.numbers.user_lines import user_line
+
+RUNS_MAX: Final = 100_000
+"""Ops of one step; a longer step is not compared."""
+
+_COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+_UNFILLED: Final = ("empty", "new_empty", "_empty", "resize", "set_", "record_stream")
+# their further outputs are scratch memory
+_WITH_SCRATCH: Final = ("rnn", "flash", "efficient", "cudnn", "miopen", "fused_sdp")
+
+
+class _Run(NamedTuple):
+    """An op, with the positions of its hashes."""
+
+    op: str
+    arguments: tuple[str, ...]
+    inputs: list[int]
+    outputs: list[int]
+    reads: list[tuple[int, int]]  # number of the known tensor, position of its hash
+    writes: list[tuple[int, int]]
+    place: tuple[Any, ...]  # module or None, backward, line, collective before it
+
+
+class _KnownTensor(NamedTuple):
+    """A parameter, buffer or state, and the addresses that it takes up."""
+
+    key: Key
+    tensor: torch.Tensor
+    begin: int
+    end: int
+
+
+class _Op:
+    """The facts about an op that its schema tells."""
+
+    def __init__(self, op: Any) -> None:
+        name = op._schema.name.partition("::")[2]
+        self.is_collective = op.namespace in _COLLECTIVES
+        in_place = op.namespace == "c10d"  # whose schemas do not tell
+        self.is_function = op.namespace == "aten" and not name.startswith(_UNFILLED)
+        self.is_view = bool(op.is_view)
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
+        if getattr(torch.Tag, "nondeterministic_bitwise", None) in op.tags:
+            self.is_function = False
+        self.outputs = 1 if any(each in name for each in _WITH_SCRATCH) else None
+        arguments = op._schema.arguments
+        self.writes = [
+            index
+            for index, each in enumerate(arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        self.names = [each.name for each in arguments]
+        if in_place:
+            outputs = [i for i, name in enumerate(self.names) if name.startswith("output")]
+            self.writes = outputs or list(range(len(self.names)))
+
+
+class OpWatch:
+    """The ops of one step. An error ends it, and is kept."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.is_on = False
+        self.too_many = False
+        self.on_forward: Callable[[Any], None] | None = None
+        """Is called before a module runs that is trained."""
+        self._mode = _Mode(self)
+        self._pid = os.getpid()
+        self._ops: dict[Any, _Op] = {}
+        self._modules: list[Any] = []  # that run, the innermost last
+        self._begin([])
+
+    def install(self) -> None:
+        """Enter the mode. Must be called while no other dispatch mode is entered.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("every-op cannot begin inside of another dispatch mode")
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+        self._mode.__enter__()
+
+    def start(self, looked: Iterable[Looked]) -> None:
+        """Begin a step, in which these tensors are known by name."""
+        self.is_on = False
+        self._begin(looked)
+        self.is_on = self.error is None
+
+    def _begin(self, looked: Iterable[Looked]) -> None:
+        self._runs: list[_Run] = []
+        self._hashes: list[torch.Tensor] = []
+        self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
+        self._after = ""
+        self.too_many = False
+        known = []
+        for each in looked:
+            tensor = each.named.tensor
+            if reason_to_skip(tensor) is None and tensor.is_contiguous():
+                begin = tensor.data_ptr()
+                end = begin + tensor.numel() * tensor.element_size()
+                known.append(_KnownTensor((each.named.kind, each.named.name), tensor, begin, end))
+        self._known = sorted(known, key=lambda each: each.begin)
+        self._begins = [each.begin for each in self._known]
+        self._strangers: set[int] = set()  # known tensors that a collective has written
+        self._initial = [self._hash(each.tensor) for each in self._known]
+
+    def take(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
+        """End the step. Return its ops, and the places where they ran. Waits for the devices.
+
+        Args:
+            names: of the modules, by id.
+        """
+        self.is_on = False
+        hashes = _read(self._hashes)
+        places: dict[OpPlace, int] = {}
+        runs: list[OpRun] = []
+        # hash of each known tensor, as an op left it
+        last = dict(enumerate(hashes[position] for position in self._initial))
+
+        def at(place: tuple[Any, ...]) -> int:
+            module, backward, source, after = place
+            name = names.get(id(module), type(module).__name__) if module is not None else ""
+            return places.setdefault(OpPlace(name, backward, source, after), len(places))
+
+        for run in self._runs:
+            for number, position in run.reads:
+                value = hashes[position]
+                if last[number] != value:
+                    last[number] = value
+                    change = ((*self._known[number].key, value),)
+                    runs.append(OpRun("", (), (), (), change, at(run.place)))
+            for number, position in run.writes:
+                last[number] = hashes[position]
+            runs.append(
+                OpRun(
+                    run.op,
+                    run.arguments,
+                    tuple(hashes[each] for each in run.inputs),
+                    tuple(hashes[each] for each in run.outputs),
+                    tuple((*self._known[number].key, hashes[at_]) for number, at_ in run.writes),
+                    at(run.place),
+                )
+            )
+        self._begin([])
+        return list(places), runs
+
+    # --- modules
+
+    def _enter(self, module: Any, _inputs: Any) -> None:
+        self._modules.append(module)
+        if self.on_forward is not None and torch.is_grad_enabled():
+            self.on_forward(module)
+
+    def _leave(self, module: Any, _inputs: Any, _output: Any) -> None:
+        while self._modules and self._modules.pop() is not module:
+            pass
+
+    # --- ops
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, and record it."""
+        if not self.is_on or os.getpid() != self._pid:
+            return func(*args, **kwargs)
+        try:
+            before = self._before(func, args, kwargs)
+        except Exception as error:
+            self._fail(error)
+            before = None
+        result = func(*args, **kwargs)
+        if before is not None and self.is_on:
+            try:
+                self._add(before, args, kwargs, result)
+            except Exception as error:
+                self._fail(error)
+        return result
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[_Op, _Run] | None:
+        """Return an op with the hashes of its inputs; None if there is nothing to compare."""
+        about = self._ops.get(func)
+        if about is None:
+            about = self._ops[func] = _Op(func)
+        if about.is_view:
+            return None
+        place = self._place()
+        if about.is_collective:
+            self._after = f"{func._schema.name.partition('::')[2].strip('_')}" + (
+                f" at {place[2]}" if place[2] else ""
+            )
+            self._know_no_more(self._written(about, args, kwargs))
+            return None
+        tensors = _tensors((args, kwargs))
+        inputs = [self._hash(each) for each in tensors] if about.is_function else []
+        if about.is_random:
+            inputs.append(self._hash_of_generator(about, args, kwargs, tensors))
+        reads = [
+            (number, self._hash(self._known[number].tensor))
+            for number in sorted({number for each in tensors for number in self._known_in(each)})
+        ]
+        arguments = _described((args, kwargs))
+        return about, _Run(str(func), arguments, inputs, [], reads, [], place)
+
+    def _add(self, before: tuple[_Op, _Run], args: Any, kwargs: Any, result: Any) -> None:
+        """Add the hashes of an op's outputs."""
+        about, run = before
+        written = self._written(about, args, kwargs)
+        if about.is_function:
+            outputs = written or _tensors(result)
+            run.outputs.extend(self._hash(each) for each in outputs[: about.outputs])
+        for number in sorted({number for each in written for number in self._known_in(each)}):
+            run.writes.append((number, self._hash(self._known[number].tensor)))
+        if run.outputs or run.writes or run.reads:
+            self._runs.append(run)
+        if len(self._runs) > RUNS_MAX:
+            self.too_many, self.is_on = True, False
+
+    def _written(self, about: _Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the arguments that an op writes to."""
+        return _tensors(
+            [
+                args[index] if index < len(args) else kwargs.get(about.names[index])
+                for index in about.writes
+            ]
+        )
+
+    def _place(self) -> tuple[Any, ...]:
+        """Return the module that runs an op, or ran its forward, and the line."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            module, line = self._forward_places.get(node._sequence_nr(), (None, ""))
+            return module, True, line or user_line(sys._getframe(2)), self._after
+        module = self._modules[-1] if self._modules else None
+        line = user_line(sys._getframe(2))
+        if module is not None and torch.is_grad_enabled():
+            number = torch._C._autograd._get_sequence_nr() - 1
+            # later ops without a node of their own see the same number
+            self._forward_places.setdefault(number, (module, line))
+        return module, False, line, self._after
+
+    def _hash(self, tensor: torch.Tensor) -> int:
+        """Return the position of a tensor's hash, which the device may still compute."""
+        self._hashes.append(hash_without_nan(tensor))
+        return len(self._hashes) - 1
+
+    def _hash_of_generator(
+        self, about: _Op, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+    ) -> int:
+        given = kwargs.get("generator")
+        if given is None and "generator" in about.names:
+            index = about.names.index("generator")
+            given = args[index] if index < len(args) else None
+        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+        if given is None:
+            given = torch.default_generator
+            if device.type == "cuda":
+                given = torch.cuda.default_generators[device.index or 0]
+        return self._hash(given.get_state())
+
+    def _known_in(self, tensor: torch.Tensor) -> Iterable[int]:
+        """Yield the numbers of the known tensors that share memory with this one."""
+        if not self._known:
+            return
+        begin = tensor.data_ptr()
+        end = begin + _extent(tensor)
+        number = max(0, bisect_right(self._begins, begin) - 1)
+        while number < len(self._known) and self._known[number].begin < end:
+            if self._known[number].end > begin and number not in self._strangers:
+                yield number
+            number += 1
+
+    def _know_no_more(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave the tensors alone that a collective writes, at a time of its own."""
+        self._strangers |= {number for each in tensors for number in self._known_in(each)}
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.is_on = False
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[misc]
+    """Hands the ops of this thread to an :class:`OpWatch`."""
+
+    def __init__(self, watch: OpWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # the tensors that it is made of come next
+        return self._watch.run(func, args, kwargs or {})
+
+
+def module_names(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """Return the names of modules in their models, by id."""
+    return {
+        id(module): plain_name(name) if name else type(module).__name__
+        for root in roots
+        for name, module in root.named_modules()
+    }
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [
+        each for each in torch.utils._pytree.tree_leaves(values) if reason_to_skip(each) is None
+    ]
+
+
+def _described(values: Any) -> tuple[str, ...]:
+    """Return the arguments of an op, with the layout of a tensor in place of its values. Kernels
+    round differently at other alignments.
+    """
+    return tuple(
+        f"{str(each.dtype)[6:]}{list(each.shape)} {each.stride()} {each.data_ptr() % 64}"
+        if reason_to_skip(each) is None
+        else repr(each)
+        if isinstance(each, (bool, int, float, complex, str, torch.dtype, torch.device, type(None)))
+        else type(each).__name__
+        for each in torch.utils._pytree.tree_leaves(values)
+    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last: int = sum((size - 1) * stride for size, stride in sizes_and_strides)
+    return (last + 1) * int(tensor.element_size())
+
+
+def _read(hashes: Sequence[torch.Tensor]) -> list[int]:
+    """Return hashes as numbers, in their order."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, each in enumerate(hashes):
+        by_device.setdefault(each.device, []).append(index)
+    found = [0] * len(hashes)
+    for indices in by_device.values():
+        values = torch.stack([hashes[index] for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            found[index] = value
+    return found
