@@ -28,7 +28,12 @@ class Affected(NamedTuple):
 
 
 def add_shared_places(context: Context) -> None:
-    """Add to each root cause the place that its ranks share."""
+    """Add to each root cause the place that its ranks share.
+
+    Where ranks stand for others, which have no log, the places of these are not known.
+    """
+    if context.job.stands_for:
+        return
     logs = {rank: view.log for rank, view in context.job.views.items()}
     dead = {
         rank

@@ -13,6 +13,7 @@ from incidents import CAUSES, PER_NODE, RANKS, tell
 
 from commlens.diagnosis.causes.shared_place import Affected, shared_place
 from commlens.diagnosis.examine import examine_logs
+from commlens.diagnosis.fold.alike import Alike, AlikeRanks
 from commlens.diagnosis.index.whereabouts import Whereabouts
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.model.cause import Dead, OfHardware, SharedPlace
@@ -156,6 +157,17 @@ def test_dead_ranks_on_one_leaf():
     verdict = examine_logs(dead_logs(range(8)), inventory=LEAVES).verdict
     assert isinstance(verdict.cause, Dead) and verdict.culprits == list(range(8))
     assert place_of(verdict) == ("leaf", "leaf-0", list(range(8)))
+
+
+def test_no_place_where_the_places_of_some_ranks_are_not_known():
+    """Of ranks in one state some are examined: the others may be anywhere."""
+    alike = AlikeRanks(
+        Alike(frozenset(range(first, first + 4)), frozenset(range(first + 4, first + 8)))
+        for first in (0, 8)
+    )
+    logs = [log for log in dead_logs(range(8)) if log.rank % 8 < 4]
+    verdict = examine_logs(logs, inventory=LEAVES, alike=alike).verdict
+    assert verdict.kind == "dead" and place_of(verdict) is None
 
 
 def test_two_nodes_on_one_leaf_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
