@@ -6,7 +6,7 @@ from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.cycle import Departures, FoundCycle, FoundDeparture, Unmet
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import cycle_step, receives_step, unmet_step
+from commlens.diagnosis.words.next_steps import cycle_step, left_out, receives_step, unmet_step
 from commlens.diagnosis.words.phrases import prose
 from commlens.diagnosis.words.sides import (
     UNDECIDED,
@@ -176,16 +176,17 @@ def _counts(unmet: Unmet) -> str:
 
 def _what_was_left(found: FoundCycle) -> str:
     cause = found.cause
-    usual = found.departures[cause.culprits[0]][1]
+    op, usual = found.departures[cause.culprits[0]]
     if (
         cause.blamed_by == "routine"
         and len(cause.culprits) == 1
         and usual is not None
-        and usual.op == "send"
         and usual.peer in cause.ranks
+        and left_out(op, usual)
     ):
+        did = "send to" if usual.op == "send" else "receive from"
         return (
-            f"rank {cause.culprits[0]} did not send to rank {usual.peer} this time, as it always"
+            f"rank {cause.culprits[0]} did not {did} rank {usual.peer} this time, as it always"
             " had before"
         )
     return _moved_on(cause, found.departures)

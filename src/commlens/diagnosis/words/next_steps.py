@@ -254,11 +254,19 @@ def _astray_step(mismatch: Mismatch, send: Collective, recv: Collective) -> str:
     return f"correct the source rank at {into} on rank {receiver}"
 
 
+def left_out(op: Collective, usual: Collective) -> bool:
+    """Return whether a rank left a message out: a send that it used to issue in place of ``op``, or
+    a receive before a collective.
+    """
+    return usual.op == "send" or (usual.op == "recv" and not op.is_point_to_point)
+
+
 def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None) -> str:
     """Recommend a step for ranks that wait for each other."""
     where = _at(op)
-    if usual is not None and usual.op == "send":
-        return f"find out why rank {culprits[0]} skipped its send{_at(usual)}"
+    if usual is not None and left_out(op, usual):
+        message = "send" if usual.op == "send" else "receive"
+        return f"find out why rank {culprits[0]} skipped its {message}{_at(usual)}"
     if op.op == "recv":
         return f"find out which send should match the receive{where} on rank {culprits[0]}"
     return (

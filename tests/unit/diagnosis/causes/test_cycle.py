@@ -80,3 +80,26 @@ def test_what_is_said_of_several_ranks_holds_for_each() -> None:
     verdict = judge(Job(4).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
     hold("cycle/groups-of-one-kind", verdict)
+
+
+@pytest.mark.parametrize("left_out", ["send", "recv"])
+def test_a_rank_that_leaves_a_message_out_before_a_collective(left_out: str) -> None:
+    """In the sixth round, one side of the message goes on to the collective."""
+    odd = 0 if left_out == "send" else 1
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if rank < 2 and not (i == 5 and rank == odd):
+                yield (send if rank == 0 else recv)(job.world, 1 - rank, line=7 + rank)
+                if i == 5 and rank == 0:  # this send waits for its receive
+                    yield Stay(7, "exchange")
+            yield all_reduce(job.world, 1, line=9)
+
+    job = Job(3).run(program)
+    if left_out == "recv":
+        last = job.ranks[0].log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns = State.ISSUED, 0, 0
+        last.wait_began_ns, last.wait_thread = last.announced_ns, last.issue_thread
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [odd])
+    hold(f"cycle/left-out-{left_out}", verdict)
