@@ -114,9 +114,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "numbers": {"blackbox", "diagnosis", "errors", "launchers", "model", "tap", "text"},
+    "check": {"blackbox", "diagnosis", "errors", "matching", "model", "tap", "text", "tracing"},
     "scenarios": {"errors", "model"},
     "testing": {
         "blackbox",
+        "check",
         "config",
         "diagnosis",
         "dumps",
@@ -133,6 +135,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "commands": {
         "atomic_write",
+        "check",
         "config",
         "diagnosis",
         "dumps",
@@ -172,6 +175,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 TORCH_USERS = {
     "capture",
+    "check",
     "launch",
     "native",
     "numbers",

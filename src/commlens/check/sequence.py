@@ -1,0 +1,97 @@
+"""One rank's sequence: the calls of torch.distributed that it makes, in order, as plain data.
+
+It comes from a run of the program as that rank alone (``run_rank.py``), in which nothing is sent
+and everything completes at once. ``schedule.py`` puts the sequences of all ranks together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from commlens.model.collective import Collective, Frame, Stack, user_frame
+from commlens.model.hazard import Hazard
+from commlens.model.ranklog import End
+
+GuessKind = Literal[
+    "value",  # a value of a tensor that another rank decides
+    "object",  # an object that other ranks decide: gathered objects
+    "store",  # a key of the store that other ranks write
+    "poll",  # whether a collective has completed
+    "source",  # whose message a receive from any source took
+    "thread",  # several threads issue collectives: their order may differ in each run
+    "monitored-barrier",  # a barrier with a timeout of its own, which raises on other ranks
+]
+
+
+class Issue(msgspec.Struct, frozen=True, tag="issue"):
+    """A collective or message is issued."""
+
+    op: Collective
+    """As a live rank would record it, without times: ``index`` counts the rank's ops from 1."""
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """A thread waits for a collective or message: nothing of this thread goes on before its end."""
+
+    index: int  # of the Collective
+    thread: int  # native thread id
+    stack: Stack = ()
+
+
+class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    """The rank makes a group, or takes part in making one: its members meet there."""
+
+    call: Collective
+    """As in ``RankLog.setups``."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The rank destroys a group; all of them if ``group`` is empty."""
+
+    group: str = ""
+    stack: Stack = ()
+
+
+Event = Issue | Wait | Setup | Leave
+"""One thing that a rank does."""
+
+
+class Guess(msgspec.Struct, frozen=True):
+    """The program asked for something that this rank alone cannot know, and got a guess.
+
+    What the rank does afterwards is proven only if it does not depend on the answer.
+    """
+
+    what: GuessKind
+    stack: Stack = ()
+    after: int = 0  # number of events before it
+
+    @property
+    def source(self) -> Frame | None:
+        """The user's line that asked."""
+        return user_frame(self.stack)
+
+
+class RankSequence(msgspec.Struct):
+    """The sequence of one rank, and its end."""
+
+    rank: int
+    world_size: int
+    events: list[Event] = []
+    steps: int = 0  # optimizer steps completed
+    end: End = End.CLEAN
+    exit_code: int = 0
+    exception: str | None = None  # that ended the program, in one line
+    exception_stack: Stack = ()
+    left: bool = False  # it has destroyed its process groups
+    cut_off: bool = False  # ended by us after the requested number of steps
+    guesses: list[Guess] = []
+    hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for
+    problem: str = ""  # why there is no complete sequence, in a sentence: a time limit, a crash
+
+    @property
+    def ops(self) -> list[Collective]:
+        """The collectives and messages, in the order of their issue."""
+        return [event.op for event in self.events if isinstance(event, Issue)]
