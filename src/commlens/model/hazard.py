@@ -10,7 +10,8 @@ from commlens.model.collective import Frame, FrameKind, Stack
 
 HazardKind = Literal["never-waited", "not-a-member", "many-groups"]
 
-_C10D = ("distributed_c10d.py", "c10d_logger.py")
+# The last one calls the former where a mode of torch.overrides is entered.
+_C10D = ("distributed_c10d.py", "c10d_logger.py", "torch/overrides.py")
 _TORCH = "/torch/"
 
 
