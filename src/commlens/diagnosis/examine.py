@@ -118,6 +118,7 @@ def examine_logs(
     health: Sequence[NodeHealth] = (),
     alike: AlikeRanks = NONE_ALIKE,
     inventory: Inventory | None = None,
+    foreseen: bool = False,
 ) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
@@ -135,6 +136,7 @@ def examine_logs(
         health: the hardware of nodes, besides that in the logs.
         alike: ranks without a log that are in the state of ranks with one.
         inventory: where hosts are.
+        foreseen: the logs tell what a run will do, without times.
     """
     chosen, notes = select_job(logs)
     if not chosen:
@@ -143,7 +145,7 @@ def examine_logs(
     if alike.others:
         chosen = without_others(chosen, alike)
     job = index_logs(chosen, stalled_after_s, alike)
-    job.more_health, job.inventory = health, inventory
+    job.more_health, job.inventory, job.foreseen = health, inventory, foreseen
     with naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext():
         examined = _examine(job, [*problems, *notes], unread, lost_nodes)
     if alike.others:

@@ -107,7 +107,11 @@ class Context:
         )
 
     def longest_wait(self, ranks: Iterable[int]) -> int:
-        """Return the longest time that one of these ranks has been waiting, in ns."""
+        """Return the longest time that one of these ranks has been waiting, in ns; 0 if the records
+        have no times.
+        """
+        if self.job.foreseen:
+            return 0
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
     def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:

@@ -248,6 +248,7 @@ class JobIndex:
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
     # by rank: the ranks without a log that it stands for, because they are in the same state
     stands_for: Mapping[int, int] = field(default_factory=dict)
+    foreseen: bool = False  # the records tell what a run will do: their times mean nothing
     # of nodes, collected apart from the records
     more_health: Sequence[NodeHealth] = ()
     inventory: Inventory | None = None  # where hosts are

@@ -75,9 +75,14 @@ def waiting(context: Context, edges: Sequence[Edge]) -> str:
         by_line.items(), key=lambda item: (-number_named(item[1]), item[1])
     )[:3]:
         waited = context.longest_wait(ranks)
-        length = f" for {duration(waited)}" if waited >= context.job.stalled_after_ns else ""
+        length = (
+            f" for {duration(waited)}" if waited >= max(context.job.stalled_after_ns, 1) else ""
+        )
         about = (f" at {line}" if line else "") + (f", {args}" if args and not same_args else "")
-        did = "waited" if failed else f"{verb(ranks, 'has', 'have')} been waiting"
+        waits = f"{verb(ranks, 'has', 'have')} been waiting"
+        if context.job.foreseen:
+            waits = verb(ranks, "waits", "wait")
+        did = "waited" if failed else waits
         parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
     args = next(args for _, args, _ in by_line)
     return prose(
