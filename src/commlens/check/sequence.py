@@ -47,6 +47,19 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """As in ``RankLog.setups``."""
 
 
+class StoreCall(msgspec.Struct, frozen=True, tag="store"):
+    """The program writes a key into the job's store, or waits for some."""
+
+    call: Collective
+    """As in ``RankLog.keys_written`` or ``RankLog.store_wait``."""
+    keys: tuple[str, ...]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the keys."""
+        return self.call.op != "store.set"
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The rank destroys a group; all of them if ``group`` is empty."""
 
@@ -54,7 +67,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     stack: Stack = ()
 
 
-Event = Issue | Wait | Setup | Leave
+Event = Issue | Wait | Setup | StoreCall | Leave
 """One thing that a rank does."""
 
 
@@ -80,6 +93,7 @@ class RankSequence(msgspec.Struct):
     rank: int
     world_size: int
     events: list[Event] = []
+    backend: str = ""  # that the program asks for
     steps: int = 0  # optimizer steps completed
     end: End = End.CLEAN
     exit_code: int = 0

@@ -1,0 +1,480 @@
+"""Put the sequences of all ranks together: let every rank go on until it waits for another one, by
+the rules of a backend.
+
+A pure function. Where the order of events is open it does not matter for who gets how far, except
+for a receive from any source: ``explore`` tries its possible senders.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from commlens.check.rules import Rules
+from commlens.check.sequence import Event, Issue, RankSequence, Setup, StoreCall, Wait
+from commlens.matching.answer import Disagree, Severity
+from commlens.matching.collectives import compare_coalesced
+from commlens.matching.point_to_point import compare_pair
+from commlens.model.collective import ChannelKey, Collective, CollectiveArgs
+from commlens.model.ops import SENT_BY_ROOT, SENT_TO_ROOT
+
+_EXPLORED_MAX = 100
+
+Instance = tuple[ChannelKey, int]
+"""A channel and the number of a collective on it."""
+
+Mailbox = tuple[ChannelKey, int, int]
+"""A channel, the receiver, and the tag."""
+
+
+@dataclass(eq=False)
+class Op:
+    """A collective or message that a rank has issued, or a call that makes a group."""
+
+    rank: int
+    record: Collective
+    issued_at: int
+    members: tuple[Op, ...] = ()  # of a coalesced group
+    started: bool = False  # nothing of its own rank holds it up
+    done_at: int = 0  # 0: it has not completed
+    waited_at: int = 0  # a thread began to wait for it
+    waiter: int = 0
+    source: int | None = None  # whose message a receive from any source took
+    stream: deque[Op] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed."""
+        return self.done_at > 0
+
+
+@dataclass(eq=False)
+class _Thread:
+    """A thread of a rank, and how far it has come."""
+
+    rank: int
+    events: Sequence[Event]
+    position: int = 0
+    blocked_in: Op | None = None
+
+
+@dataclass
+class RankState:
+    """How far a rank has come."""
+
+    sequence: RankSequence
+    ops: list[Op] = field(default_factory=list)  # in the order of issue
+    setups: list[Op] = field(default_factory=list)
+    keys_written: list[Op] = field(default_factory=list)
+    blocked_in: list[Op] = field(default_factory=list)  # one for each thread that waits
+    ended_at: int = 0  # 0: it has not come to its end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank has come to the end of its program."""
+        cut = self.sequence.cut_off or bool(self.sequence.problem)
+        return self.ended_at > 0 and not cut and not self.blocked_in
+
+
+@dataclass
+class Outcome:
+    """How far all ranks come."""
+
+    ranks: dict[int, RankState]
+    stuck: list[int]  # ranks that wait for ever
+    open_ranks: list[int]  # ranks that wait for one whose sequence is not complete
+    now: int  # number of moments that have passed
+    choices: int = 0  # receives from any source that two or more ranks could have sent to
+    incomplete: bool = False  # not all orders of messages were tried
+
+
+class _Schedule:
+    """One execution. ``choices`` are the senders to take where a receive from any source has
+    several.
+    """
+
+    def __init__(
+        self, sequences: Mapping[int, RankSequence], rules: Rules, choices: Sequence[int]
+    ) -> None:
+        self._rules = rules
+        self._clock = count(1).__next__
+        self._choices = deque(choices)
+        self.widths: list[int] = []  # of each choice: how many senders were possible
+        self.ranks = {rank: RankState(sequence) for rank, sequence in sequences.items()}
+        self._threads = [
+            thread for sequence in sequences.values() for thread in _threads_of(sequence)
+        ]
+        self._ready = deque(self._threads)
+        self._ops: dict[tuple[int, int], Op] = {}  # by rank and index
+        self._waiting: dict[int, list[_Thread]] = defaultdict(list)  # by id of the Op
+        self._instances: dict[Instance, dict[int, Op]] = defaultdict(dict)
+        self._illegal: set[Instance] = set()
+        self._meetings: dict[tuple[object, ...], dict[int, Op]] = defaultdict(dict)
+        self._keys: set[str] = set()  # of the store
+        self._key_waits: list[tuple[Op, tuple[str, ...]]] = []
+        self._sends: dict[Mailbox, list[Op]] = defaultdict(list)
+        self._receives: dict[Mailbox, list[Op]] = defaultdict(list)
+        self._streams: dict[tuple[object, ...], deque[Op]] = defaultdict(deque)
+        self._moving: deque[deque[Op]] = deque()  # streams whose first op may start
+        self._batches = {rank: _batches_of(sequence) for rank, sequence in sequences.items()}
+        self._closers: dict[int, Op] = {}  # by id of a member: the op that it is part of
+
+    def run(self) -> Outcome:
+        """Go on until no rank can."""
+        while True:
+            while self._ready:
+                self._advance(self._ready.popleft())
+            if not self._choose():
+                break
+        for thread in self._threads:
+            if thread.blocked_in is not None:
+                self.ranks[thread.rank].blocked_in.append(thread.blocked_in)
+        blocked = {rank for rank, state in self.ranks.items() if state.blocked_in}
+        for rank, state in self.ranks.items():
+            if rank not in blocked:
+                state.ended_at = state.ended_at or self._clock()
+        freed = self._freed(blocked)
+        return Outcome(
+            self.ranks,
+            sorted(blocked - freed),
+            sorted(freed & blocked),
+            self._clock(),
+            sum(width > 1 for width in self.widths),
+        )
+
+    # --- threads
+
+    def _advance(self, thread: _Thread) -> None:
+        while thread.position < len(thread.events):
+            event = thread.events[thread.position]
+            waits_for = self._do(thread, event)
+            if waits_for is not None and not waits_for.done:
+                thread.blocked_in = waits_for
+                self._waiting[id(waits_for)].append(thread)
+                return
+            thread.position += 1
+        self.ranks[thread.rank].ended_at = self._clock()
+
+    def _do(self, thread: _Thread, event: Event) -> Op | None:
+        """Do one event, once. Return the op that it waits for."""
+        if isinstance(event, Issue):
+            self._issue(thread.rank, event.op)
+            return None
+        if isinstance(event, Wait):
+            op = self._ops[thread.rank, event.index]
+            if not op.done and not op.waited_at:
+                op.waited_at, op.waiter = self._clock(), event.thread
+            return op
+        if isinstance(event, Setup):
+            return self._set_up(thread.rank, event.call)
+        if isinstance(event, StoreCall):
+            return self._use_store(thread.rank, event)
+        return None
+
+    def _complete(self, op: Op) -> None:
+        if op.done:
+            return
+        op.done_at = self._clock()
+        for thread in self._waiting.pop(id(op), ()):
+            thread.blocked_in = None
+            thread.position += 1
+            self._ready.append(thread)
+        closer = self._closers.get(id(op))
+        if closer is not None and all(member.done for member in closer.members):
+            self._complete(closer)
+        if op.stream is not None:
+            self._start_next(op.stream)
+
+    # --- groups
+
+    def _set_up(self, rank: int, call: Collective) -> Op:
+        ranks = call.channel.group.ranks
+        op = Op(rank, call, self._clock(), started=True, waited_at=self._clock())
+        op.waiter = call.issue_thread
+        self.ranks[rank].setups.append(op)
+        meets = call.op == "init_process_group" or (
+            call.op != "init_device_mesh" and (self._rules.groups_meet or call.op == "split_group")
+        )
+        if not meets or rank not in ranks:
+            op.done_at = self._clock()
+            return op
+        met = self._meetings[(call.op, call.sequence_number, call.channel.key)]
+        met[rank] = op
+        if len(met) == len(ranks):
+            for each in met.values():
+                self._complete(each)
+        return op
+
+    # --- the store
+
+    def _use_store(self, rank: int, event: StoreCall) -> Op:
+        op = Op(rank, event.call, self._clock(), started=True, waiter=event.call.issue_thread)
+        if event.waits:
+            op.waited_at = op.issued_at
+            self._key_waits.append((op, event.keys))
+        else:
+            op.done_at = op.issued_at
+            self.ranks[rank].keys_written.append(op)
+            self._keys.update(event.keys)
+        for each, keys in self._key_waits:
+            if self._keys.issuperset(keys):
+                self._complete(each)
+        self._key_waits = [wait for wait in self._key_waits if not wait[0].done]
+        return op
+
+    # --- issue
+
+    def _issue(self, rank: int, record: Collective) -> None:
+        op = Op(rank, record, self._clock())
+        self._ops[rank, record.index] = op
+        self.ranks[rank].ops.append(op)
+        batch = self._batches[rank].get(record.coalescing_id, ()) if record.coalescing_id else ()
+        if not batch:
+            self._enqueue(op)
+        elif record.index == batch[-1]:
+            members = tuple(self._ops[rank, index] for index in batch)
+            if record.coalesced_members:
+                op.members = members[:-1]
+                self._closers.update((id(member), op) for member in op.members)
+            for member in members:
+                self._enqueue(member)
+
+    def _enqueue(self, op: Op) -> None:
+        """Start an op, behind those that its backend runs before it."""
+        if not self._rules.runs_in_order:
+            self._start(op)
+            return
+        record = op.record
+        alone = record.is_point_to_point and not record.coalescing_id
+        op.stream = self._streams[op.rank, record.channel.key, record.peer if alone else None]
+        op.stream.append(op)
+        self._start_next(op.stream)
+
+    def _start_next(self, stream: deque[Op]) -> None:
+        """Start what comes next in a stream, and in those that move on because of it."""
+        self._moving.append(stream)
+        if len(self._moving) > 1:
+            return  # the call that runs already does it: a stream may be long
+        while self._moving:
+            self._start_head(self._moving[0])
+            self._moving.popleft()
+
+    def _start_head(self, stream: deque[Op]) -> None:
+        while stream and stream[0].done:
+            stream.popleft()
+        batch = stream[0].record.coalescing_id if stream else 0
+        for place, op in enumerate(list(stream)):
+            if place and (not batch or op.record.coalescing_id != batch):
+                break
+            if not op.started:
+                self._start(op)
+
+    def _start(self, op: Op) -> None:
+        op.started = True
+        if op.record.is_point_to_point:
+            self._start_message(op)
+        elif op.members and op.members[0].record.is_point_to_point:
+            if all(member.done for member in op.members):
+                self._complete(op)
+        elif not op.record.coalescing_id or op.record.coalesced_members:
+            self._start_collective(op)
+        # The members of a coalesced group end with it: only the closing record meets others.
+
+    # --- collectives
+
+    def _start_collective(self, op: Op) -> None:
+        key = op.record.channel.key
+        instance = key, op.record.sequence_number
+        arrived = self._instances[instance]
+        arrived[op.rank] = op
+        if instance in self._illegal:
+            return
+        everyone = len(arrived) == len(key[2]) or op.rank == op.record.args.root
+        for each in list(arrived.values()) if everyone else [op]:
+            if not each.done and (needed := _needed(each, arrived)) is not None:
+                if self._disagree(needed, key):
+                    self._illegal.add(instance)
+                    return
+                self._complete(each)
+                for member in each.members:
+                    self._complete(member)
+
+    def _disagree(self, ops: Sequence[Op], key: ChannelKey) -> bool:
+        """Return whether the arguments of these ranks never meet."""
+        same = len({id(op.record.args) for op in ops}) == 1 and not ops[0].members
+        if same and ops[0].record.op != "all_to_all":
+            return False
+        args: dict[int, Sequence[CollectiveArgs]] = {
+            op.rank: [part.record.args for part in op.members or (op,)] for op in ops
+        }
+        answer = compare_coalesced(args, key[2])
+        return isinstance(answer, Disagree) and answer.severity is Severity.ILLEGAL
+
+    # --- messages
+
+    def _start_message(self, op: Op) -> None:
+        record = op.record
+        tag = record.tag if self._rules.meets_by_tag else 0
+        if record.op == "send":
+            if record.peer is None:
+                return
+            box = record.channel.key, record.peer, tag
+            self._sends[box].append(op)
+        else:
+            box = record.channel.key, op.rank, tag
+            self._receives[box].append(op)
+        self._match(box)
+
+    def _match(self, box: Mailbox) -> None:
+        """Let the receives of a mailbox take messages, as long as it is certain which."""
+        receives, sends = self._receives[box], self._sends[box]
+        matched = True
+        while matched:
+            matched = False
+            for receive in receives:
+                if receive.record.peer is None:
+                    break  # it may take any message: the later ones are not certain
+                send = next((one for one in sends if one.rank == receive.record.peer), None)
+                if send is not None:
+                    self._meet(box, send, receive)
+                    matched = True
+                    break
+
+    def _meet(self, box: Mailbox, send: Op, receive: Op) -> None:
+        self._receives[box].remove(receive)
+        self._sends[box].remove(send)
+        receive.source = send.rank
+        answer = compare_pair(send.rank, send.record.args, receive.rank, receive.record.args)
+        if not isinstance(answer, Disagree):
+            self._complete(send)
+            self._complete(receive)
+
+    def _choose(self) -> bool:
+        """Let one receive from any source take a message. Return False if none can."""
+        for box, receives in self._receives.items():
+            first = next((one for one in receives if one.record.peer is None), None)
+            if first is None:
+                continue
+            senders = sorted({send.rank for send in self._sends[box]})
+            if not senders:
+                continue
+            place = self._choices.popleft() if self._choices else 0
+            self.widths.append(len(senders))
+            sender = senders[min(place, len(senders) - 1)]
+            send = next(one for one in self._sends[box] if one.rank == sender)
+            self._meet(box, send, first)
+            self._match(box)
+            return True
+        return False
+
+    # --- ranks whose sequence is not complete
+
+    def _freed(self, blocked: set[int]) -> set[int]:
+        """Return the ranks that may go on if those whose sequence was cut off do what is needed."""
+        freed = {
+            rank
+            for rank, state in self.ranks.items()
+            if rank not in blocked and (state.sequence.cut_off or state.sequence.problem)
+        }
+        if not freed:
+            return freed
+        changed = True
+        while changed:
+            changed = False
+            for rank in sorted(blocked - freed):
+                ops = self.ranks[rank].blocked_in
+                if any(self._may_end(op, freed) for op in ops):
+                    freed.add(rank)
+                    changed = True
+        return freed
+
+    def _may_end(self, op: Op, freed: set[int]) -> bool:
+        """Return whether only ranks that may still do anything hold an op up."""
+        record = op.record
+        if record.is_point_to_point:
+            others = {record.peer} if record.peer is not None else set(record.channel.group.ranks)
+            return bool(others & freed)
+        if record.is_store_wait:
+            return True
+        if record.is_setup:
+            met = self._meetings[(record.op, record.sequence_number, record.channel.key)]
+            return set(record.channel.group.ranks) - set(met) <= freed
+        if op.members and op.members[0].record.is_point_to_point:
+            return all(member.done or self._may_end(member, freed) for member in op.members)
+        instance = record.channel.key, record.sequence_number
+        if instance in self._illegal:
+            return False
+        absent = set(record.channel.group.ranks) - set(self._instances[instance])
+        return bool(absent) and absent <= freed
+
+
+def _needed(op: Op, arrived: Mapping[int, Op]) -> list[Op] | None:
+    """Return the ops that an op needs to complete; None if they have not all come."""
+    record = op.record
+    name, root = record.op, record.args.root
+    if name in SENT_BY_ROOT and root is not None:
+        if op.rank == root:
+            return [op]
+        return [op, arrived[root]] if root in arrived else None
+    if name in SENT_TO_ROOT and op.rank != root:
+        return [op]
+    return list(arrived.values()) if len(arrived) == len(record.channel.group.ranks) else None
+
+
+def _threads_of(sequence: RankSequence) -> list[_Thread]:
+    """Return the threads of a rank with their events; the first one has those of no thread."""
+    events: dict[int, list[Event]] = {}
+    first = 0
+    for event in sequence.events:
+        thread = (
+            event.op.issue_thread
+            if isinstance(event, Issue)
+            else event.thread
+            if isinstance(event, Wait)
+            else event.call.issue_thread
+            if isinstance(event, (Setup, StoreCall))
+            else first
+        )
+        first = first or thread
+        events.setdefault(thread, []).append(event)
+    return [_Thread(sequence.rank, each) for each in events.values()]
+
+
+def _batches_of(sequence: RankSequence) -> dict[int, list[int]]:
+    """Return the indices of the ops of each coalesced group."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for op in sequence.ops:
+        if op.coalescing_id:
+            found[op.coalescing_id].append(op.index)
+    return dict(found)
+
+
+def schedule(sequences: Mapping[int, RankSequence], rules: Rules) -> Outcome:
+    """Return how far the ranks come. If it depends on which message a receive from any source
+    takes, return the first order in which ranks wait for ever.
+    """
+    first: Outcome | None = None
+    choices: list[int] = []
+    for tried in count(1):
+        execution = _Schedule(sequences, rules, choices)
+        outcome = execution.run()
+        first = first or outcome
+        following = _next_choices(choices, execution.widths)
+        if outcome.stuck or following is None:
+            return outcome if outcome.stuck else first
+        if tried == _EXPLORED_MAX:
+            first.incomplete = True
+            return first
+        choices = following
+    raise AssertionError
+
+
+def _next_choices(choices: Sequence[int], widths: Sequence[int]) -> list[int] | None:
+    """Return the choices of the next order to try: the last one that can be raised is."""
+    made = [*choices, *[0] * len(widths)][: len(widths)]
+    for place in reversed(range(len(made))):
+        if made[place] + 1 < widths[place]:
+            return [*made[:place], made[place] + 1]
+    return None
