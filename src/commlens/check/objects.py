@@ -1,0 +1,90 @@
+"""Objects and keys that ranks of a fake world give each other, known from the runs as these
+ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlens.check.recorder import SequenceRecorder
+from commlens.tracing.preview.objects import Key, Message, Objects
+
+Need = Key | str
+"""What a rank needs from another one: an object, or a key of the store."""
+
+KEYS_KEPT = 4  # different values of one key of the store
+
+
+class Shared:
+    """What the ranks that were run so far have given to others."""
+
+    def __init__(self) -> None:
+        self.messages: dict[Key, Message | None] = {}
+        self.keys: dict[str, list[bytes]] = {}
+        self.never: set[Need] = set()
+        """What no rank gives."""
+
+    def add(self, messages: dict[Key, Message], keys: dict[str, list[bytes]]) -> None:
+        """Add what a rank has given."""
+        self.messages.update(messages)
+        for key, values in keys.items():
+            known = self.keys.setdefault(key, [])
+            known += [value for value in values if value not in known]
+            del known[KEYS_KEPT:]
+
+    def has(self, need: Need) -> bool:
+        """Check whether a rank has given it."""
+        return need in self.keys if isinstance(need, str) else need in self.messages
+
+
+class SharedObjects(Objects):
+    """Keeps every object that this rank sends. Where it needs one that is not known, the run ends,
+    or goes on to the first message that nobody sends.
+    """
+
+    def __init__(self, rank: int, shared: Shared, recorder: SequenceRecorder) -> None:
+        """Play a rank that knows what others have given."""
+        super().__init__(rank, shared.messages, None)
+        self.sent: dict[Key, Message] = {}
+        self.keys: dict[str, list[bytes]] = {}
+        self.needs_key: str | None = None
+        self._shared = shared
+        self._recorder = recorder
+
+    # --- the store
+
+    def wrote(self, key: str, value: bytes) -> None:
+        """Note that this rank wrote a key."""
+        values = self.keys.setdefault(key, [])
+        if value not in values[-KEYS_KEPT:]:
+            values.append(value)
+
+    def written(self, key: str) -> list[bytes]:
+        """Return the different values of a key."""
+        return list(dict.fromkeys([*self.keys.get(key, ()), *self._shared.keys.get(key, ())]))
+
+    def need_key(self, key: str) -> bool:
+        """Return whether a key that this rank waits for is ever written. Where that is not known
+        yet, the run ends here, to be repeated.
+        """
+        if self.written(key):
+            return True
+        if key in self._shared.never:
+            return False
+        self.needs_key = key
+        raise SystemExit
+
+    # --- objects
+
+    def _keep(self, key: Key, message: Message) -> None:
+        self.sent[key] = message
+
+    def _message(self, key: Key) -> Message:
+        if key in self._shared.never:
+            self._recorder.stop_at_next_op = True
+            return [b"\0", b"\0"]
+        return super()._message(key)
+
+    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.guess("object")
+        return super()._gather(original, *args, **kwargs)

@@ -1,0 +1,182 @@
+"""Run a program as one rank of a fake world, in this process, and return its sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from commlens.check.objects import Need, Shared, SharedObjects
+from commlens.check.recorder import EndOfRun, SequenceRecorder
+from commlens.check.sequence import RankSequence
+from commlens.check.store import SharedStore
+from commlens.model.collective import user_frame
+from commlens.model.frames import FrameKind
+from commlens.model.ranklog import End
+from commlens.text import frame_phrase
+from commlens.tracing.attribution.stacks import kind_of_file
+from commlens.tracing.patches import Patches
+from commlens.tracing.preview.objects import Key, Message
+from commlens.tracing.preview.world import FakeWorld
+
+_ERROR_MAX = 2000
+_SLEEP_MAX_S = 0.001
+_OURS = (FrameKind.COMMLENS, FrameKind.PYTHON)
+_SHARED = (FrameKind.TORCH, FrameKind.LIBRARY, FrameKind.PYTHON)
+
+
+class _HardExit(SystemExit):
+    """The program called ``os._exit``."""
+
+
+class Plan(NamedTuple):
+    """How to run the program."""
+
+    program: Callable[[], Any]
+    world_size: int
+    steps: int | None = None
+    fake_tensors: bool = False
+    ranks_per_node: int = 8
+    timeout_s: float = 300.0  # for the run of each rank
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    sequence: RankSequence
+    sent: dict[Key, Message]  # objects that it sent to other ranks
+    keys: dict[str, list[bytes]]  # of the store, that it wrote
+    needs: Need | None = None  # what the run ended for, from another rank
+    modules: tuple[str, ...] = ()  # of libraries, that it imported
+
+
+def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
+    """Run the program as ``rank``, which knows what others have given. The process is spoilt
+    afterwards: call this in one of its own.
+    """
+    torch.set_num_threads(1)  # the threads of a pool do not survive a fork
+    recorder = SequenceRecorder(steps=plan.steps)
+    world = FakeWorld(
+        plan.world_size,
+        rank,
+        ranks_per_node=plan.ranks_per_node,
+        fake_tensors=plan.fake_tensors,
+    )
+    objects = world.objects = SharedObjects(rank, shared, recorder)
+    sequence = RankSequence(rank, plan.world_size)
+    imported = set(sys.modules)
+    with world:
+        _patch_system()
+        SharedStore(recorder, objects).install(Patches())
+        recorder.attach()
+        try:
+            with _time_limit(plan.timeout_s, recorder, sequence):
+                plan.program()
+        except EndOfRun:
+            pass
+        except BaseException as error:
+            _note_error(sequence, recorder, error)
+            _print_error(error)
+        recorder.detach()
+    sequence.events = recorder.events
+    sequence.steps = recorder.steps
+    sequence.backend = recorder.backend
+    sequence.left = recorder.left
+    sequence.cut_off = recorder.cut_off
+    sequence.guesses = recorder.guesses
+    sequence.hazards = recorder.found_hazards()
+    needs = objects.needs_key or objects.unknown
+    return Run(sequence, objects.sent, objects.keys, needs, _library_modules(imported))
+
+
+@contextlib.contextmanager
+def _time_limit(
+    seconds: float, recorder: SequenceRecorder, sequence: RankSequence
+) -> Iterator[None]:
+    """End the run after this time, with the line at which it stands."""
+
+    def stop(_: int, frame: FrameType | None) -> None:
+        source = user_frame(recorder.stack_of_frame(frame))
+        where = f" in {frame_phrase(source)}" if source is not None else ""
+        sequence.problem = f"its run stood{where} after {seconds:g} s"
+        raise EndOfRun
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _print_error(error: BaseException) -> None:
+    """Print the traceback of an exception from the program's first line on."""
+    trace = error.__traceback__
+    while trace is not None and kind_of_file(trace.tb_frame.f_code.co_filename) in _OURS:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def _patch_system() -> None:
+    """Let the program sleep for a moment only, since nobody is waited for here; and let it end by
+    ``os._exit`` without its sequence being lost.
+    """
+    sleep, end, pid = time.sleep, os._exit, os.getpid()
+
+    def sleep_shortly(seconds: Any) -> None:
+        sleep(min(float(seconds), _SLEEP_MAX_S))
+
+    def exit_at_once(status: int) -> None:
+        if os.getpid() != pid:
+            end(status)
+        raise _HardExit(status)
+
+    time.sleep = sleep_shortly
+    os._exit = exit_at_once  # type: ignore[assignment]
+
+
+def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseException) -> None:
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        if code == 0:
+            return
+        sequence.exit_code = code
+    else:
+        sequence.exit_code = 1
+    sequence.end = End.FAILED
+    first = next(iter(str(error).splitlines()), "")
+    name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
+    sequence.exception = f"{name}: {first}"[:_ERROR_MAX] if first else name
+    sequence.exception_stack = recorder.stack_of_traceback(error.__traceback__)
+
+
+def warm_up() -> None:
+    """Import what all ranks need, once, before the processes are forked."""
+    with FakeWorld(1, 0):
+        pass
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Import what one rank imported, so that the others need not."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def _library_modules(before: set[str]) -> tuple[str, ...]:
+    """Return the modules that were imported since then and are no part of the program."""
+    return tuple(
+        name
+        for name, module in list(sys.modules.items())
+        if name not in before and kind_of_file(getattr(module, "__file__", None) or "") in _SHARED
+    )
