@@ -1,0 +1,81 @@
+"""The verdict on the sequences of all ranks: schedule them, and diagnose how far they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from commlens.check import words
+from commlens.check.records import logs_of
+from commlens.check.rules import RULES, Rules
+from commlens.check.schedule import Outcome, schedule
+from commlens.check.sequence import Guess, RankSequence
+from commlens.diagnosis.examine import ExaminedJob, examine_logs
+from commlens.model.verdict import Verdict
+
+_NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
+
+
+class Checked(NamedTuple):
+    """A checked program."""
+
+    verdict: Verdict
+    examined: ExaminedJob
+    """The job at the moment when no rank goes on, for reports."""
+    outcome: Outcome
+    backend: str
+    steps: int  # that the rank with the fewest has done
+
+
+def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: str = "") -> Checked:
+    """Return the verdict on a program.
+
+    Args:
+        sequences: of all ranks.
+        backend: "gloo" or "nccl"; empty: the one that the program asks for.
+        script: the program's name.
+    """
+    backend = backend or _asked(sequences)
+    outcome, examined = _examine(sequences, RULES[backend], script)
+    found = examined.verdict
+    steps = min((sequence.steps for sequence in sequences.values()), default=0)
+    limits = words.limits(sequences, outcome)
+    fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
+    guesses = _guesses(sequences)
+    if fault and guesses:
+        verdict = words.unproven(found, guesses)
+    elif fault:
+        verdict = words.fault(found, outcome, backend)
+    else:
+        verdict = words.no_fault(found, sequences, backend, steps)
+        verdict.explanation = _elsewhere(sequences, backend, script)
+    verdict.missing_evidence = [*verdict.missing_evidence, *limits]
+    return Checked(verdict, examined._replace(verdict=verdict), outcome, backend, steps)
+
+
+def _examine(
+    sequences: Mapping[int, RankSequence], rules: Rules, script: str
+) -> tuple[Outcome, ExaminedJob]:
+    outcome = schedule(sequences, rules)
+    logs = logs_of(outcome, rules.backend, script=script)
+    return outcome, examine_logs(logs, stalled_after_s=0.0, foreseen=True)
+
+
+def _asked(sequences: Mapping[int, RankSequence]) -> str:
+    """Return the backend whose rules hold for what the program asks for."""
+    asked = next((each.backend for each in sequences.values() if each.backend), "")
+    return "nccl" if "ccl" in asked else "gloo"
+
+
+def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str) -> str:
+    """Return a sentence about the other backend if the program would hang there."""
+    for name, rules in RULES.items():
+        if name != backend:
+            outcome, examined = _examine(sequences, rules, script)
+            if outcome.stuck and examined.verdict.is_fault:
+                return words.elsewhere(name, backend, examined.verdict)
+    return ""
+
+
+def _guesses(sequences: Mapping[int, RankSequence]) -> Sequence[Guess]:
+    return [guess for sequence in sequences.values() for guess in sequence.guesses]

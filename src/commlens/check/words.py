@@ -1,0 +1,111 @@
+"""What the verdict on a checked program says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from commlens.check.schedule import Outcome
+from commlens.check.sequence import Guess, RankSequence
+from commlens.model.verdict import Verdict
+from commlens.text import capital, count, frame_phrase, ranks_phrase, verb
+
+_GUESSES_NAMED = 3
+
+_GUESSES = {
+    "value": "reads a value that other ranks decide",
+    "object": "gathers objects, of which a rank alone knows only its own",
+    "store": "asks for a key of the store that several ranks may write",
+    "poll": "asks whether a collective has completed",
+    "source": "receives from any rank",
+    "thread": "issues collectives from several threads",
+    "monitored-barrier": "calls monitored_barrier, which raises an error if a rank is late",
+}
+
+
+def fault(found: Verdict, outcome: Outcome, backend: str) -> Verdict:
+    """Return the verdict on a fault that every run meets."""
+    stops = (
+        f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')} for ever in"
+        f" every run on {backend}."
+        if outcome.stuck
+        else ""
+    )
+    explanation = " ".join(filter(None, [stops, found.explanation]))
+    first = msgspec.structs.replace(found.findings[0], explanation=explanation)
+    return msgspec.structs.replace(
+        found, explanation=explanation, findings=[first, *found.findings[1:]]
+    )
+
+
+def no_fault(
+    found: Verdict, sequences: Mapping[int, RankSequence], backend: str, steps: int
+) -> Verdict:
+    """Return the verdict on a program in which nothing is wrong."""
+    ranks = count(len(sequences), "rank")
+    of = f"{count(steps, 'step')} of {ranks}" if steps else ranks
+    problems = {rank: sequence.problem for rank, sequence in sequences.items() if sequence.problem}
+    summary = f"no mismatch or deadlock in {of} on {backend}"
+    if problems:
+        rank, problem = next(iter(problems.items()))
+        summary = f"not proven: rank {rank} is not known to its end, since {problem}"
+    return Verdict(
+        kind="undetermined" if problems else "healthy",
+        confidence="low" if problems else "high",
+        summary=summary,
+        findings=[finding for finding in found.findings if finding.kind == "hazard"],
+        missing_evidence=found.missing_evidence,
+        looked_at=found.looked_at,
+    )
+
+
+def unproven(found: Verdict, guesses: Sequence[Guess]) -> Verdict:
+    """Return the verdict on a fault that may not occur, since a rank asked for something that this
+    check had to guess.
+    """
+    lines = list(dict.fromkeys(_guess_phrase(guess) for guess in guesses))
+    return Verdict(
+        kind="undetermined",
+        confidence="low",
+        summary=f"not proven: if the guesses of this check are right, {found.summary}",
+        explanation=f"{capital('; '.join(lines[:_GUESSES_NAMED]))}.",
+        next_step=found.next_step,
+        findings=[],
+        missing_evidence=found.missing_evidence,
+        looked_at=found.looked_at,
+    )
+
+
+def elsewhere(other: str, backend: str, found: Verdict) -> str:
+    """Return a sentence about a backend on which the program would hang."""
+    return f"It runs on {backend} only: on {other}, {found.summary}."
+
+
+def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]:
+    """Return sentences about what this check does not prove."""
+    found = [
+        f"Rank {rank} is not known to its end: {sequence.problem}."
+        for rank, sequence in sequences.items()
+        if sequence.problem
+    ]
+    if outcome.open_ranks:
+        ranks = outcome.open_ranks
+        found.append(
+            f"{capital(ranks_phrase(ranks))} {verb(ranks, 'waits', 'wait')} at the end of this"
+            " check for ranks that have more to do."
+        )
+    if outcome.incomplete:
+        found.append(
+            "Not all orders were tried in which messages may reach the receives from any rank."
+        )
+    lines = dict.fromkeys(
+        _guess_phrase(guess) for sequence in sequences.values() for guess in sequence.guesses
+    )
+    found += [f"{capital(line)}: only one answer was tried." for line in lines]
+    return found
+
+
+def _guess_phrase(guess: Guess) -> str:
+    where = frame_phrase(guess.source) if guess.source is not None else "an unknown line"
+    return f"at {where}, the program {_GUESSES[guess.what]}"

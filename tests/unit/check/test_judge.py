@@ -1,0 +1,167 @@
+"""Tests of src/commlens/check/judge.py: the verdict on the sequences of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from sequences import Player, play
+
+from commlens.check.judge import judge
+from commlens.check.sequence import Guess
+from commlens.model.collective import Frame
+from commlens.model.hazard import Hazard
+from commlens.model.verdict import Verdict
+
+
+def verdict_on(world_size: int, program: Callable[[Player], None], backend: str = "") -> Verdict:
+    return judge(play(world_size, program), backend=backend).verdict
+
+
+def one_other_op(rank: Player) -> None:
+    rank.collective()
+    rank.collective("all_gather" if rank.rank == 1 else "all_reduce", reduce_op=None)
+
+
+def one_more(rank: Player) -> None:
+    for _ in range(2 if rank.rank else 1):
+        rank.collective()
+
+
+def both_receive(rank: Player) -> None:
+    rank.recv(1 - rank.rank)
+    rank.send(1 - rank.rank)
+
+
+def other_reduce_op(rank: Player) -> None:
+    rank.collective(reduce_op="MAX" if rank.rank == 2 else "SUM")
+
+
+def one_raises(rank: Player) -> None:
+    if rank.rank == 2:
+        rank.raises("ValueError: bad sample")
+    else:
+        rank.collective()
+
+
+def group_of_others(rank: Player) -> None:
+    rank.new_group("1", *((0, 2) if rank.rank == 1 else (0, 1, 2)))
+
+
+def takes_a_message_of_another(rank: Player) -> None:
+    if rank.rank == 0:
+        rank.recv(None)
+        rank.recv(1)
+    else:
+        rank.send(0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "program", "kind", "culprits"),
+    [
+        (3, one_other_op, "mismatch/op", [1]),
+        (3, one_more, "missing", [0]),
+        (2, both_receive, "cycle", []),
+        (3, other_reduce_op, "mismatch/reduce-op", [2]),
+        (3, one_raises, "dead", [2]),
+        (3, group_of_others, "mismatch/group", [1]),
+        (3, takes_a_message_of_another, "mismatch/p2p", [0]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault(
+    world_size: int, program: Callable[[Player], None], kind: str, culprits: list[int]
+) -> None:
+    verdict = verdict_on(world_size, program)
+    assert verdict.is_fault
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
+
+
+def legal(rank: Player) -> None:
+    rank.collective()
+    rank.collective("broadcast", root=0)
+    rank.batch(("send", 1 - rank.rank), ("recv", 1 - rank.rank))
+
+
+def test_nothing_is_wrong() -> None:
+    verdict = verdict_on(2, legal)
+    assert verdict.kind == "healthy" and not verdict.findings
+    assert verdict.summary == "no mismatch or deadlock in 2 ranks on gloo"
+
+
+def test_steps_are_counted() -> None:
+    sequences = play(2, legal)
+    for sequence in sequences.values():
+        sequence.steps, sequence.cut_off = 2, True
+    verdict = judge(sequences).verdict
+    assert verdict.summary == "no mismatch or deadlock in 2 steps of 2 ranks on gloo"
+
+
+def test_the_backend_is_the_one_that_the_program_asks_for() -> None:
+    sequences = play(2, legal)
+    sequences[0].backend = "cpu:gloo,cuda:nccl"
+    assert judge(sequences).backend == "nccl"
+    assert judge(sequences, backend="gloo").backend == "gloo"
+
+
+def started_sends(rank: Player) -> None:
+    send = rank.send(1 - rank.rank, wait=False)
+    rank.recv(1 - rank.rank)
+    rank.wait(send)
+
+
+def test_what_would_hang_on_the_other_backend_only() -> None:
+    verdict = verdict_on(2, started_sends)
+    assert not verdict.is_fault
+    assert "nccl" in verdict.explanation
+    assert verdict_on(2, started_sends, "nccl").is_fault
+
+
+def test_nothing_waited_for_a_time() -> None:
+    text = str(verdict_on(3, one_more)) + str(verdict_on(2, both_receive))
+    assert " ms" not in text and " s." not in text and "pid" not in text
+
+
+GUESS = Guess("object", (Frame("/home/me/train.py", 3, "main"),))
+
+
+def test_a_fault_after_a_guess_is_not_proven() -> None:
+    sequences = play(3, one_more)
+    sequences[1].guesses = [GUESS]
+    verdict = judge(sequences).verdict
+    assert verdict.kind == "undetermined" and not verdict.culprits
+    assert "train.py:3" in verdict.explanation
+
+
+def test_a_guess_limits_what_is_proven() -> None:
+    sequences = play(2, legal)
+    sequences[1].guesses = [GUESS, GUESS]
+    verdict = judge(sequences).verdict
+    assert verdict.kind == "healthy"
+    assert len(verdict.missing_evidence) == 1 and "train.py:3" in verdict.missing_evidence[0]
+
+
+def test_a_run_that_took_too_long_proves_nothing() -> None:
+    sequences = play(3, one_more)
+    sequences[0].problem = "its run stood in train.py:9 load after 300 s"
+    verdict = judge(sequences).verdict
+    assert verdict.kind == "undetermined"
+    assert any("train.py:9" in text for text in verdict.missing_evidence)
+
+
+def test_a_fault_of_other_ranks_is_proven_all_the_same() -> None:
+    sequences = play(3, one_other_op)
+    sequences[2].problem = "its run stood in train.py:9 load after 300 s"
+    assert judge(sequences).verdict.kind == "mismatch/op"
+
+
+def test_hazards_are_no_fault() -> None:
+    sequences = play(2, legal)
+    stack = (
+        Frame("/torch/distributed/distributed_c10d.py", 1, "isend"),
+        Frame("/home/me/train.py", 4, "main"),
+    )
+    sequences[0].hazards = [Hazard("never-waited", 1, stack)]
+    verdict = judge(sequences).verdict
+    assert not verdict.is_fault
+    assert [finding.kind for finding in verdict.findings] == ["hazard"]
