@@ -1,0 +1,78 @@
+"""Findings as SARIF 2.1.0, the format in which code hosts take the results of analyses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from commlens.model.verdict import Finding, Verdict
+from commlens.text import sentence
+from commlens.version import __version__
+
+SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
+_ROOT: Final = "WORKING_DIRECTORY"
+
+
+def sarif(verdict: Verdict) -> bytes:
+    """Return the findings of a verdict as a SARIF log. Files inside the working directory are named
+    relative to it.
+    """
+    findings = [finding for finding in verdict.findings if finding.summary]
+    kinds = sorted({finding.kind for finding in findings})
+    run: dict[str, Any] = {
+        "tool": {
+            "driver": {
+                "name": "commlens",
+                "version": __version__,
+                "rules": [{"id": kind} for kind in kinds],
+            }
+        },
+        "originalUriBaseIds": {_ROOT: {"uri": f"{Path.cwd().as_uri()}/"}},
+        "results": [_result(finding, kinds.index(finding.kind)) for finding in findings],
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return msgspec.json.format(msgspec.json.encode(log), indent=2)
+
+
+def _result(finding: Finding, rule: int) -> dict[str, Any]:
+    text = " ".join(
+        sentence(part) for part in (finding.summary, finding.explanation, finding.next_step) if part
+    )
+    result: dict[str, Any] = {
+        "ruleId": finding.kind,
+        "ruleIndex": rule,
+        "level": _level(finding),
+        "message": {"text": text},
+    }
+    if finding.source_file is not None:
+        result["locations"] = [_location(finding.source_file, finding.function)]
+    return result
+
+
+def _level(finding: Finding) -> str:
+    if finding.kind == "hazard":
+        return "warning"
+    return "error" if finding.root_cause else "note"
+
+
+def _location(source_file: str, function: str | None) -> dict[str, Any]:
+    file, _, line = source_file.rpartition(":")
+    location: dict[str, Any] = {
+        "physicalLocation": {
+            "artifactLocation": _artifact(Path(file)),
+            "region": {"startLine": max(int(line), 1)},
+        }
+    }
+    if function:
+        location["logicalLocations"] = [{"name": function, "kind": "function"}]
+    return location
+
+
+def _artifact(file: Path) -> dict[str, str]:
+    path = file.absolute()
+    if path.is_relative_to(Path.cwd()):
+        return {"uri": quote(path.relative_to(Path.cwd()).as_posix()), "uriBaseId": _ROOT}
+    return {"uri": path.as_uri()}
