@@ -33,6 +33,10 @@ NOT_YET = {
         capture/session capture/setups capture/thread_id capture/torch_events
         capture/verifying tap/tap tap/token tap/torch_patches
     """,
+    "integration/test_check.py": """
+        check/api check/objects check/processes check/recorder check/run_rank check/store
+        commands/check
+    """,
     "integration/test_comm_debug_mode.py": """
         tracing/comm_debug/json_dump tracing/comm_debug/mode tracing/comm_debug/modules
         tracing/comm_debug/sections tracing/comm_debug/table tracing/comm_debug/user_hooks

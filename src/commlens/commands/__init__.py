@@ -62,6 +62,15 @@ PURPOSES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         (Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),),
     ),
     (
+        "Before a job starts",
+        (
+            Entry(
+                "check",
+                "Find the mismatches and deadlocks of a script before it runs, on one CPU.",
+            ),
+        ),
+    ),
+    (
         "Run a job with recording on",
         (
             Entry("launch", "Run a script under torchrun with a black box in every worker."),

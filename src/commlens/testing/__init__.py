@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from commlens.check.api import check
     from commlens.testing.ranks import run_on_ranks
     from commlens.testing.replicas import assert_replicas_agree
     from commlens.traces.assertions import assert_collectives, assert_matches_golden
@@ -18,6 +19,7 @@ __all__ = [
     "assert_collectives",
     "assert_matches_golden",
     "assert_replicas_agree",
+    "check",
     "run_on_ranks",
 ]
 
@@ -25,6 +27,7 @@ _FROM = {
     "assert_collectives": "traces.assertions",
     "assert_matches_golden": "traces.assertions",
     "assert_replicas_agree": "testing.replicas",
+    "check": "check.api",
     "run_on_ranks": "testing.ranks",
 }
 

@@ -1,0 +1,86 @@
+"""Check a program: run it as every rank, put the sequences together, judge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from commlens.check.judge import Checked, judge
+from commlens.check.processes import Ranks
+from commlens.check.rules import RULES
+from commlens.check.run_rank import Plan, warm_up
+from commlens.errors import CommandError
+from commlens.model.verdict import Verdict
+from commlens.text import joined
+
+_TIMEOUT_S = 300.0
+
+
+def check_plan(
+    plan: Plan,
+    *,
+    backend: str = "",
+    script: str = "",
+    seen: Callable[[int, int], None] | None = None,
+) -> tuple[Checked, dict[int, str]]:
+    """Check a program, and return what its ranks printed, too.
+
+    Args:
+        plan: the program and its world.
+        backend: "gloo" or "nccl"; empty: the one that the program asks for.
+        script: the program's name.
+        seen: called with the number of ranks run so far and their total.
+    """
+    if plan.world_size < 1:
+        raise CommandError(f"The world size must be at least 1, not {plan.world_size}.")
+    if backend and backend not in RULES:
+        raise CommandError(f"There are no rules of {backend!r}: give {joined(list(RULES), 'or')}.")
+    warm_up()
+    done = 0
+
+    def ended(_: object) -> None:
+        nonlocal done
+        done += 1
+        if seen is not None:
+            seen(done, plan.world_size)
+
+    ranks = Ranks(plan, ended=ended)
+    sequences = ranks.run(range(plan.world_size))
+    return judge(sequences, backend=backend, script=script), ranks.outputs
+
+
+def check(
+    function: Callable[[], Any],
+    *,
+    world_size: int,
+    backend: str = "",
+    steps: int | None = None,
+    fake_tensors: bool = False,
+    ranks_per_node: int = 8,
+    timeout_s: float = _TIMEOUT_S,
+) -> Verdict:
+    """Find the mismatches and deadlocks that every run of a program would meet, without running it
+    on several ranks: ``assert not check(main, world_size=8).is_fault``.
+
+    The function is called once for each rank, in a forked process in which nothing is sent.
+
+    Args:
+        function: the program of each rank. It creates its own process group, as in a script.
+        world_size: number of ranks.
+        backend: "gloo" or "nccl", whose rules count; empty: the one that the function asks for.
+        steps: stop after this many optimizer steps; None: at the end.
+        fake_tensors: use tensors without memory, for models that would not fit.
+        ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+        timeout_s: seconds for the run of each rank.
+
+    Returns:
+        The verdict: "healthy" if nothing is wrong, "undetermined" if that is not proven.
+
+    Raises:
+        CommandError: a process group already exists, or an argument is wrong.
+    """
+    if not hasattr(os, "fork"):
+        raise CommandError("check() needs a system that can fork processes.")
+    plan = Plan(function, world_size, steps, fake_tensors, ranks_per_node, timeout_s)
+    return check_plan(plan, backend=backend)[0].verdict

@@ -1,0 +1,159 @@
+"""``commlens check``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commlens.commands import add_program, program_of
+from commlens.errors import CommandError, MissingDependency
+
+if TYPE_CHECKING:
+    from commlens.check.judge import Checked
+
+_STEPS = 2
+_TIMEOUT_S = 300.0
+_OUTPUT_LINES = 12
+
+
+class CheckCommand:
+    """Find the mismatches and deadlocks of a script before it runs, on one CPU.
+
+    The script runs once as each rank, alone, on torch's fake backend, which sends nothing. Then
+    the calls of all ranks are put together by the rules of a backend. For example: commlens check
+    --world-size 8 --fake-tensors train.py --lr 0.1
+
+    Exit status: 0 no fault was found, 1 a fault was found, 2 wrong usage, 3 it is not proven
+    whether there is one.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.usage = "commlens check --world-size N [options] script.py ... | -m module ..."
+        parser.add_argument(
+            "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+        )
+        parser.add_argument(
+            "--steps",
+            type=int,
+            default=_STEPS,
+            metavar="N",
+            help=f"stop each rank after N optimizer steps (default {_STEPS})",
+        )
+        parser.add_argument(
+            "--backend",
+            choices=("gloo", "nccl"),
+            help="the backend whose rules count (default: the one that the script asks for)",
+        )
+        parser.add_argument(
+            "--fake-tensors",
+            action="store_true",
+            help="tensors without memory, for models that do not fit here",
+        )
+        parser.add_argument(
+            "--ranks-per-node", type=int, default=8, metavar="N", help="ranks per node (default 8)"
+        )
+        parser.add_argument(
+            "--timeout",
+            type=float,
+            default=_TIMEOUT_S,
+            metavar="S",
+            help=f"end the run of a rank after S seconds (default {_TIMEOUT_S:g})",
+        )
+        parser.add_argument(
+            "--json",
+            action="store_true",
+            help="print the verdict as JSON (schema commlens.verdict/2)",
+        )
+        parser.add_argument(
+            "-o",
+            "--html",
+            type=Path,
+            metavar="FILE",
+            help="also write the verdict as an HTML page, with the calls of all ranks",
+        )
+        parser.add_argument(
+            "--sarif",
+            type=Path,
+            metavar="FILE",
+            help="also write the findings as SARIF, which code hosts show at the lines",
+        )
+        add_program(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from commlens.commands.diagnose import exit_status
+
+        program = program_of(arguments, "check --world-size 8 train.py --lr 0.1")
+        for name in ("steps", "ranks_per_node", "timeout"):
+            if getattr(arguments, name) <= 0:
+                option = "--" + name.replace("_", "-")
+                raise CommandError(f"{option} must be more than 0, not {getattr(arguments, name)}.")
+        checked, outputs = _check(program, arguments)
+        verdict = checked.verdict
+        if arguments.json:
+            from commlens.reports.json_report import print_json
+
+            print_json(verdict)
+        else:
+            from commlens.reports.terminal import print_verdict
+
+            print_verdict(verdict)
+            _print_output(checked, outputs)
+        _write(checked, arguments)
+        return exit_status(verdict)
+
+
+def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, dict[int, str]]:
+    from commlens.commands.progress import ProgressBar
+    from commlens.launch import worker
+
+    worker.check_program(program, module=arguments.module)
+    try:
+        from commlens.check.api import check_plan
+        from commlens.check.run_rank import Plan
+    except ImportError as missing:
+        raise MissingDependency.torch("commlens check", missing) from None
+    plan = Plan(
+        lambda: worker.execute(program, module=arguments.module),
+        arguments.world_size,
+        arguments.steps,
+        arguments.fake_tensors,
+        arguments.ranks_per_node,
+        arguments.timeout,
+    )
+    with ProgressBar("running ranks") as seen:
+        return check_plan(
+            plan,
+            backend=arguments.backend or "",
+            script=" ".join(program),
+            seen=seen,
+        )
+
+
+def _print_output(checked: Checked, outputs: dict[int, str]) -> None:
+    """Print the end of the output of a rank that failed."""
+    failed = [
+        rank
+        for rank, state in checked.outcome.ranks.items()
+        if state.sequence.exception or state.sequence.problem
+    ]
+    rank = next((rank for rank in failed if outputs.get(rank)), None)
+    if rank is not None:
+        lines = outputs[rank].rstrip().splitlines()[-_OUTPUT_LINES:]
+        print(f"\nThe last lines of rank {rank}'s output:", *lines, sep="\n  ", file=sys.stderr)
+
+
+def _write(checked: Checked, arguments: argparse.Namespace) -> None:
+    from commlens.atomic_write import write_whole
+
+    if arguments.html is not None:
+        from commlens.reports.verdict_page import verdict_html
+
+        write_whole(arguments.html, verdict_html(checked.examined))
+        print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
+    if arguments.sarif is not None:
+        from commlens.reports.sarif import sarif
+
+        write_whole(arguments.sarif, sarif(checked.verdict))
+        print(f"commlens: Wrote {arguments.sarif}.", file=sys.stderr)

@@ -1,0 +1,261 @@
+"""Tests of ``commlens check`` and ``commlens.testing.check``: real programs, run as each rank alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlens.errors import CommandError
+from commlens.model.verdict import Verdict
+from commlens.testing import check
+
+TIMEOUT_S = 100.0
+
+
+def checked(program: Any, world_size: int = 2, **more: Any) -> Verdict:
+    return check(program, world_size=world_size, timeout_s=TIMEOUT_S, **more)
+
+
+def begin() -> int:
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+# --- collectives and messages
+
+
+def one_rank_broadcasts() -> None:
+    rank = begin()
+    x = torch.ones(4)
+    if rank == 1:
+        dist.broadcast(x, 0)
+    dist.all_reduce(x)
+
+
+def both_receive_first() -> None:
+    rank = begin()
+    dist.recv(torch.ones(4), 1 - rank)
+    dist.send(torch.ones(4), 1 - rank)
+
+
+def one_raises() -> None:
+    if begin() == 1:
+        raise ValueError("bad sample")
+    dist.barrier()
+
+
+def one_leaves_at_once() -> None:
+    if begin() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def nobody_waits() -> None:
+    begin()
+    dist.all_reduce(torch.ones(4), async_op=True)
+
+
+def line_of(function: Any, text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    first = function.__code__.co_firstlineno
+    return next(n for n, line in enumerate(lines, 1) if n >= first and text in line)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "culprits", "text"),
+    [
+        (one_rank_broadcasts, "mismatch/op", None, "dist.broadcast"),
+        (both_receive_first, "cycle", [], ""),
+        (one_raises, "dead", [1], "raise ValueError"),
+        (one_leaves_at_once, "dead", [1], "os._exit"),
+    ],
+)
+def test_a_fault_is_found(program: Any, kind: str, culprits: list[int] | None, text: str) -> None:
+    verdict = checked(program, 3 if program is one_rank_broadcasts else 2)
+    assert verdict.kind == kind
+    assert culprits is None or verdict.culprits == culprits
+    if text:
+        assert verdict.source == f"test_check.py:{line_of(program, text)}"
+
+
+def test_a_work_that_nobody_waits_for_is_a_hazard() -> None:
+    verdict = checked(nobody_waits)
+    assert not verdict.is_fault
+    assert [finding.kind for finding in verdict.findings] == ["hazard"]
+
+
+# --- what ranks give each other
+
+
+def size_from_rank_0() -> None:
+    """Rank 0 tells the others how many collectives there are."""
+    rank = begin()
+    told: list[Any] = [3 if rank == 0 else None]
+    dist.broadcast_object_list(told, 0)
+    for _ in range(told[0]):
+        dist.all_reduce(torch.ones(4))
+
+
+def object_that_is_not_sent() -> None:
+    if begin() == 1:
+        dist.recv_object_list([None], 0)
+
+
+def value_in_the_store() -> None:
+    rank = begin()
+    store = dist.PrefixStore("mine", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        store.set("steps", "2")
+    for _ in range(int(store.get("steps"))):
+        dist.all_reduce(torch.ones(4))
+
+
+def key_that_is_not_written() -> None:
+    rank = begin()
+    store = dist.PrefixStore("mine", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        store.wait(["ready"])
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (size_from_rank_0, "healthy"),
+        (object_that_is_not_sent, "missing"),
+        (value_in_the_store, "healthy"),
+        (key_that_is_not_written, "missing"),
+    ],
+)
+def test_what_ranks_give_each_other(program: Any, kind: str) -> None:
+    assert checked(program).kind == kind
+
+
+# --- libraries
+
+
+def trains_with_ddp() -> None:
+    rank = begin()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        if not (rank == 1 and step == int(os.environ.get("SKIPPED", "9"))):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def test_ddp() -> None:
+    verdict = checked(trains_with_ddp, steps=3)
+    assert verdict.kind == "healthy"
+    assert verdict.summary == "no mismatch or deadlock in 3 steps of 2 ranks on gloo"
+
+
+def test_ddp_on_a_rank_that_skips_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPPED", "1")
+    assert checked(trains_with_ddp).is_fault
+
+
+def shards() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fsdp2_with_tensor_parallelism() -> None:
+    assert checked(shards, 4, fake_tensors=True).kind == "healthy"
+
+
+# --- limits
+
+
+def never_ends() -> None:
+    begin()
+    while True:
+        pass
+
+
+def test_a_run_that_takes_too_long_proves_nothing() -> None:
+    verdict = check(never_ends, world_size=2, timeout_s=3.0)
+    assert verdict.kind == "undetermined"
+    assert f"test_check.py:{line_of(never_ends, 'while True')}" in str(verdict)
+
+
+@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"backend": "mpi"}])
+def test_wrong_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(CommandError):
+        check(begin, **{"world_size": 2, **wrong})
+
+
+# --- the command
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group()
+if dist.get_rank() == int(sys.argv[2]):
+    dist.broadcast(torch.ones(4), 0)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-m", "commlens", "check", "--world-size", "3", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_a_script_without_a_fault(tmp_path: Path) -> None:
+    done = command(tmp_path, "train.py", "--json", "9")
+    assert done.returncode == 0, done.stderr
+    first = " ".join(done.stdout.split("\n\n")[0].split())
+    assert first == "VERDICT No mismatch or deadlock in 3 ranks on gloo."
+
+
+def test_a_script_with_a_fault(tmp_path: Path) -> None:
+    done = command(
+        tmp_path, "--json", "--sarif", "found.sarif", "--html", "found.html", "train.py", "-x", "1"
+    )
+    assert done.returncode == 1, done.stderr
+    verdict = json.loads(done.stdout)
+    assert (verdict["kind"], verdict["culprits"]) == ("mismatch/op", [1])
+    log = json.loads((tmp_path / "found.sarif").read_text())
+    result = log["runs"][0]["results"][0]
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "train.py" and place["region"]["startLine"] == 6
+    assert (tmp_path / "found.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("no_such.py",), ("--steps", "0", "train.py"), ("--backend", "mpi", "train.py")]
+)
+def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == "" and "Traceback" not in done.stderr
