@@ -14,9 +14,11 @@ import pytest
 from builders import Job, Stay, Step, all_reduce, collective
 from chosen import long
 from flight_recorder_dumps import dump, entry
+from number_reports import Job as NumbersJob
 
 from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
+from commlens.diagnosis.words.diverged import verdict_of
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.page import render_page
@@ -388,3 +390,27 @@ def test_the_reader_s_theme_is_kept(open_page: OpenPage, stuck: Path):
     page.reload()
     page.wait_for_selector("main")
     assert page.evaluate(background) == "rgb(255, 255, 255)"
+
+
+def test_the_tensors_that_differ_are_shown_by_rank(
+    open_page: OpenPage, serious_faults, tmp_path: Path
+):
+    numbers = NumbersJob(size=4)
+    names = ["parameter a", "parameter b"]
+    assert not numbers.check(1, dict.fromkeys(names, 1.0))
+    odd = {3: dict.fromkeys(names, 7.0), 0: {"parameter b": 8.0}}
+    [cause] = numbers.check(2, dict.fromkeys(names, 2.0), odd)
+    examined = examine_logs(
+        Job(4).run(lambda job, rank: iter([all_reduce(job.world, line=3)])).logs()
+    )
+    path = tmp_path / "page.html"
+    path.write_bytes(verdict_html(examined._replace(verdict=verdict_of(cause))))
+    page = open_page(path)
+    rows = page.locator("#numbers tbody tr")
+    assert [rows.nth(index).inner_text().split()[-4:] for index in range(2)] == [
+        ["A", "A", "A", "B"],
+        ["B", "A", "A", "C"],
+    ]
+    assert "step 1: equal" in page.inner_text("#numbers")
+    assert "step 2: 2 differ" in page.inner_text("#numbers")
+    assert serious_faults(page) == []

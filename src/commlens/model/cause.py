@@ -686,6 +686,13 @@ class OwnTensors(msgspec.Struct, frozen=True):
     names: list[str]
 
 
+class Compared(msgspec.Struct, frozen=True):
+    """A check of the same tensors."""
+
+    step: int
+    differing: int  # tensors
+
+
 class OpSide(msgspec.Struct, frozen=True, omit_defaults=True):
     """The op that some ranks ran."""
 
@@ -715,6 +722,7 @@ class Diverged(Cause, tag="diverged", kw_only=True):
     equal_kinds: list[TensorKind] = []
     unequal_kinds: list[TensorKind] = []
     only_on: list[OwnTensors] = []
+    history: list[Compared] = []  # the last checks of these tensors, this one included; at most 20
     module: str | None = None  # the first whose output was NaN
     op: str | None = None  # or the first collective whose input was
     ops: list[OpSide] = []  # the first op that left the tensor different, the most ranks first

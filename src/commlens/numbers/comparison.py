@@ -4,10 +4,12 @@ reports so far.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commlens.model.cause import (
+    Compared,
     Diverged,
     DivergedTensor,
     OpSide,
@@ -60,6 +62,7 @@ EVERY_OP: Final = "every-op"
 BATCH: Final = "batch"
 """The source of a check of the inputs of a model."""
 
+_HISTORY: Final = 20  # checks
 _AGREED_CHANGES: Final = 2  # after which tensors that agree count as replicas
 _NEVER: Final = -(1 << 30)  # changes: they differed
 _WHY: Final[Mapping[TensorKind, Why]] = {
@@ -93,6 +96,7 @@ class Comparison:
         self._learned: dict[tuple[str, tuple[int, ...], Key], Learned] = {}
         self._batches: dict[tuple[int, ...], dict[int, int]] = {}
         self._without_nan: dict[str, int] = {}
+        self._history: dict[str, deque[Compared]] = {}
         self._found: set[tuple[str, tuple[int, ...]]] = set()
         self.other_ops: tuple[int, list[OpSide]] | None = None
         """The first step in which ranks ran different ops, without a parting, and these ops."""
@@ -143,6 +147,8 @@ class Comparison:
         untold = [part for part in parts if part.relation in ("presumed", "learned")]
         untold = [part for part in untold if not must_be_equal(part, check)]
         differences = [*find_differences(equal, check.tolerance), *self._unlearned(check, untold)]
+        history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
+        history.append(Compared(check.number, len(differences)))
         found = []
         for kinds in (TRAINED, ("buffer",), ("value",)):
             some = [each for each in differences if each.key[0] in kinds]
@@ -210,6 +216,7 @@ class Comparison:
             equal_kinds=others[0],
             unequal_kinds=others[1],
             only_on=own,
+            history=list(self._history[check.subject]),
         )
 
     def _last_equal(self, check: CheckId, ranks: Sequence[int]) -> int | None:

@@ -101,6 +101,17 @@ def test_the_first_kind_that_differs_is_the_cause(
     assert found.unequal_kinds == unequal
 
 
+def test_the_checks_before_are_told() -> None:
+    job = Job()
+    for step in range(1, 30):
+        assert not job.check(step, later(step))
+    found = only(job.check(30, later(30), {3: {"parameter a": 7.0, "parameter b": 8.0}}))
+    assert [(each.step, each.differing) for each in found.history] == [
+        *((step, 0) for step in range(11, 30)),
+        (30, 2),
+    ]
+
+
 def test_the_output_of_a_collective_is_the_cause_of_all_that_follows() -> None:
     job = Job(relation="output")
     output = "collective-output all_reduce 1"

@@ -34,6 +34,26 @@ export interface Verdict {
   findings: Finding[];
   missing_evidence: string[];
   looked_at: string;
+  cause?: Cause;
+}
+
+/** What was found, as data: the fields of a `diverged` cause. */
+export interface Cause {
+  ranks?: number[];
+  tensors?: DivergedTensor[];
+  differing?: number;
+  history?: Compared[];
+}
+
+export interface DivergedTensor {
+  kind: string;
+  name: string;
+  sides: { ranks: number[]; digest: string; norm?: number }[];
+}
+
+export interface Compared {
+  step: number;
+  differing: number;
 }
 
 export interface RankClass {

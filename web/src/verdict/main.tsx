@@ -9,6 +9,7 @@ import { Evidence } from "./evidence";
 import { WaitGraph } from "./graph";
 import { Groups } from "./grid";
 import { Hardware } from "./hardware";
+import { Numbers, divergedTensors } from "./numbers";
 import { AllRanks, RankPanel } from "./ranks";
 import { Stacks } from "./stacks";
 import { Step } from "./step";
@@ -21,6 +22,7 @@ function Page({ page }: { page: VerdictPage }) {
   const selected = asked ? Number(asked[1]) : null;
   const sections = [
     ["verdict", "Verdict"],
+    ["numbers", "Tensors"],
     ["waiting", "Waiting"],
     ["groups", "Groups"],
     ["timeline", "Timeline"],
@@ -32,6 +34,7 @@ function Page({ page }: { page: VerdictPage }) {
     ["ranks", "Ranks"],
   ] as const;
   const there: Record<string, boolean> = {
+    numbers: divergedTensors(page).length > 0,
     groups: page.layouts.length > 0,
     issued: page.tables.length > 0,
     step: page.step !== null,
@@ -43,6 +46,7 @@ function Page({ page }: { page: VerdictPage }) {
     <div class={selected === null ? "" : "with-panel"}>
       <Shell title="commlens" sections={sections.filter(([id]) => there[id] !== false)} tools={<CopyButton label="Copy the verdict for a ticket" text={page.text} bare />}>
         <Summary page={page} />
+        <Numbers page={page} />
         <WaitGraph page={page} />
         <Groups page={page} selected={selected} />
         <Timeline page={page} selected={selected} />
