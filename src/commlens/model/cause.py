@@ -617,9 +617,12 @@ TensorKind = Literal[
     "hyperparameter",
     "rng",
     "batch",
+    "module",
     "value",
 ]
-"""The part of a program that a compared tensor has. ``value``: named by the user."""
+"""The part of a program that a compared tensor has. ``module``: no tensor, but a module that ran.
+``value``: named by the user.
+"""
 
 Departure = Literal[
     "not-broadcast",

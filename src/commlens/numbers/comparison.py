@@ -73,6 +73,7 @@ _WHY: Final[Mapping[TensorKind, Why]] = {
     "parameter": "parameter",
     "buffer": "buffer",
     "op-output": "op-output",
+    "module": "parameter",
     "value": "value",
     "batch": "same-batch",
 }
@@ -159,6 +160,9 @@ class Comparison:
             )
             ranks = sorted(reports) if own else all_ranks([*some, *([order] if order else [])])
             label = check.source if kinds == ("value",) else kinds[-1]
+            if order is not None and order.key[0] == "module":
+                self._is_known(label, ranks, check)  # what differs besides is a consequence
+                label = "module"
             if not ranks or self._is_known(label, ranks, check):
                 continue
             rng = [each for each in differences if each.key[0] == "rng"]

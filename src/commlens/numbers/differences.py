@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from commlens.model.cause import OwnTensors
 from commlens.model.numbers import CheckId, Key, Measure, Relation, Report, Table
@@ -95,7 +95,7 @@ def count_tensors(parts: Iterable[Part]) -> int:
     keys: set[Key] = set()
     for part in parts:
         for table in {id(table): table for table in part.tables.values()}.values():
-            keys |= {each.key for each in table.measures}
+            keys |= {each.key for each in table.measures if each.kind != "module"}
     return len(keys)
 
 
@@ -200,31 +200,35 @@ def is_telling(measure: Measure) -> bool:
 
 
 def find_other_order(parts: Sequence[Part]) -> Difference | None:
-    """Return the first parameter that ranks have registered at another place, of those that all of
-    them have.
+    """Return the first parameter that ranks have registered at another place, or the first module
+    that they ran at another place, of those that all of them have.
     """
     for part in parts:
         if part.agrees:
             continue
-        names = {
-            rank: [each.name for each in table.measures if each.kind == "parameter"]
-            for rank, table in part.tables.items()
-        }
-        common = set.intersection(*map(set, names.values()))
-        orders: dict[tuple[str, ...], dict[int, Measure]] = {}
-        for rank, listed in names.items():
-            order = tuple(name for name in listed if name in common)
-            first = next(
-                each for each in part.tables[rank].measures if each.name in common or not common
-            )
-            orders.setdefault(order, {})[rank] = first
-        if len(orders) > 1:
-            one, other, *_ = sorted(orders, key=lambda order: -len(orders[order]))
-            name = next(a for a, b in zip(one, other, strict=True) if a != b)
-            return Difference(
-                ("parameter", name), _most_ranks_first(orders.values()), learned=False
-            )
+        for kind in ("parameter", "module"):
+            if (found := _other_order(part, kind)) is not None:
+                return found
     return None
+
+
+def _other_order(part: Part, kind: Literal["parameter", "module"]) -> Difference | None:
+    measures = {
+        rank: [each for each in table.measures if each.kind == kind]
+        for rank, table in part.tables.items()
+    }
+    common = set.intersection(*({each.name for each in some} for some in measures.values()))
+    orders: dict[tuple[str, ...], dict[int, Measure]] = {}
+    for rank, some in measures.items():
+        listed = [each for each in some if each.name in common]
+        if listed:
+            order = tuple(each.name for each in listed)
+            orders.setdefault(order, {})[rank] = listed[0]
+    if len(orders) < 2:
+        return None
+    one, other, *_ = sorted(orders, key=lambda order: -len(orders[order]))
+    name = next(a for a, b in zip(one, other, strict=True) if a != b)
+    return Difference((kind, name), _most_ranks_first(orders.values()), learned=False)
 
 
 def find_own_tensors(

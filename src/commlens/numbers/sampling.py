@@ -21,6 +21,7 @@ from commlens.numbers import model_inputs
 from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
 from commlens.numbers.exchange import log_stop
+from commlens.numbers.fsdp_modules import FsdpModules
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
@@ -56,6 +57,7 @@ class Sampler:
         self._followed: weakref.WeakKeyDictionary[Any, Followed] = weakref.WeakKeyDictionary()
         self._optimizers = 0
         self._models: list[Model] = []
+        self._fsdp: weakref.WeakKeyDictionary[Model, FsdpModules] = weakref.WeakKeyDictionary()
         self._searches = 0
         self._noted = 0  # step whose inputs were compared
         self._steps = 0  # of the first optimizer
@@ -111,6 +113,8 @@ class Sampler:
         for model in self._models_of(followed, parameters):
             names += [model.places[each].name for each in only if each in model.places]
             looked += look_at(model, optimizer, only=only, buffers=model.first_of is followed)
+            if model.first_of is followed:
+                looked += [Looked(*each) for each in self._fsdp[model].take()]
         check = CheckId(
             f"{OPTIMIZER} {followed.number}",
             followed.steps,
@@ -176,6 +180,7 @@ class Sampler:
             model = Model(find_roots(parameters))
             model.first_of = followed
             self._models.append(model)
+            self._fsdp[model] = FsdpModules(model)
             known = [model]
         return known
 

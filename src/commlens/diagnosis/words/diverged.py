@@ -95,8 +95,13 @@ def _summary(cause: Diverged) -> str:
         own = cause.only_on[0]
         return f"only {ranks_and_verb(own.ranks, 'has', 'have')} {_listed(own.names)} {when}"
     if cause.departure == "other-order":
+        one, many, what = (
+            ("runs", "run", "modules")
+            if cause.tensors[0].kind == "module"
+            else ("registers", "register", "parameters")
+        )
         return (
-            f"{ranks_and_verb(_suspects(cause), 'registers', 'register')} parameters"
+            f"{ranks_and_verb(_suspects(cause), one, many)} {what}"
             f" in another order{'' if cause.culprits else ' than one another'}, from"
             f" {cause.tensors[0].name} on"
         )
@@ -283,8 +288,11 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         "The random number generators of these ranks differ, too: dropout drops different elements"
         " on each of them."
     ),
-    "other-order": _is(
-        "DDP pairs parameters by position, not by name: it averages the gradients of different"
+    "other-order": lambda cause: (
+        "FSDP gathers the parameters of the modules in the order in which they run: these ranks"
+        " compute with the parameters of other modules."
+        if cause.tensors[0].kind == "module"
+        else "DDP pairs parameters by position, not by name: it averages the gradients of different"
         " parameters."
     ),
     "other-tensors": _own_names,
@@ -328,8 +336,10 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     ),
     "not-updated": _is("look for the code that changes it on some ranks only"),
     "other-random-numbers": _is("seed these ranks alike"),
-    "other-order": _is(
-        "register the modules in the same order on all ranks: do not iterate over a set"
+    "other-order": lambda cause: (
+        "run the modules in the same order on all ranks"
+        if cause.tensors[0].kind == "module"
+        else "register the modules in the same order on all ranks: do not iterate over a set"
     ),
     "other-tensors": _is("build the same model on all ranks"),
     "rounding": _is(

@@ -1,0 +1,67 @@
+"""The order in which the modules run that FSDP2 shards.
+
+FSDP2 gathers the parameters of a module when it runs, and the gathers of the ranks meet in their
+order. If a rank runs modules of equal shapes in another order, it computes with other parameters
+than it should, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from commlens.numbers.measuring import Named
+from commlens.numbers.replicas import Model, Replicas, plain_name
+
+_ROOT: Final = "the model"
+
+
+class FsdpModules:
+    """The modules of one model, and in which order they ran first since the last check.
+
+    Args:
+        model: the model; hooks are installed on its modules.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._called: dict[str, None] = {}
+        self._ranks: tuple[int, ...] = ()
+        for root in model.alive():
+            sharded = {name: module for name, module in root.named_modules() if _is_sharded(module)}
+            if sharded:
+                self._ranks = _ranks_of_meshes(root)
+            for name, module in sharded.items():
+                self._follow(name, module)
+
+    def take(self) -> Iterator[tuple[Named, tuple[Replicas, ...]]]:
+        """Yield the modules in their order, which must be the same on all ranks, and forget it."""
+        called, self._called = list(self._called), {}
+        if len(self._ranks) > 1:
+            kept_by = (Replicas(self._ranks, "equal"),)
+            for name in called:
+                yield Named("module", name, torch.zeros(1)), kept_by
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        ref = weakref.ref(self)
+        title = plain_name(name) if name else _ROOT
+
+        def note(_module: nn.Module, _args: Any) -> None:
+            if not torch.compiler.is_compiling() and (modules := ref()) is not None:
+                modules._called.setdefault(title)
+
+        module.register_forward_pre_hook(note)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _ranks_of_meshes(root: nn.Module) -> tuple[int, ...]:
+    """Return the ranks of the widest mesh of a model."""
+    meshes = [each.device_mesh for each in root.parameters() if hasattr(each, "device_mesh")]
+    ranks: list[int] = max((mesh.mesh.reshape(-1).tolist() for mesh in meshes), key=len, default=[])
+    return tuple(sorted(int(rank) for rank in ranks))
