@@ -8,6 +8,7 @@ folder. ``--seed 17`` runs one job and prints all that it printed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -90,15 +91,21 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run this seed alone, and print its output")
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument(
+        "--ways",
+        default=",".join(WAYS),
+        help="the ways to train, with commas; seeds that draw another one are left out",
+    )
     parser.add_argument("--keep", type=Path, default=Path("numbers-soak"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     import commlens.numbers.sampling  # noqa: F401 - once, before the forks
 
-    first, number = (
-        (arguments.first, arguments.jobs) if arguments.seed is None else (arguments.seed, 1)
-    )
-    jobs = [job_of(seed) for seed in range(first, first + number)]
+    is_one = arguments.seed is not None
+    first, number = (arguments.seed, 1) if is_one else (arguments.first, arguments.jobs)
+    ways = arguments.ways.split(",")
+    seeds = (seed for seed in itertools.count(first) if draw(seed).how in ways)
+    jobs = [job_of(seed) for seed in itertools.islice(seeds, number)]
     prepare()
     counts: Counter[str] = Counter()
     by_way: Counter[tuple[str, str]] = Counter()
@@ -118,9 +125,9 @@ def main() -> int:
                 print(f"{outcome}: {recipe}", *lines, sep="\n    ", flush=True)
             if outcome == "silent":
                 shutil.rmtree(folder)
-            elif arguments.seed is not None or outcome == "broken":
-                for path in sorted(folder.glob("*.out"))[: recipe.size if arguments.seed else 1]:
-                    print(path.read_text()[-3000 if arguments.seed else -400 :])
+            elif is_one or outcome == "broken":
+                for path in sorted(folder.glob("*.out"))[: recipe.size if is_one else 1]:
+                    print(path.read_text()[-3000 if is_one else -400 :])
         print(f"{sum(counts.values())} jobs: {dict(counts)}, {checks} checks", flush=True)
     for how in WAYS:
         print(f"{how:16}", *(f"{by_way[how, word]:5} {word}" for word in sorted(counts)))
