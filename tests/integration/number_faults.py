@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ class Block(nn.Module):
         return x + self.right(torch.relu(self.left(self.dropout(self.norm(x)))))
 
 
+class Backwards(nn.Sequential):
+    """Modules of which the last one runs first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
 def local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -52,7 +62,8 @@ def make(how: str, fault: str, size: int, *, is_odd: bool) -> nn.Module:
     torch.manual_seed(0)
     dropout = 0.5 if fault == "seed" else 0.0
     swapped = fault == "order" and is_odd
-    model = nn.Sequential(*(Block(swapped=swapped, dropout=dropout) for _ in range(2)))
+    kind = Backwards if fault == "calls" and is_odd else nn.Sequential
+    model = kind(*(Block(swapped=swapped, dropout=dropout) for _ in range(2)))
     if how == "ddp":
         return DistributedDataParallel(model, broadcast_buffers=False)
     if how in ("fsdp", "hsdp", "2d"):
@@ -78,7 +89,7 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> None:
 def batch(how: str, fault: str, step: int, rank: int, *, is_odd: bool) -> torch.Tensor:
     """What a rank reads."""
     part = {"tp": 0, "2d": rank // 2}.get(how, rank)
-    if fault == "same-batch" and rank == 1:
+    if fault == "same-batch" and part == 1:
         part = 0
     values = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1000 * step + part))
     if fault in ("nan", "nan-first") and step == AT and is_odd:
@@ -93,6 +104,8 @@ def strike(fault: str, block: Any, optimizer: torch.optim.Optimizer) -> None:
         local(weight.data).view(torch.int32)[0] ^= 1 << 12
     elif fault == "state":
         local(optimizer.state[weight]["exp_avg"]).view(torch.int32)[0] ^= 1 << 20
+    elif fault == "drift":
+        weight.data.mul_(1 + 2.0**-23)
     elif fault == "gradient":
         local(weight.grad).view(torch.int32)[0] ^= 1 << 15
     elif fault == "reduction":
@@ -121,33 +134,38 @@ def train(rank: int, size: int, how: str, fault: str) -> nn.Module:
         for block in blocks:
             if not (fault == "buffer" and is_odd and step >= AT):
                 block.seen += step
-        if step == AT and is_odd:
+        if is_odd and (step == AT or (fault == "drift" and step > AT)):
             strike(fault, blocks[1], optimizer)
         optimizer.step()
     return model
 
 
-def run(rank: int, size: int, result: Path, case: str) -> None:
-    """Train, and write what rank 0 logs."""
-    from commlens.numbers import checks
-
-    verdicts: list[Any] = []
+def record_verdicts() -> Callable[[], dict[str, Any]]:
+    """Listen to what this rank logs from now on. Return a function that returns it."""
+    verdicts: list[str] = []
     lines: list[str] = []
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
             if (verdict := getattr(record, "verdict", None)) is not None:
-                verdicts.append(verdict)
+                verdicts.append(str(verdict.to_json(), "utf-8"))
 
     logging.getLogger("commlens").addHandler(Listen())
+    return lambda: {"verdicts": verdicts, "lines": lines}
+
+
+def run(rank: int, size: int, result: Path, case: str) -> None:
+    """Train, and write what this rank logs."""
+    from commlens.numbers import checks
+
+    record = record_verdicts()
     init(result.parent, rank, size, 30.0)
     how, _, fault = case.partition("-")
     model = train(rank, size, how, fault)
     checks.finish()
     bits = [local(each).detach().view(torch.int32).tolist() for each in model.parameters()]
-    written = [str(each.to_json(), "utf-8") for each in verdicts]
-    write(result, {"verdicts": written, "lines": lines, "bits": bits})
+    write(result, {**record(), "bits": bits})
     dist.destroy_process_group()
 
 

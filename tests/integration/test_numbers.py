@@ -33,10 +33,12 @@ FAULTS = [
     ("hsdp-bit", "parameter", "one-bit", "1.norm.weight"),
     ("fsdp-lr", "optimizer-state", "other-hyperparameters", "lr of group 0"),
     ("hsdp-lr", "optimizer-state", "other-hyperparameters", "lr of group 0"),
+    ("2d-lr", "optimizer-state", "other-hyperparameters", "lr of group 0"),
+    ("2d-buffer", "buffer", "not-updated", "0.seen"),
     ("tp-bit", "gradient", "other-gradients", "0.right.bias"),
     ("plain-bit", "parameter", "one-bit", "1.norm.weight"),
 ]
-HEALTHY = ["ddp-none", "fsdp-none", "hsdp-none", "tp-none", "plain-none"]
+HEALTHY = ["ddp-none", "fsdp-none", "hsdp-none", "tp-none", "2d-none", "plain-none"]
 USUAL = ("ddp-bit", "ddp-lr", "hsdp-bit", "ddp-none", "tp-none")
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
@@ -97,7 +99,14 @@ def test_parameters_in_another_order(launched: tuple[Path, str], job: str) -> No
     assert (cause["departure"], verdicts[0]["culprits"], cause["step"]) == ("other-order", [3], 1)
 
 
-@pytest.mark.parametrize("job", [long("ddp-same-batch:4")])
+@pytest.mark.parametrize("job", [long("fsdp-calls:4")])
+def test_modules_in_another_order(launched: tuple[Path, str], job: str) -> None:
+    [verdict], lines = reported(launched, job)
+    assert (verdict["cause"]["departure"], verdict["culprits"]) == ("other-order", [3])
+    assert "rank 3 runs modules in another order, from 0 on" in lines[0]
+
+
+@pytest.mark.parametrize("job", [long("ddp-same-batch:4"), long("fsdp-same-batch:4")])
 def test_the_same_batch_on_two_ranks(launched: tuple[Path, str], job: str) -> None:
     [verdict], _ = reported(launched, job)
     assert (verdict["why"], verdict["culprits"]) == ("same-batch", [])
