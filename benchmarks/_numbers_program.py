@@ -99,6 +99,7 @@ def draw(seed: int) -> Recipe:
         "2d": (4,),
         "ddp-tp": (4,),
         "halves": (4,),
+        "tp": (2, 4),  # shards of the same size
         "tp-sequence": (2, 4),
         "soak": (2, 3, 4),
     }
@@ -121,7 +122,11 @@ def draw(seed: int) -> Recipe:
         scheduler=rng.choice(["", "", "step", "cosine", "warmup", "plateau"]),
         steps=rng.randint(5, 9),
         accumulate=rng.choice([1, 1, 1, 2, 3]),
-        precision=precision if by_hand or precision != "scaler" else "float32",
+        precision=(
+            precision
+            if precision != "scaler" or (by_hand and "complex" not in blocks)
+            else "float32"
+        ),
         dropout=rng.choice([0.0, 0.1, 0.5]),
         tied=sometimes(0.3) and not parallel,
         checkpointing=sometimes(0.2),
@@ -212,7 +217,7 @@ class Buffered(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale."""
         self.calls += 1
-        return self.scale * self.linear(x + self.frequencies)
+        return self.scale * self.linear(x + self.frequencies.to(x.dtype))
 
 
 class Counter(nn.Module):
@@ -227,9 +232,9 @@ class Counter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Centre."""
         with torch.no_grad():
-            self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+            self.mean.lerp_(x.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
             self.seen += len(x)
-        return self.linear(x - self.mean)
+        return self.linear(x - self.mean.to(x.dtype))
 
 
 class Normalised(nn.Module):
@@ -376,8 +381,10 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     name = recipe.optimizer
     if name == "adafactor" and any(each.is_complex() for each in trained):
         name = "adam"
-    if name in ("adamw-fused", "adafactor") and any(hasattr(p, "placements") for p in trained):
-        name = "adamw"
+    if name in ("adamw", "adamw-fused", "adafactor") and any(
+        hasattr(each, "placements") for each in trained
+    ):
+        name = "tensor-lr"  # the others take no mixture of DTensors and tensors
     if name == "adamw-fused" and any(each.is_complex() for each in trained):
         name = "adamw"
     halves = [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]]
