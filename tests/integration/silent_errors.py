@@ -154,7 +154,9 @@ def shared_data(case: Case) -> None:
 
 
 def parameter_left_out(case: Case) -> None:
-    """Parameters that fill a bucket exactly are not reduced (DeepSpeed#4321)."""
+    """Parameters that fill a bucket exactly are not reduced (DeepSpeed#4321). At the end, the
+    program asks for a check.
+    """
     net = blocks()
 
     def train(step: int) -> None:
@@ -162,6 +164,7 @@ def parameter_left_out(case: Case) -> None:
         reduce_gradients(net, leave_out=["1.left.weight"] if case.errs(step) else [])
 
     case.each_step(adam(net), train)
+    commlens.check_numbers(net, group=dist.group.WORLD)
 
 
 def other_scale(case: Case) -> None:
