@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgspec
 
 from commlens.diagnosis.fold.state_key import blocking, is_small, role
-from commlens.model.cause import Cause, Issued, Rank, Wait
+from commlens.model.cause import Cause, Hardware, Issued, Rank, RasWitness, Wait
 from commlens.model.collective import Channel, Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
@@ -241,6 +241,8 @@ def say_of_all(verdict: Verdict, alike: AlikeRanks) -> None:
 
 def _of_all(part: Any, alike: AlikeRanks) -> Any:
     """Return a cause, or a part of one, with all ranks that are in the same state."""
+    if isinstance(part, (Hardware, RasWitness)):
+        return part  # those ranks, whatever others are in their state
     hints = get_type_hints(type(part), include_extras=True)
     changed: dict[str, object] = {}
     for name in part.__struct_fields__:

@@ -20,7 +20,16 @@ from commlens.model.cause import (
 )
 from commlens.model.health import Fault, HealthEvent, What
 from commlens.model.xids import xid
-from commlens.text import capital, count, duration, number, ranks_and_verb, ranks_phrase, size
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    naming_alike,
+    number,
+    ranks_and_verb,
+    ranks_phrase,
+    size,
+)
 
 _SHOWN = 4
 _PAGE_BYTES = 4096  # of nearly every machine
@@ -174,6 +183,12 @@ def add_hardware(words: Words, cause: Cause) -> Words:
     """Return the words of a finding with what the hardware did then, and what RAS says."""
     if not isinstance(cause, OfHardware):
         return words
+    # those of a node are there, whatever other ranks are in their state
+    with naming_alike(frozenset):
+        return _with_hardware(words, cause)
+
+
+def _with_hardware(words: Words, cause: OfHardware) -> Words:
     moment = _MOMENTS.get(type(cause), _LOOK)
     if any(each.before == "look" for each in cause.hardware):
         moment = _LOOK

@@ -1,0 +1,77 @@
+"""What is said of hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens.diagnosis.fold.alike import Alike, AlikeRanks, say_of_all
+from commlens.diagnosis.words.finding import Words, finding_of
+from commlens.diagnosis.words.hardware import add_hardware, place_sentence
+from commlens.model.cause import Dead, Hardware, SharedPlace
+from commlens.model.health import HealthEvent
+from commlens.model.verdict import Verdict
+from commlens.text import naming_alike
+
+NEIGHBOUR_KILLED = HealthEvent(
+    what="oom-kill", fault="host-memory", part="memory", at_ns=10**18, pid=77, name="stress"
+)
+
+
+def died(ranks: list[int], there: list[int]) -> Dead:
+    return Dead(
+        kind="dead",
+        why="killed",
+        root_cause=True,
+        blamed_by="exit",
+        confidence="medium",
+        culprits=ranks,
+        victims=[0, 1],
+        ranks=ranks,
+        processes=["own"],
+        waits=[],
+        hardware=[Hardware("n0", there, NEIGHBOUR_KILLED, 1.0, False)],
+    )
+
+
+def test_the_ranks_of_a_node_are_those_that_run_there() -> None:
+    """Ranks 0 and 1 stand for the ranks from 8 on, which run elsewhere."""
+    alike = AlikeRanks([Alike(frozenset({0, 1}), frozenset(range(8, 16)))])
+    cause = died([2], [0, 1, 2])
+    with naming_alike(alike.with_alike):
+        words = add_hardware(Words("rank 2 died"), cause)
+    assert "(ranks 0-2 are there)" in words.evidence[0]
+    verdict = Verdict.from_findings([finding_of(cause, words)])
+    say_of_all(verdict, alike)
+    assert isinstance(verdict.cause, Dead)
+    assert verdict.cause.hardware[0].ranks == [0, 1, 2]
+    assert verdict.victims == [0, 1, *range(8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        (
+            SharedPlace("rail", "3", [3, 11, 19, 27], 28, 0.0002, "mlx5_3"),
+            "Ranks 3-27:8 are all on rail 3 (mlx5_3), and none of the other 28 ranks is.",
+        ),
+        (
+            SharedPlace("host", "n1", [2, 3], 2, 0.3333),
+            "Ranks 2-3 are both on n1, and none of the other 2 ranks is; that may be a"
+            " coincidence.",
+        ),
+        (
+            SharedPlace("leaf", "leaf-1", [0, 1, 2], 1, 0.01),
+            "Ranks 0-2 are all on the switch leaf-1, and the other rank is not.",
+        ),
+        (
+            SharedPlace("rack", "r2", [0, 1, 2], 9, 0.01),
+            "Ranks 0-2 are all in the rack r2, and none of the other 9 ranks is.",
+        ),
+        (
+            SharedPlace("gpu", "5", [5, 13], 14, 0.05),
+            "Ranks 5,13 are both on GPU 5 of their hosts, and none of the other 14 ranks is.",
+        ),
+    ],
+)
+def test_what_ranks_share(place: SharedPlace, sentence: str) -> None:
+    assert place_sentence(place) == sentence
