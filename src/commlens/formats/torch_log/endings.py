@@ -11,6 +11,7 @@ import re
 from typing import Final, NamedTuple
 
 from commlens.model.cause import JobEnding
+from commlens.model.xids import xid
 
 INTERESTING: Final = re.compile(
     rb"CANCELLED AT |oom[-_]kill|srun: error: |OOMKilled|Evicted|low on resource"
@@ -22,6 +23,7 @@ INTERESTING: Final = re.compile(
 )
 """Matches every line worth parsing."""
 
+_XID: Final = re.compile(r"NVRM: Xid \(PCI:[^)]{1,40}\): (\d{1,4})\b")
 _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
     (
         "out-of-memory",
@@ -52,7 +54,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
         ),
     ),
     ("evicted", re.compile(r"\bWarning\s+Evicted\b|The node was low on resource: ")),
-    ("gpu-error", re.compile(r"NVRM: Xid \(PCI:[^)]{1,40}\): \d{1,4}\b")),
+    ("gpu-error", _XID),
     (
         "killed",
         re.compile(
@@ -117,7 +119,9 @@ def parse_rank_ending(text: str) -> RankEnding | None:
 
 
 def parse_ending(text: str) -> JobEnding | None:
-    """Return why a line says that a job, or one of its processes, ended; None for any other
-    line.
+    """Return why a line says that a job, or one of its processes, ended; None for any other line,
+    also for an Xid that stops nothing.
     """
-    return next((ending for ending, pattern in _ENDINGS if pattern.search(text)), None)
+    ending = next((ending for ending, pattern in _ENDINGS if pattern.search(text)), None)
+    number = _XID.search(text) if ending == "gpu-error" else None
+    return None if number is not None and xid(int(number[1])).effect == "sign" else ending

@@ -78,6 +78,7 @@ def test_the_line_tells_why(line: str, ending: str) -> None:
         "['python', 'train.py'] exits with return code = 0",
         "epoch 3 | word error rate 12.1 | Killed mutants: 3",
         "out of memory errors so far: 0",
+        "NVRM: Xid (PCI:0000:3b:00): 63, pid=4173, Row Remapper: New row marked for remapping",
         "the evicted keys of the cache: 17",
     ],
 )
