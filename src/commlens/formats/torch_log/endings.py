@@ -19,7 +19,7 @@ INTERESTING: Final = re.compile(
     rb"|exits with return code = |: line \d+: +\d+ Killed|Preempted|\(exitcode: "
     rb"|PBS: job killed|TERM_[A-Z]+: job killed|noticed that process rank|Process name: \[\["
     rb"|KILLED BY SIGNAL|BAD TERMINATION|terminated with code|ProcessExitedException"
-    rb"|ray\.exceptions\.|died unexpectedly"
+    rb"|ray\.exceptions\.|died unexpectedly|CalledProcessError: "
 )
 """Matches every line worth parsing."""
 
@@ -63,6 +63,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|failed \(exitcode: -9\) local_rank: \d+"
             r"|srun: error: \S+: tasks? [\d,-]+: Killed|KILLED BY SIGNAL: 9\b"
             r"|ProcessExitedException: process \d+ terminated with signal SIGKILL"
+            r"|CalledProcessError: .*died with <Signals\.SIGKILL: 9>"
         ),
     ),
     (
@@ -73,6 +74,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|exits with return code = -?[1-9]"
             r"|failed \(exitcode: -?[1-9]\d*\) local_rank: \d+"
             r"|ProcessExitedException: process \d+ terminated with"
+            r"|CalledProcessError: .*(?:died with <Signals|returned non-zero exit status)"
             r"|^\s*Process name: \[\[\d+,\d+\],\d+\]|KILLED BY SIGNAL: \d"
             r"|ray\.exceptions\.(?:RayActorError|ActorDiedError|WorkerCrashedError)\b"
             r"|Worker proc \S+ died unexpectedly"

@@ -57,6 +57,9 @@ _NO_WORKER: Final = re.compile(
 )
 # an exception of any name, as the last line of a traceback
 _NAMED: Final = re.compile(r"[A-Za-z_][\w.]{0,200}(?::\s|$)")
+# in torchrun's list of failed workers: the traceback of one that torchelastic's record() decorates
+_IN_SUMMARY: Final = re.compile(r"\s+traceback : Traceback \(most recent call last\):")
+_SUMMARY_INDENT: Final = "  "
 # of torch.multiprocessing.spawn, before a traceback
 _SPAWNED: Final = re.compile(r"-- Process (\d{1,7}) terminated with the following error:")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
@@ -152,7 +155,10 @@ class LogParser:
         self._is_of_a_job = False  # a line is of a distributed job
         self._cut: list[str] = []  # the parts of a wrapped line, so far
         self._tracebacks: set[int] = set()  # ranks inside a traceback
-        self._spawned = -1  # the rank of the process whose traceback spawn() prints next
+        # the rank of the process whose traceback spawn() prints next, or torchrun in its list
+        self._spawned = -1
+        self._indent = ""  # of the lines of that traceback
+        self._last_worker = -1  # the last rank in torchrun's list
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
         self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
 
@@ -214,15 +220,18 @@ class LogParser:
         self._add_rank_ending(origin.text)
         if found := _SPAWNED.search(origin.text):
             self._spawned, self._only_local = int(found[1]), True
+        text = origin.text
+        if _IN_SUMMARY.match(text):
+            self._spawned, self._indent = self._last_worker, _SUMMARY_INDENT
         if rank < 0 <= self._spawned:
-            rank = self._spawned
+            rank, text = self._spawned, text.removeprefix(self._indent)
         if rank not in self._ranks and len(self._ranks) >= _RANKS_MAX:
             return
         about = self._ranks.setdefault(rank, _Rank())
         about.last_ns = L.parse_time(line) or about.last_ns
-        self._add_last_error(rank, origin.text)
-        self._add_watchdog_line(rank, about, origin.text, group)
-        self._add_python_line(rank, about, origin.text)
+        self._add_last_error(rank, text)
+        self._add_watchdog_line(rank, about, text, group)
+        self._add_python_line(rank, about, text)
 
     def _rank_of(self, origin: L.Origin, group: L.Group | None) -> int:
         """Return the global rank that wrote a line; -1 if unknown."""
@@ -343,7 +352,7 @@ class LogParser:
             elif _is_raised(rank, text, about.traceback):
                 self._set_exception(rank, about, text, about.traceback[::-1])
             about.traceback = None
-            self._spawned = -1
+            self._spawned, self._indent = -1, ""
             self._tracebacks.discard(rank)
 
     def _add_rank_ending(self, text: str) -> None:
@@ -364,7 +373,8 @@ class LogParser:
         if key and key != "exit":
             self._worker[key] = value
         elif key and "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
-            about = self._ranks.setdefault(int(self._worker["rank"]), _Rank())
+            self._last_worker = int(self._worker["rank"])
+            about = self._ranks.setdefault(self._last_worker, _Rank())
             about.host = self._worker.get("host", "")
             ended_ns = L.parse_torchrun_time(self._worker.get("time", ""))
             about.observation = _observed(int(value), ended_ns)

@@ -907,3 +907,20 @@ def test_a_store_that_is_gone_may_be_the_end_of_the_job(tmp_path: Path) -> None:
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("undetermined", [], [1, 2])
     hold("undetermined/told-by-logs-store-lost", verdict)
+
+
+def test_torchruns_list_holds_the_traceback_of_a_recorded_worker(tmp_path: Path) -> None:
+    """It is indented, and torchelastic's record() is its first frame."""
+    trace = """  traceback : Traceback (most recent call last):
+    File "/v/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 355, in wrapper
+      return f(*args, **kwargs)
+    File "/work/train.py", line 88, in main
+      raise ValueError("bad shard 7")
+  ValueError: bad shard 7
+
+============================================================
+"""
+    (tmp_path / "job.log").write_text(exits({2: 1}) + trace)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "exception", [2])
+    assert verdict.source == "train.py:88" and "ValueError: bad shard 7" in verdict.summary

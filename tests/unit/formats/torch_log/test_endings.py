@@ -41,6 +41,13 @@ ENDINGS = {
     " local_rank: 5 (pid: 77) of binary: python": "killed",
     "E0309 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1)"
     " local_rank: 5 (pid: 77) of binary: python": "process-failed",
+    "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.": "killed",
+    "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGSEGV: 11>.": (
+        "process-failed"
+    ),
+    "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 1.": (
+        "process-failed"
+    ),
     "=>> PBS: job killed: walltime 3636 exceeded limit 3600": "time-limit",
     "=>> PBS: job killed: mem 67108864kb exceeded limit 62914560kb": "out-of-memory",
     "TERM_RUNLIMIT: job killed after reaching LSF run time limit.": "time-limit",
