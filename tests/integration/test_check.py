@@ -138,6 +138,23 @@ def test_what_ranks_give_each_other(program: Any, kind: str) -> None:
     assert checked(program).kind == kind
 
 
+def answers_whom_it_received_from() -> None:
+    rank = begin()
+    x = torch.ones(4)
+    if rank == 0:
+        for _ in range(2):
+            dist.send(x, dist.recv(x))
+    else:
+        dist.send(x, 0)
+        dist.recv(x, 0)
+
+
+def test_a_fault_that_a_guess_leads_to_is_not_proven() -> None:
+    verdict = checked(answers_whom_it_received_from, 3)
+    assert verdict.kind == "undetermined"
+    assert "test_check.py" in verdict.explanation
+
+
 # --- libraries
 
 

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -47,6 +47,28 @@ from commlens.tracing.patches import Patches, called_by_torch
 
 _Tensor = torch.Tensor
 _ENDED_BY_US = "commlens: the run ends here"
+
+
+class GuessedRank(int):
+    """The rank whose message a receive from any source took, which is a guess. It tells where the
+    program uses it.
+    """
+
+    on_use: Callable[[], None]
+
+    def __eq__(self, other: object) -> bool:
+        """Compare it as a number."""
+        self.on_use()
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        """Compare it as a number."""
+        self.on_use()
+        return int(self) != other
+
+    def __hash__(self) -> int:
+        """Same as for numbers."""
+        return hash(int(self))
 
 
 class EndOfRun(BaseException):
@@ -108,6 +130,8 @@ class SequenceRecorder:
         self._described: dict[tuple[InternedArgs, int | None], CollectiveArgs] = {}
         self._frames: dict[tuple[CodeType, int], Frame] = {}
         self._stacks: dict[Stack, Stack] = {}
+        self._issuers: set[int] = set()  # threads
+        self._mesh_device = ""
         self._setup_depth = 0
         self._inits = self._splits = self._meshes = 0
         self._mesh: str | None = None
@@ -121,6 +145,9 @@ class SequenceRecorder:
         wrap(c10d, "split_group", self._split)
         wrap(c10d, "destroy_process_group", self._destroy)
         wrap(c10d, "batch_isend_irecv", self._batched)
+        wrap(c10d, "recv", self._recv)
+        for name in ("send", "isend", "irecv"):
+            wrap(c10d, name, self._with_peer)
         wrap(torch.autograd, "_engine_run_backward", self._backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         import torch.distributed.device_mesh as device_mesh
@@ -149,6 +176,7 @@ class SequenceRecorder:
                 f"the backend would refuse this {args.op}: its arguments do not fit each other"
             )
         thread = threading.get_native_id()
+        self._note_thread(thread)
         coalescing = self._coalescing.get(thread)
         number = args.next_number() if coalescing is None else coalescing.number_of(args)
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
@@ -181,6 +209,11 @@ class SequenceRecorder:
 
     def raised(self, token: tuple[int, Any], error: BaseException) -> None:
         """Ignore the errors of the fake backend."""
+
+    def _note_thread(self, thread: int) -> None:
+        self._issuers.add(thread)
+        if len(self._issuers) > 1 and not any(each.what == "thread" for each in self.guesses):
+            self.guess("thread")
 
     def _issue(
         self,
@@ -342,13 +375,28 @@ class SequenceRecorder:
         finally:
             del self._batch[thread]
 
+    def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        source = self._with_peer(original, *args, **kwargs)
+        event = next((each for each in reversed(self.events) if isinstance(each, Issue)), None)
+        if event is None or event.op.op != "recv" or event.op.peer is not None:
+            return source
+        guessed = GuessedRank(source)
+        guessed.on_use = lambda: self.guess("source")
+        return guessed
+
+    def _with_peer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, GuessedRank) for each in (*args, *kwargs.values())):
+            self.guess("source")
+        return original(*args, **kwargs)
+
     # --- groups
 
     def _init(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._inits += 1
         self.groups.started_again()
         asked = args[0] if args else kwargs.get("backend")
-        self.backend = str(asked).lower() if asked is not None else ""
+        default = "nccl" if self._mesh_device == "cuda" else ""
+        self.backend = str(asked).lower() if asked is not None else default
         world = torch.distributed.get_world_size() if c10d.is_initialized() else 0
         size = world or _environment_world_size()
         self._setup("init_process_group", "default_pg", range(size), self._inits)
@@ -391,6 +439,7 @@ class SequenceRecorder:
     def _init_mesh(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         shape = args[1] if len(args) > 1 else kwargs["mesh_shape"]
         names = kwargs.get("mesh_dim_names")
+        self._mesh_device = str(args[0] if args else kwargs.get("device_type"))
         if not c10d.is_initialized():
             return self._named_mesh(original, shape, names, args, kwargs)
         self._meshes += 1

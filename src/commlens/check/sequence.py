@@ -21,7 +21,6 @@ GuessKind = Literal[
     "poll",  # whether a collective has completed
     "source",  # whose message a receive from any source took
     "thread",  # several threads issue collectives: their order may differ in each run
-    "monitored-barrier",  # a barrier with a timeout of its own, which raises on other ranks
 ]
 
 

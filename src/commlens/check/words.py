@@ -18,9 +18,8 @@ _GUESSES = {
     "object": "gathers objects, of which a rank alone knows only its own",
     "store": "asks for a key of the store that several ranks may write",
     "poll": "asks whether a collective has completed",
-    "source": "receives from any rank",
+    "source": "uses the number of the rank whose message a receive from any rank took",
     "thread": "issues collectives from several threads",
-    "monitored-barrier": "calls monitored_barrier, which raises an error if a rank is late",
 }
 
 
