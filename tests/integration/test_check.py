@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_a_work_that_nobody_waits_for_is_a_hazard() -> None:
     verdict = checked(nobody_waits)
     assert not verdict.is_fault
     assert [finding.kind for finding in verdict.findings] == ["hazard"]
+
+
+def polls_until_it_is_done() -> None:
+    begin()
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+
+
+def test_a_loop_that_asks_whether_a_collective_is_done() -> None:
+    verdict = checked(polls_until_it_is_done)
+    assert verdict.kind == "healthy" and not verdict.findings
+    assert len(verdict.missing_evidence) == 1
 
 
 # --- what ranks give each other
