@@ -38,6 +38,7 @@ from commlens.tracing.attribution.op_names import (
     split_name,
 )
 from commlens.tracing.attribution.recomputations import follow_recomputations, recomputes
+from commlens.tracing.leave_to_eager import leave_to_eager
 from commlens.tracing.patches import Patches
 from commlens.tracing.raw_event import RawEvent
 
@@ -122,17 +123,6 @@ class _ThreadState(threading.local):
         self.here = _Here()
 
 
-def _leave_to_eager(code: Any) -> bool:
-    """Make dynamo skip a function and everything it calls. Return False if this torch cannot."""
-    frames = torch._C._dynamo.eval_frame
-    try:
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:
-        return False
-    return True
-
-
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if DTensor in types:
         # DTensor runs first; the ops that it issues come here afterwards.
@@ -154,7 +144,7 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
     return result
 
 
-_SKIPPED = _leave_to_eager(_dispatch.__code__)
+_SKIPPED = leave_to_eager(_dispatch.__code__)
 
 
 class OpsMode(TorchDispatchMode):  # type: ignore[misc]
