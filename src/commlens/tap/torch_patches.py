@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +48,30 @@ class WaitListener(Protocol):
 
     def wait_ended(self, token: Any, error: BaseException | None) -> None:
         """Called when this wait has ended, perhaps with an error."""
+
+
+class WorkListener(Protocol):
+    """The interface of a listener to the Works that Python gets, and to what else a program does
+    with them than wait.
+    """
+
+    def issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
+        """Called when Python is about to issue an asynchronous collective, or one that may be."""
+
+    def issue_ended(self, work: Any) -> None:
+        """Called when it has issued it, with its Work; with None if there is none."""
+
+    def handled(self, work: Any) -> None:
+        """Called when a program takes the future of a Work, or polls it and finds it complete."""
+
+    def coalescing_starts(self) -> None:
+        """Called after ``ProcessGroup._start_coalescing``."""
+
+    def coalescing_ended(self, work: Any) -> None:
+        """Called when ``ProcessGroup._end_coalescing`` has returned the Work of the group."""
+
+    def backward_ended(self) -> None:
+        """Called when a thread leaves a backward pass."""
 
 
 class _Recorder(Protocol):
@@ -78,8 +106,20 @@ class _Recorder(Protocol):
 
 
 _recorder: _Recorder | None = None
+_lock = threading.RLock()  # of the tracers
 _tracers: tuple[WaitListener, ...] = ()
-_installed = False
+_work_listeners: tuple[WorkListener, ...] = ()
+_installed: set[str] = set()  # names of the functions that have installed their patches
+work_is_completed = Work.is_completed
+"""As it is before the patches note that a program polls."""
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have had it
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def set_recorder(recorder: _Recorder | None) -> None:
@@ -99,15 +139,30 @@ def active_recorder() -> _Recorder | None:
 def add_tracer(tracer: WaitListener) -> None:
     """Report waits to ``tracer``, too."""
     global _tracers
-    _tracers = (*_tracers, tracer)
-    listen()
+    with _lock:
+        _tracers = (*_tracers, tracer)
+        listen()
 
 
 def remove_tracer(tracer: WaitListener) -> None:
     """Stop reporting waits to ``tracer``."""
     global _tracers
-    _tracers = tuple(other for other in _tracers if other is not tracer)
-    listen()
+    with _lock:
+        _tracers = tuple(other for other in _tracers if other is not tracer)
+        listen()
+
+
+def add_work_listener(listener: WorkListener) -> None:
+    """Report other uses of Works to ``listener``, too."""
+    global _work_listeners
+    _work_listeners = (*_work_listeners, listener)
+    _install_once(_tap_issues, _tap_coalescing, _tap_other_uses_of_works, _tap_ends_of_backward)
+
+
+def remove_work_listener(listener: WorkListener) -> None:
+    """Stop reporting other uses of Works to ``listener``."""
+    global _work_listeners
+    _work_listeners = tuple(other for other in _work_listeners if other is not listener)
 
 
 def listen() -> None:
@@ -128,34 +183,41 @@ def listen() -> None:
 
 
 def _install_all() -> None:
-    global _installed
-    installs: list[Any] = [_tap_work_wait]
+    _install(_tap_work_wait)
     if not python_reads_reduce_ops() and (
         _tracers or _recorder is None or not _recorder.reads_reduce_ops
     ):
-        installs.append(tap_reduce_ops)
-    if _recorder is not None and not _installed:
-        _installed = True
-        installs += [
+        _install(tap_reduce_ops)
+    if _recorder is not None:
+        _install_once(
             _tap_coalescing,
             _tap_meshes,
             _tap_optimizers,
             _tap_cuda_graphs,
             _tap_other_uses_of_works,
             _tap_calls_of_others,
-        ]
-    if _recorder is not None and _recorder.verifier is not None:
-        installs.append(_tap_waits_in_cpp)
+        )
+        if _recorder.verifier is not None:
+            _install(_tap_waits_in_cpp)
+
+
+def _install_once(*installs: Callable[[], None]) -> None:
     for install in installs:
-        try:
-            install()
-        except Exception as error:
-            log.warning(
-                "commlens: %s does not work with this torch: %s: %s",
-                install.__name__,
-                type(error).__name__,
-                error,
-            )
+        if install.__name__ not in _installed:
+            _installed.add(install.__name__)
+            _install(install)
+
+
+def _install(install: Callable[[], None]) -> None:
+    try:
+        install()
+    except Exception as error:
+        log.warning(
+            "commlens: %s does not work with this torch: %s: %s",
+            install.__name__,
+            type(error).__name__,
+            error,
+        )
 
 
 def python_reads_reduce_ops() -> bool:
@@ -165,6 +227,7 @@ def python_reads_reduce_ops() -> bool:
     return torch_version() >= _FIRST_READABLE_REDUCE_OP
 
 
+@functools.lru_cache(maxsize=1)
 def torch_version() -> tuple[int, int]:
     """Return the major and minor version of this torch."""
     numbers = re.findall(r"\d+", torch.__version__)
@@ -185,6 +248,12 @@ def _tap_work_wait() -> None:
             slow = _tapped_wait(original)
             tapped = slow if _recorder is None else _recorder.tapped_wait(original, slow)
             setattr(kind, "wait", tapped)  # noqa: B010 - a plain assignment is what type checkers refuse
+
+
+def sees_waits_for(work: Any) -> bool:
+    """Return whether the waits for a Work are reported; not those of a class written in Python."""
+    owner = next(kind for kind in type(work).__mro__ if "wait" in kind.__dict__)
+    return any(owner is kind for kind, _ in _waits)
 
 
 def _untap_work_wait() -> None:
@@ -300,6 +369,77 @@ def _raising_refusals(original: Any) -> Any:
     return call
 
 
+_REDUCING_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+_ISSUING_METHODS = (
+    *_REDUCING_METHODS,
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+
+
+def _tap_issues() -> None:
+    for name in _ISSUING_METHODS:
+        if name in ProcessGroup.__dict__:
+            setattr(ProcessGroup, name, _telling_issue(ProcessGroup.__dict__[name]))
+
+
+def _telling_issue(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _work_listeners:
+            told = _told_asynchronous(args, kwargs)
+            if told is not False:
+                return _told_issue(original, self, args, kwargs, told, sys._getframe(1))
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _told_issue(
+    original: Any, group: Any, args: Any, kwargs: Any, told: bool | None, frame: FrameType
+) -> Any:
+    listeners, work = _work_listeners, None
+    for listener in listeners:
+        listener.issue_begins(frame, told)
+    try:
+        work = original(group, *args, **kwargs)
+        return work
+    finally:
+        for listener in listeners:
+            listener.issue_ended(work)
+
+
+def _told_asynchronous(args: Any, kwargs: Any) -> bool | None:
+    """Return what the options of a call say; None if it has none, or if they do not say it."""
+    for argument in (*args[:0:-1], *kwargs.values()):
+        told = getattr(argument, "asyncOp", None)
+        if told is not None:
+            return bool(told)
+    return None
+
+
 def _tap_coalescing() -> None:
     start, end = (
         ProcessGroup.__dict__["_start_coalescing"],
@@ -311,20 +451,26 @@ def _tap_coalescing() -> None:
         result = start(self, *args, **kwargs)
         if _recorder is not None:
             _recorder.coalescing_starts()
+        for listener in _work_listeners:
+            listener.coalescing_starts()
         return result
 
     @functools.wraps(end)
     def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
         token = recorder.coalescing_ends() if recorder is not None else None
-        if recorder is None or token is None:
-            return end(self, *args, **kwargs)
+        work = None
         try:
             work = end(self, *args, **kwargs)
         except BaseException as error:
-            recorder.raised(token, error)
+            if recorder is not None and token is not None:
+                recorder.raised(token, error)
             raise
-        recorder.group_returned(token, work)
+        finally:
+            for listener in _work_listeners:
+                listener.coalescing_ended(work)
+        if recorder is not None and token is not None:
+            recorder.group_returned(token, work)
         return work
 
     for function in (_start_coalescing, _end_coalescing):
@@ -355,13 +501,36 @@ def _tap_other_uses_of_works() -> None:
 
 
 def _noting_use(original: Any) -> Any:
+    polls = original.__name__ == "is_completed"
+
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is not None:
             _recorder.handled(self)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        if result or not polls:
+            for listener in _work_listeners:
+                listener.handled(self)
+        return result
 
     return method
+
+
+def _tap_ends_of_backward() -> None:
+    for module in (torch.autograd, torch.autograd.graph):
+        setattr(module, "_engine_run_backward", _telling_end(module._engine_run_backward))  # noqa: B010
+
+
+def _telling_end(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for listener in _work_listeners:
+                listener.backward_ended()
+
+    return call
 
 
 def _tap_calls_of_others() -> None:
@@ -426,16 +595,6 @@ def _tap_optimizers() -> None:
             recorder.writer.word(L.STEPS, recorder.steps)
 
     register_optimizer_step_post_hook(commlens_step)
-
-
-_REDUCING_METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-)
 
 
 def tap_reduce_ops() -> None:
