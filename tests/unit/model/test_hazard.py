@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.model.collective import Frame, FrameKind
-from commlens.model.hazard import Hazard
+from commlens.model.hazard import Hazard, Touch
 
 C10D = Frame("/site/torch/distributed/distributed_c10d.py", 3000, "all_reduce", FrameKind.LIBRARY)
 USER = Frame("/home/me/train.py", 12, "step", FrameKind.USER)
@@ -16,3 +16,15 @@ def test_calls_of_torch_itself_have_no_line() -> None:
     assert Hazard("never-waited", 1, (C10D, fsdp, USER)).source is None
     assert Hazard("never-waited", 1, (reducer, USER)).source is None
     assert Hazard("never-waited", 1, (C10D, USER)).source == USER
+
+
+def test_a_touch_has_the_innermost_line_of_the_program() -> None:
+    functional = Frame(
+        "/site/torch/distributed/_functional_collectives.py", 7, "all_gather", FrameKind.TORCH
+    )
+    optimizer = Frame("/site/torch/optim/sgd.py", 9, "step", FrameKind.TORCH)
+    later = Frame("/home/me/train.py", 30, "step", FrameKind.USER)
+    touch = Touch("aten.add_.Tensor", "written", "input", "float32[4]", (optimizer, later))
+    hazard = Hazard("touched-in-flight", 1, (functional, USER), touch=touch)
+    assert (hazard.op, hazard.source) == ("all_gather", USER)
+    assert hazard.lines == ("touched-in-flight", USER, later)
