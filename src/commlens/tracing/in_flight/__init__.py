@@ -1,0 +1,1 @@
+"""Finds the ops that touch a buffer of an asynchronous collective before the wait for it."""

@@ -1,0 +1,115 @@
+"""The dispatch mode that shows the ops of a thread to a listener, on the stack only while needed.
+
+A mode makes every op several times slower, so it is there only while a collective is in flight. It
+goes to the bottom of the thread's stack, below the modes of the program, which take themselves from
+the top: their order stays as it is.
+
+Tried on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from commlens.tracing.in_flight.operands import OpAccess
+from commlens.tracing.leave_to_eager import leave_to_eager
+
+_known: dict[int, OpAccess] = {}
+
+
+@functools.lru_cache(maxsize=256)
+def _runs_its_own_ops(kind: type) -> bool:
+    """Return whether a tensor's class issues the ops that touch memory: DTensor,
+    AsyncCollectiveTensor.
+    """
+    return kind.__module__.startswith("torch.distributed.")
+
+
+def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if types and any(map(_runs_its_own_ops, types)):
+        return NotImplemented  # their ops come here next
+    access = _known.get(id(func))
+    if access is None:
+        access = _known[id(func)] = OpAccess(func)
+    here = self.here
+    here.running += 1
+    try:
+        self.before_op(access, args, kwargs or {})
+        return access.run(*args, **kwargs) if kwargs else access.run(*args)
+    finally:
+        here.running -= 1
+
+
+_SKIPPED = leave_to_eager(_dispatch.__code__)
+
+
+class _Here(threading.local):
+    running = 0  # ops of this thread that the mode runs: torch takes it from the stack meanwhile
+    is_on = False  # as this thread left it
+
+
+class OpsWatch(TorchDispatchMode):  # type: ignore[misc]
+    """Calls ``before_op(access, args, kwargs)`` before every op of the threads where it is on."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, before_op: Callable[[OpAccess, Any, Any], None]) -> None:
+        super().__init__()
+        self.before_op = before_op
+        self.here = _Here()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch.compile alone (torch 2.9 and later)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not _SKIPPED  # torch's own way costs more
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Leave torch.compile alone (torch before 2.9)."""
+        return True
+
+    __torch_dispatch__ = _dispatch
+
+    def settle(self, wanted: bool) -> bool:
+        """Put the mode onto this thread's stack, or take it from there. Return whether that could
+        be done.
+
+        While the mode runs an op it cannot, since torch puts it back afterwards. A backward pass
+        takes away what was put there inside it.
+        """
+        if self.here.running:
+            return False
+        self.here.is_on = wanted
+        if not _len_torch_dispatch_stack():
+            if wanted:
+                _push_mode(self)
+            return True
+        stack = _get_current_dispatch_mode_stack()
+        if (self in stack) is wanted:
+            return True
+        above: list[Any] = []
+        for mode in reversed(stack):
+            if getattr(mode, "_mode_key", None) is not None:
+                break  # torch keeps these below all others
+            above.append(_pop_mode())
+        if wanted:
+            _push_mode(self)
+        for mode in reversed(above):
+            if mode is not self:
+                _push_mode(mode)
+        return True

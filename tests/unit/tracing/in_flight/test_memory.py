@@ -1,0 +1,63 @@
+"""Which tensors share bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from commlens.tracing.in_flight.memory import memory_of, storage_key
+
+WHOLE = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (WHOLE, WHOLE[1], True),
+        (WHOLE[:2], WHOLE[2:], False),
+        (WHOLE[:2], WHOLE[1:], True),
+        (WHOLE[:, 0], WHOLE[:, 1], False),  # their bytes alternate
+        (WHOLE[:, :2], WHOLE[:, 1:], True),
+        (WHOLE[:, ::2], WHOLE[2, 1::2], False),
+        (WHOLE.t(), WHOLE[3, 5:], True),
+        (WHOLE[0].view(torch.uint8)[:4], WHOLE[0, 1:], False),
+        (WHOLE[0].view(torch.uint8)[:5], WHOLE[0, 1:], True),
+        (WHOLE, torch.zeros(4, 6), False),
+    ],
+)
+def test_only_common_bytes_are_shared(one: object, other: object, shared: bool) -> None:
+    first, second = memory_of(one), memory_of(other)
+    assert first is not None and second is not None
+    assert first.shares_bytes_with(second) is shared
+    assert second.shares_bytes_with(first) is shared
+
+
+def test_views_with_gaps_too_large_to_compare_share_nothing() -> None:
+    large = torch.empty(1 << 23)
+    one, other = memory_of(large[::2]), memory_of(large[::4])
+    assert one is not None and other is not None and not one.shares_bytes_with(other)
+
+
+def test_a_block_contains_what_lies_inside() -> None:
+    block, inside, across = memory_of(WHOLE[1]), memory_of(WHOLE[1, 2:4]), memory_of(WHOLE[:2, 5])
+    assert block is not None and inside is not None and across is not None
+    assert block.contains(inside) and not inside.contains(block) and not block.contains(across)
+
+
+def test_it_does_not_keep_a_tensor_alive() -> None:
+    tensor = torch.ones(1000)
+    memory = memory_of(tensor)
+    assert memory is not None and not memory.is_freed
+    assert memory.key == storage_key(tensor) == storage_key(tensor[5:])
+    del tensor
+    assert memory.is_freed
+    # A new tensor may get the same bytes, but never the same storage.
+    assert all(storage_key(torch.ones(1000)) != memory.key for _ in range(100))
+
+
+def test_empty_and_sparse_tensors_have_none() -> None:
+    assert memory_of(torch.ones(0)) is None
+    assert memory_of(torch.eye(3).to_sparse()) is None

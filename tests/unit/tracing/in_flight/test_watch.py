@@ -1,0 +1,154 @@
+"""What a rank may do to the tensors of its collectives in flight, in a job of one rank."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from commlens.tap import tap
+from commlens.tracing.in_flight.watch import BufferWatch
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[BufferWatch]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    watching = BufferWatch()
+    watching.start()
+    yield watching
+    watching.stop()
+    dist.destroy_process_group()
+    assert _get_current_dispatch_mode_stack() == []
+    assert watching not in tap._subscribers
+
+
+def shared() -> tuple[Any, Any]:
+    tensor = torch.ones(4)
+    return tensor, dist.all_reduce(tensor, async_op=True)
+
+
+def gathered() -> tuple[Any, Any]:
+    tensor = torch.ones(4)
+    return tensor, dist.all_gather([torch.empty(4)], tensor, async_op=True)
+
+
+TOUCHES: list[tuple[Callable[[], tuple[Any, Any]], Callable[[Any], Any], tuple[str, ...]]] = [
+    (shared, lambda tensor: tensor + 1, ("read", "output")),
+    (shared, lambda tensor: tensor[1:].zero_(), ("written", "output")),
+    (shared, lambda tensor: torch.add(tensor, 1, out=tensor), ("read", "output")),
+    (shared, lambda tensor: tensor.view(2, 2).t().detach(), ()),
+    (shared, torch.empty_like, ()),
+    (gathered, lambda tensor: tensor.add_(1), ("written", "input")),
+    (gathered, lambda tensor: tensor + 1, ()),
+]
+
+
+@pytest.mark.parametrize(("issue", "touch", "expected"), TOUCHES)
+def test_a_touch_before_the_wait(
+    watch: BufferWatch, issue: Any, touch: Any, expected: tuple[str, ...]
+) -> None:
+    tensor, work = issue()
+    touch(tensor)
+    work.wait()
+    tensor.add_(1)  # legal now
+    assert {(found.access, found.operand) for found in watch.found} >= (
+        {expected} if expected else set()
+    )
+    assert bool(watch.found) is bool(expected)
+
+
+def poll(work: Any) -> None:
+    while not work.is_completed():
+        pass
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda work: work.wait(),
+        poll,
+        lambda work: work.get_future(),
+        lambda work: dist.barrier(),
+    ],
+    ids=["wait", "poll", "future", "barrier"],
+)
+def test_what_ends_a_flight(watch: BufferWatch, end: Callable[[Any], None]) -> None:
+    tensor, work = shared()
+    assert _get_current_dispatch_mode_stack() != []
+    end(work)
+    assert _get_current_dispatch_mode_stack() == []
+    tensor.add_(1)
+    assert not watch.found
+
+
+def test_synchronous_calls_and_those_of_torch_wake_nobody(watch: BufferWatch) -> None:
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    objects: list[Any] = [None]
+    dist.all_gather_object(objects, "x")
+    assert _get_current_dispatch_mode_stack() == []
+    assert watch not in tap._subscribers
+    assert not watch.found
+
+
+def test_two_collectives_on_one_tensor(watch: BufferWatch) -> None:
+    tensor, work = shared()
+    other = dist.all_reduce(tensor[:1], async_op=True)
+    work.wait()
+    other.wait()
+    [found] = watch.found
+    assert (found.what, found.op, found.access) == ("shared-in-flight", "all_reduce", "written")
+    _, work = gathered()
+    watch.found.clear()
+    tensor, first = gathered()
+    second = dist.all_gather([torch.empty(4)], tensor, async_op=True)
+    for each in (work, first, second):
+        each.wait()
+    assert not watch.found
+
+
+def test_a_slice_of_the_own_output_may_be_read(watch: BufferWatch) -> None:
+    out = torch.ones(4)
+    work = dist.all_gather([out[:2]], out[:2], async_op=True)
+    out[:2].sum()
+    work.wait()
+    assert not watch.found
+
+
+def test_it_keeps_no_tensor_and_no_work_alive(watch: BufferWatch) -> None:
+    tensor, work = shared()
+    references = weakref.ref(tensor), weakref.ref(work)
+    del tensor, work
+    dist.barrier()  # gloo itself holds them until it is done
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_flight_of_which_the_tensor_is_gone_ends(watch: BufferWatch) -> None:
+    tensor, work = shared()
+    poll_natively(work)
+    del tensor, work
+    gc.collect()
+    one = torch.ones(1)
+    for _ in range(1000):
+        one + one
+    assert not watch._flights
+
+
+def poll_natively(work: Any) -> None:
+    from commlens.tap.torch_patches import work_is_completed
+
+    while not work_is_completed(work):
+        pass
