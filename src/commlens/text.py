@@ -15,7 +15,7 @@ from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
-    from commlens.model.hazard import Hazard
+    from commlens.model.hazard import Hazard, Touch
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
@@ -430,7 +430,27 @@ def hazard_phrase(hazard: Hazard) -> str:
             f"{calls} was called {count(hazard.times, 'time')} with a group that the rank is not"
             " in: torch does nothing then"
         )
+    if hazard.touch is not None:
+        return _touch_phrase(hazard, hazard.touch, calls)
     return (
         f"{where} made {count(hazard.times, 'group')} of ranks {hazard.group} that were never"
         " destroyed: each keeps connections and threads; make it once"
+    )
+
+
+def _touch_phrase(hazard: Hazard, touch: Touch, calls: str) -> str:
+    verb = "writes to" if touch.access == "written" else "reads"
+    by, op = frame_phrase(touch.source), f"{touch.op}, "
+    if hazard.what == "shared-in-flight":
+        by, op = f"{touch.op} at {by}", ""
+    times = f", {number(hazard.times)} times" if hazard.times > 1 else ""
+    if touch.operand == "input":
+        result = "the ranks may get the old or the new values"
+    elif touch.access == "read":
+        result = "it may get values from before the collective, or a part of the result"
+    else:
+        result = "the result may be lost, or mixed with these values"
+    return (
+        f"{by} {verb} the {touch.operand} of {calls} before the wait for it"
+        f" ({op}{touch.tensor}{times}): {result}"
     )

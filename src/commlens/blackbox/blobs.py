@@ -17,7 +17,7 @@ from commlens.model.collective import (
     ProcessGroup,
     TensorSpec,
 )
-from commlens.model.hazard import HazardKind
+from commlens.model.hazard import Access, HazardKind, Operand
 from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
@@ -91,6 +91,16 @@ class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
     text: str
 
 
+class TouchJson(msgspec.Struct, frozen=True):
+    """An op on a tensor of a collective in flight, and its stack's blob."""
+
+    op: str
+    access: Access
+    operand: Operand
+    tensor: str
+    stack: _Natural = 0
+
+
 class HazardJson(msgspec.Struct, frozen=True):
     """A latent fault: its kind, how often, and the stack's blob."""
 
@@ -98,6 +108,7 @@ class HazardJson(msgspec.Struct, frozen=True):
     times: _Natural = 1
     stack: _Natural = 0
     group: str = ""
+    touch: TouchJson | None = None
 
 
 class HazardsJson(msgspec.Struct, frozen=True, tag_field="k", tag="hazards"):

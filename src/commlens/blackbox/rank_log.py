@@ -18,6 +18,7 @@ from commlens.blackbox.blobs import (
     StackJson,
     TextJson,
     ThreadJson,
+    TouchJson,
     decode_args,
     decode_channel,
     decode_evidence,
@@ -36,7 +37,7 @@ from commlens.model.collective import (
     State,
 )
 from commlens.model.frames import frame_kind, kind_prefixes
-from commlens.model.hazard import Hazard
+from commlens.model.hazard import Hazard, Touch
 from commlens.model.ranklog import RankLog, ThreadStack
 from commlens.model.refusal import Refusal
 
@@ -312,10 +313,20 @@ class BoxReader:
         """
         blob = self.side.blob(self.status.hazards, HazardsJson)
         hazards = [
-            Hazard(each.what, each.times, self.stack(each.stack) or (), each.group)
+            Hazard(
+                each.what,
+                each.times,
+                self.stack(each.stack) or (),
+                each.group,
+                self._touch(each.touch) if each.touch is not None else None,
+            )
             for each in (blob.found if blob is not None else ())
         ]
         return [each for each in hazards if each.source is not None]
+
+    def _touch(self, read: TouchJson) -> Touch:
+        stack = self.stack(read.stack) or ()
+        return Touch(read.op, read.access, read.operand, read.tensor, stack)
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
         """Return the newest intact evidence slot. The other one may be in the middle of a write."""

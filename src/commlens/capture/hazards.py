@@ -1,5 +1,6 @@
 """Collect the latent faults of this process while it runs, and write them at its end: Works that
-were never waited for, calls on groups that the rank is not in, groups that pile up.
+were never waited for, buffers touched before the wait, calls on groups that the rank is not in,
+groups that pile up.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ import os
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from commlens.blackbox import layout as L
 
 if TYPE_CHECKING:
-    from commlens.model.hazard import HazardKind
+    from commlens.model.collective import Stack
+    from commlens.model.hazard import Hazard, HazardKind
 
 log = logging.getLogger("commlens")
 
 _FOUND_MAX: Final = 64  # stacks in a box
+_OF_BUFFERS_MAX: Final = 16
 _PRINTED_MAX: Final = 5
 _OPEN_MAX: Final = 4096
 _MANY_GROUPS: Final = 16  # of the same ranks, alive, made by one line
@@ -56,6 +60,7 @@ class Hazards:
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
+        self.of_buffers: Callable[[], list[Hazard]] = list  # of the watch, where one runs
         self._not_a_member: Counter[int] = Counter()
         self._groups: Counter[tuple[int, tuple[int, ...]]] = Counter()
 
@@ -84,26 +89,75 @@ class Hazards:
             for (stack, ranks), times in self._groups.items()
             if times >= _MANY_GROUPS and _alive(ranks) >= _MANY_GROUPS
         ]
-        if not candidates:
+        of_buffers = self.of_buffers()
+        if not candidates and not of_buffers:
             return
         # These need msgspec, which recording does without.
         from commlens.blackbox.reader import OpenBox
         from commlens.model.hazard import Hazard
-        from commlens.text import hazard_phrase
 
         writer = self._recorder.writer
         with OpenBox(writer.path) as box:
             stacks = box.stacks({stack for _, _, stack, _ in candidates})
-        found: list[dict[str, Any]] = []
-        for what, times, stack, group in candidates:
-            hazard = Hazard(what, times, stacks[stack] or (), group)
-            if hazard.source is None or len(found) >= _FOUND_MAX:
-                continue
-            found.append({"what": what, "times": times, "stack": stack, "group": group})
-            if len(found) <= _PRINTED_MAX and _claim(folder, f"{what} {hazard.source}"):
-                log.warning("commlens: %s", hazard_phrase(hazard))
+        written = [(each, self._written(each.stack)) for each in of_buffers[:_OF_BUFFERS_MAX]]
+        written += [
+            (Hazard(what, times, stacks[stack] or (), group), stack)
+            for what, times, stack, group in candidates
+        ]
+        hazards = _by_line(written)
+        found = [
+            {
+                "what": hazard.what,
+                "times": hazard.times,
+                "stack": stack,
+                "group": hazard.group,
+                "touch": self._touch(hazard),
+            }
+            for hazard, stack in hazards[:_FOUND_MAX]
+        ]
         if found:
             writer.word(L.HAZARDS, writer.add_blob({"k": "hazards", "found": found}))
+        for hazard, _ in hazards[:_PRINTED_MAX]:
+            _log_once(folder, hazard)
+
+    def _touch(self, hazard: Hazard) -> dict[str, Any] | None:
+        touch = hazard.touch
+        if touch is None:
+            return None
+        return {
+            "op": touch.op,
+            "access": touch.access,
+            "operand": touch.operand,
+            "tensor": touch.tensor,
+            "stack": self._written(touch.stack),
+        }
+
+    def _written(self, stack: Stack) -> int:
+        frames = [[frame.file, frame.line, frame.function] for frame in stack]
+        return int(self._recorder.writer.add_blob({"k": "stack", "f": frames}))
+
+
+def _by_line(found: list[tuple[Hazard, int]]) -> list[tuple[Hazard, int]]:
+    """Return one hazard for all of a line. One line has several stacks, as while a dispatch mode
+    runs its ops.
+    """
+    from msgspec.structs import replace
+
+    merged: dict[Any, tuple[Hazard, int]] = {}
+    for hazard, stack in found:
+        if hazard.source is not None:
+            key = hazard.lines, hazard.group
+            earlier = merged.get(key)
+            times = hazard.times + (earlier[0].times if earlier is not None else 0)
+            merged[key] = replace(hazard, times=times), stack
+    return list(merged.values())
+
+
+def _log_once(folder: Path, hazard: Hazard) -> None:
+    from commlens.text import hazard_phrase
+
+    if _claim(folder, " ".join(map(str, hazard.lines))):
+        log.warning("commlens: %s", hazard_phrase(hazard))
 
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:

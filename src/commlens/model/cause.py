@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from commlens.model.collective import TensorSpec
-from commlens.model.hazard import HazardKind
+from commlens.model.hazard import Access, HazardKind, Operand
 from commlens.model.health import Fault, HealthEvent
 
 Kind = Literal[
@@ -889,6 +889,13 @@ class LatentFault(Cause, tag="latent-fault", kw_only=True):
     op: str  # the function of torch.distributed that the line calls
     times: int  # on the first of the culprits
     source: str | None  # file name and line number
+    # Of an op that touched a tensor of an asynchronous collective before its wait: the op, its
+    # line, and the part that the tensor has in the collective.
+    touched_by: str | None = None
+    touched_at: str | None = None
+    access: Access | None = None
+    operand: Operand | None = None
+    tensor: str | None = None
 
 
 JobEnding = Literal[

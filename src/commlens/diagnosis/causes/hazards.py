@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import LatentFault
+from commlens.model.collective import Frame
 from commlens.model.hazard import Hazard
 
 
@@ -19,16 +20,17 @@ class FoundHazard:
 
 
 def find_hazards(job: JobIndex) -> list[FoundHazard]:
-    """Return the latent faults, one for each line. None changes the verdict."""
-    by_line: dict[tuple[str, object], dict[int, Hazard]] = defaultdict(dict)
+    """Return the latent faults, one for each line or pair of lines. None changes the verdict."""
+    by_line: dict[tuple[str, object, object], dict[int, Hazard]] = defaultdict(dict)
     for rank, view in sorted(job.views.items()):
         for hazard in view.log.hazards:
-            by_line[hazard.what, hazard.source].setdefault(rank, hazard)
+            by_line[hazard.lines].setdefault(rank, hazard)
     return [_of_line(ranks) for ranks in by_line.values()]
 
 
 def _of_line(ranks: dict[int, Hazard]) -> FoundHazard:
     first = next(iter(ranks.values()))
+    touch = first.touch
     cause = LatentFault(
         kind="hazard",
         why="user-code",
@@ -39,6 +41,15 @@ def _of_line(ranks: dict[int, Hazard]) -> FoundHazard:
         what=first.what,
         op=first.op,
         times=first.times,
-        source=first.source.where if first.source is not None else None,
+        source=_where(first.source),
+        touched_by=touch.op if touch is not None else None,
+        touched_at=_where(touch.source) if touch is not None else None,
+        access=touch.access if touch is not None else None,
+        operand=touch.operand if touch is not None else None,
+        tensor=touch.tensor if touch is not None else None,
     )
     return FoundHazard(cause, first)
+
+
+def _where(frame: Frame | None) -> str | None:
+    return frame.where if frame is not None else None
