@@ -25,11 +25,13 @@ from commlens.launch.new_warnings import new_warnings
 from commlens.numbers import job_folder
 
 if TYPE_CHECKING:
+    from commlens.tracing.in_flight.watch import BufferWatch
     from commlens.verification.verifier import Verifier
 
 __all__ = ["disable", "dump", "enable", "expect_slow", "start", "start_from_environment", "verify"]
 
 log = logging.getLogger("commlens")
+_buffers: BufferWatch | None = None
 
 
 def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
@@ -66,7 +68,11 @@ def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
 
 def disable() -> None:
     """Stop recording in this process and close the black box as after a clean end."""
+    global _buffers
     session.stop()
+    if _buffers is not None:
+        safely(_buffers.stop)
+        _buffers = None
 
 
 @contextlib.contextmanager
@@ -218,7 +224,20 @@ def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
 
     verifier = Verifier(job_dir, rank, **options)
     replace_check()
+    current = session.recording()
+    if current is not None and current.settings.debug is True:
+        safely(_watch_buffers, current.recorder)
     return verifier
+
+
+def _watch_buffers(recorder: Any) -> None:
+    global _buffers
+    from commlens.tracing.in_flight.watch import BufferWatch
+
+    if _buffers is None:
+        _buffers = BufferWatch()
+        _buffers.start()
+    recorder.hazards.of_buffers = _buffers.hazards
 
 
 def _dump(directory: str, job_dir: Path, settings: config.Settings) -> Path:
