@@ -10,6 +10,9 @@ from chosen import NATIVE_FIRST
 
 pytest.importorskip("torch")
 
+import commlens
+from commlens.text import hazard_phrase
+from commlens.traces.trace import Trace
 from conftest import RunCommlens
 
 pytestmark = pytest.mark.timeout(150)
@@ -29,6 +32,43 @@ for _ in range(20):
 dist.barrier()
 dist.destroy_process_group()
 """
+
+TOUCHING = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, ones, more = dist.get_rank(), torch.ones(4), torch.ones(4, 2)
+for _ in range(3):
+    work = dist.all_reduce(more[:2], async_op=True)  # line 5
+    more[2:].add_(1)
+    more.sum()  # line 7
+    more[1].add_(1)  # line 8
+    work.wait()
+if rank == 0:
+    message = dist.isend(ones, 1)  # line 11
+    ones.sum()
+    ones[1:].zero_()  # line 13
+else:
+    message = dist.irecv(ones, 0)
+message.wait()
+first = dist.all_reduce(ones, async_op=True)  # line 17
+second = dist.all_reduce(ones, async_op=True)  # line 18
+first.wait(), second.wait()
+weight, works = torch.nn.Parameter(torch.ones(3)), []
+def share(parameter):
+    works.append(dist.all_reduce(parameter.grad, async_op=True))  # line 22
+weight.register_post_accumulate_grad_hook(share)
+(weight * 2).sum().backward()
+torch.optim.SGD([weight], 0.1).step()  # line 25
+works[0].wait()
+dist.destroy_process_group()
+"""
+TOUCHES = {
+    "train.py:7 <module> reads the output of all_reduce at train.py:5 <module>",
+    "train.py:8 <module> writes to the output of all_reduce at train.py:5 <module>",
+    "train.py:13 <module> writes to the input of isend at train.py:11 <module>",
+    "all_reduce at train.py:18 <module> writes to the output of all_reduce at train.py:17 <module>",
+    "train.py:25 <module> reads the output of all_reduce at train.py:22 share",
+}
 
 LEGAL = """
 import torch, torch.distributed as dist
@@ -73,6 +113,13 @@ def told(output: str) -> list[str]:
     ]
 
 
+def touches(output: str) -> set[str]:
+    """What is said about touched buffers, without the details."""
+    found = re.findall(r"^commlens: (.*) before the wait for it", output, re.MULTILINE)
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
 def test_each_is_told_once(
     tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
 ) -> None:
@@ -103,3 +150,56 @@ def test_there_is_none_in_a_legal_program(
     )
     assert ended.returncode == 0, ended.stderr
     assert told(ended.stderr) == []
+
+
+def test_verification_finds_what_touches_a_buffer_before_the_wait(
+    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
+) -> None:
+    (tmp_path / "train.py").write_text(TOUCHING.lstrip())
+    ended = run_commlens(
+        *("launch", "--debug", "--nproc-per-node", "2", "train.py"),
+        environ=engine_environment,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert touches(ended.stderr) == TOUCHES, ended.stderr
+
+
+@NATIVE_FIRST
+def test_verification_finds_nothing_in_a_legal_program(
+    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
+) -> None:
+    (tmp_path / "train.py").write_text(LEGAL.lstrip())
+    ended = run_commlens(
+        *("launch", "--debug", "--nproc-per-node", "2", "train.py"),
+        environ=engine_environment,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert told(ended.stderr) == []
+
+
+def test_a_trace_with_ops_has_them(tmp_path: Path, run_commlens: RunCommlens) -> None:
+    (tmp_path / "train.py").write_text(TOUCHING.lstrip())
+    ended = run_commlens(
+        *("launch", "--nproc-per-node", "2", "-m", "commlens", "trace", "--depth", "ops"),
+        "train.py",
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    data = Trace.load(tmp_path / "commlens-trace" / "trace-rank0.json").data
+    assert {
+        phrase.partition(" before the wait")[0] for phrase in map(hazard_phrase, data.hazards)
+    } == TOUCHES
+    assert all(f"latent fault: {each}" in ended.stderr for each in TOUCHES)
+
+
+@pytest.mark.parametrize("fake_tensors", [False, True])
+def test_a_preview_has_them(fake_tensors: bool) -> None:
+    def program() -> None:
+        exec(compile(TOUCHING.lstrip(), "train.py", "exec"), {})
+
+    data = commlens.preview(program, world_size=2, fake_tensors=fake_tensors).data
+    assert {
+        phrase.partition(" before the wait")[0] for phrase in map(hazard_phrase, data.hazards)
+    } == TOUCHES

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from commlens.model.collective import Frame, ProcessGroup
+from commlens.model.hazard import Hazard
 
 SCHEMA: Final = "commlens.trace/1"
 
@@ -172,6 +173,8 @@ class TraceData(msgspec.Struct, kw_only=True):
     modules: list[TracedModule] = msgspec.field(default_factory=list)
     events: list[TraceEvent] = msgspec.field(default_factory=list)
     ops: list[TracedOp] = msgspec.field(default_factory=list)
+    # ops that touched a buffer of a collective between its issue and the wait for it
+    hazards: list[Hazard] = msgspec.field(default_factory=list)
     coverage: Coverage = msgspec.field(default_factory=Coverage)
 
     def group_of(self, event: TraceEvent) -> ProcessGroup:

@@ -75,6 +75,8 @@ class Summary(msgspec.Struct, kw_only=True):
     why: list[Why] = msgspec.field(default_factory=list)
     estimate: Estimate | None = None  # of the time on the network that was named; None without one
     times: Times | None = None  # None in a preview, and if there are no collectives
+    # ops that touched a buffer of a collective before the wait for it, in sentences
+    hazards: list[str] = msgspec.field(default_factory=list)
     coverage: str = ""  # the self-check in words
     complete: bool = True  # every dispatched collective is recorded and classified
     blind: list[str] = msgspec.field(default_factory=list)

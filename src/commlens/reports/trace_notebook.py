@@ -32,6 +32,9 @@ def summary_html(summary: Summary) -> str:
             for why in summary.why[:_REASONS]
         )
         parts.append(f"<p>Why, costliest first:</p><ul>{items}</ul>")
+    if summary.hazards:
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.hazards)
+        parts.append(f"<p>Latent faults:</p><ul>{items}</ul>")
     parts.append(f"<p>{escape(' '.join([summary.coverage, *summary.blind]))}</p>")
     return f"<div>{''.join(parts)}</div>"
 

@@ -9,14 +9,15 @@ _ROWS = 6
 
 
 def short_summary(summary: Summary) -> str:
-    """Return the answer, the mesh dimensions and the ops, one line each, and the self-check if it
-    failed.
+    """Return the answer, the mesh dimensions, the ops and the latent faults, one line each, and the
+    self-check if it failed.
     """
     lines = [summary.answer]
     for title, rows in (("by mesh dimension", summary.by_mesh_dim), ("by op", summary.by_op)):
         if rows:
             shown = ", ".join(_row(row) for row in rows[:_ROWS])
             lines.append(f"{title}: {shown}{' ...' if len(rows) > _ROWS else ''}")
+    lines += [f"latent fault: {sentence}" for sentence in summary.hazards[:_ROWS]]
     if not summary.complete:
         lines.append(summary.coverage)
     return "\n".join(f"commlens: {line}" for line in lines)

@@ -214,6 +214,9 @@ def _summary(summary: Summary) -> list[RenderableType]:
             ]
         if times is not None and timed:
             parts += ["", *_times(times)]
+    if summary.hazards:
+        parts += ["", Text("latent faults", style="bold")]
+        parts += [Text(f"  {sentence}") for sentence in summary.hazards]
     parts.append("")
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
     parts += [Text(_sentence(text), style="dim") for text in summary.blind]

@@ -11,7 +11,7 @@ from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
-from commlens.text import count, joined, number, ranks_phrase, size
+from commlens.text import count, hazard_phrase, joined, number, ranks_phrase, size
 from commlens.traces import wording
 from commlens.traces.network import estimate
 from commlens.traces.times import Time, time_of, times
@@ -56,10 +56,17 @@ def summarise(
         why=reasons(data)[:MAX_REASONS],
         estimate=None if network is None or not _groups_known(data) else estimate(data, network),
         times=times(data, network),
+        hazards=_hazards(data),
         coverage=coverage,
         complete=complete,
         blind=list(data.coverage.blind),
     )
+
+
+def _hazards(data: TraceData) -> list[str]:
+    """Return a sentence for each pair of lines."""
+    by_lines = {hazard.lines: hazard for hazard in reversed(data.hazards)}
+    return [f"{hazard_phrase(hazard)}." for hazard in reversed(by_lines.values())]
 
 
 def _amount(data: TraceData) -> tuple[int, int, bool]:

@@ -31,7 +31,12 @@ class LiveTrace(Trace):
         preview: bool = False,
     ) -> None:
         self.tracer = Tracer(
-            Depth(depth), steps=_range_of(steps), whole_steps=whole_steps, preview=preview
+            Depth(depth),
+            steps=_range_of(steps),
+            whole_steps=whole_steps,
+            preview=preview,
+            # In a real run it slows the ops down, and so changes the times of the trace.
+            watches_buffers=preview or Depth(depth) is Depth.OPS,
         )
         self._open = 0
         self._finished: TraceData | None = None

@@ -44,6 +44,7 @@ from commlens.tracing.attribution.stacks import (
 )
 from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
+from commlens.tracing.in_flight.watch import BufferWatch
 from commlens.tracing.raw_event import RawEvent
 from commlens.tracing.trace_events import TraceEvents, rank_and_world, reduce_op_text
 from commlens.version import __version__
@@ -79,6 +80,7 @@ class Tracer:
         steps: range = ALL,
         whole_steps: int | None = None,
         preview: bool = False,
+        watches_buffers: bool = False,
     ) -> None:
         """Create a tracer; ``start()`` starts it.
 
@@ -88,11 +90,13 @@ class Tracer:
             whole_steps: recorded steps after which events are summarised; ``WHOLE_STEPS`` by
                 default.
             preview: whether the process plays one rank of a fake world.
+            watches_buffers: whether to find the ops that touch a buffer of a collective in flight.
         """
         self.depth = depth
         self.wanted_steps = steps
         self.whole_steps = WHOLE_STEPS if whole_steps is None else whole_steps
         self.preview = self.sees_fake_tensors = preview
+        self.buffers = BufferWatch(preview=preview) if watches_buffers else None
         self.modules = ModuleTracker()
         self.on_collective: list[Callable[[RawEvent], None]] = []
         self.on_step: list[Callable[[], None]] = []
@@ -148,6 +152,8 @@ class Tracer:
         tap.attach(self)
         mark_messages()
         fake_tensors.report_to(self._on_fake_tensors)
+        if self.buffers is not None:
+            self.buffers.start()
         if self.depth is Depth.OPS:
             from commlens.tracing.ops import OpsMode
 
@@ -164,6 +170,8 @@ class Tracer:
         self.parameters.read()
         if self.ops is not None:
             self.ops.__exit__(None, None, None)
+        if self.buffers is not None:
+            self.buffers.stop()
         tap.detach(self)
         stop_marking()
         fake_tensors.stop_reporting_to(self._on_fake_tensors)
@@ -338,7 +346,7 @@ class Tracer:
             dropped = [
                 held
                 for held in itertools.islice(works, 2)
-                if len(works) > _WORKS_LIMIT or held.is_completed()
+                if len(works) > _WORKS_LIMIT or torch_patches.work_is_completed(held)
             ]
             for held in dropped:
                 its_event = works.pop(held, None)
@@ -523,6 +531,7 @@ class Tracer:
             modules=[self._traced_module(row) for row in self.modules.rows],
             events=events,
             ops=list(self.ops.traced_ops()) if self.ops is not None else [],
+            hazards=self.buffers.hazards() if self.buffers is not None else [],
             coverage=Coverage(
                 dispatched=self.dispatched,
                 recorded=recorded,
