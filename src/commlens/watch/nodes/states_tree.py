@@ -21,7 +21,7 @@ _OF_TESTS: Final = os.environ.get("COMMLENS_TEST_TREE_ARITY", "")
 ARITY: Final = int(_OF_TESTS or 32)
 TREE_ABOVE: Final = 0 if _OF_TESTS else 16
 """Other nodes of which so many are asked for all their records."""
-FIRST_S: Final = 1.5
+FIRST_S: Final = 3.0
 """Within which a node without children answers, not counting the time until it sees the request."""
 LEVEL_S: Final = 2.0  # for each level of the tree below a node
 
