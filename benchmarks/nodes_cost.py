@@ -45,7 +45,7 @@ from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
 from commlens.watch.nodes import exchange as meeting
-from commlens.watch.nodes import meeting_places, remote_evidence
+from commlens.watch.nodes import meeting_places, remote_evidence, states_tree
 from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import (
@@ -65,6 +65,8 @@ SETTLE_S = 60.0
 PER_PROCESS = 320
 THREADS = 4  # of each process that runs nodes
 RECORDS = 2000
+# all nodes share the cores of one machine, so they need longer than in a job
+states_tree.FIRST_S = meeting.GATHER_S = 60.0  # type: ignore[misc]
 HEAD = 12  # bytes of a packed box before its compressed content
 ASKED_AGAIN = 1 + WAITERS_ASKED  # nodes: the culprit's, and those of some that wait for it
 MORE = more_records_of_each(ASKED_AGAIN * RANKS)
