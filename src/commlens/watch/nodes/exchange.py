@@ -131,6 +131,7 @@ class Nodes:
         self._gathered: dict[int, bytes] = {}
         self._own_states: States | None = None  # not yet added to those of the nodes below
         self._collecting: Collecting | None = None  # from the nodes below in the tree
+        self._collected_for = (-1, 0)  # slot and number of the last request for states
         self._from_root: Collecting | None = None  # for this node, which asked
         # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
         self._waits: dict[tuple[int, int], int] = {}
@@ -444,7 +445,8 @@ class Nodes:
     def answer_states(self, request: Request, states: States) -> None:
         """Store the states of this node's ranks, with those of the nodes below in the tree."""
         with self._lock:
-            self._own_states = states
+            if self._collecting is not None and self._collecting.request == request[:2]:
+                self._own_states = states
             self._mine = msgspec.structs.replace(
                 self._mine, answered=(request.slot, request.number)
             )
@@ -472,6 +474,7 @@ class Nodes:
             self._from_root = from_root = Collecting(
                 request[:2], tree, [first], began=now, until=until, period_s=period_s
             )
+            from_root.has_own = True  # added at last
             self._poke.set()
             while not from_root.is_complete(time.monotonic()) and not self._refused:
                 self._changed.wait(BUSY_PERIOD_S)
@@ -499,7 +502,7 @@ class Nodes:
         for each in filter(None, (collecting, from_root)):
             self._read_states(client, each)
         now = time.monotonic()
-        if collecting is not None and collecting.has_own and collecting.is_complete(now):
+        if collecting is not None and collecting.is_complete(now):
             packed = pack_states(collecting.sum, collecting.request)
             client.set(key("states", self._mine.slot), packed)
             with self._lock:
@@ -661,9 +664,11 @@ class Nodes:
                     and mine.shares_incarnation(beat)
                     and mine.answered != request[:2]
                 ):
-                    is_new = self._asked is None or self._asked[:2] != request[:2]
-                    if request.tree is not None and is_new:
+                    # it is seen again and again until this node's watcher has answered
+                    if request.tree is not None and self._collected_for != request[:2]:
+                        self._collected_for = request[:2]
                         self._collecting = self._collecting_for(request, now)
+                        self._own_states = None
                     self._asked = request
             # gather() may have asked again since this node's value was stored
             asks = self._mine.asks if self._mine.asked_tree is None else 0

@@ -104,5 +104,7 @@ class Collecting:
         self.sum.add(states)
 
     def is_complete(self, now: float) -> bool:
-        """Return whether there is nothing more to wait for."""
-        return not self._waits_for or now > self._until
+        """Return whether there is nothing more to wait for: all have answered, this node's own
+        watcher among them, or it is too late.
+        """
+        return now > self._until or (self.has_own and not self._waits_for)

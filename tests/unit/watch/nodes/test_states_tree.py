@@ -44,6 +44,7 @@ def test_the_children_of_a_node_that_does_not_answer_are_read_in_its_place() -> 
     late = 100.0 + tree.patience_s(1, 0.2) + 0.1
     assert root.to_read(late) == [1, 3, 4], "it may still answer"
     assert not root.is_complete(late)
+    root.has_own = True
     for slot in (3, 4, 1):
         root.add(slot, States({b"same": 1 << slot}))
     assert root.is_complete(late)
@@ -52,5 +53,14 @@ def test_the_children_of_a_node_that_does_not_answer_are_read_in_its_place() -> 
 
 def test_it_ends_although_a_node_never_answers() -> None:
     root = collect(Tree(0, 3), 0)
+    root.has_own = True
     assert not root.is_complete(149.0)
     assert root.is_complete(150.1)
+
+
+def test_it_ends_although_the_nodes_own_watcher_never_answers() -> None:
+    leaf = collect(Tree(0, 3), 2)
+    assert not leaf.is_complete(149.0)
+    assert leaf.is_complete(150.1)
+    leaf.has_own = True
+    assert leaf.is_complete(101.0)
