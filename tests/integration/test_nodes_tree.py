@@ -97,7 +97,6 @@ def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path, count: int, per
     )
     (verdict,) = verdicts(made)
     assert verdict["culprits"] == [5]
-    assert ("2 more ranks wait like some of these" in verdict["looked_at"]) == (count == 4)
 
 
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)

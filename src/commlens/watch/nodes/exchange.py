@@ -602,7 +602,8 @@ class Nodes:
             self._given_up.append(self._places.pop(0))
             self._known.renumber()
             self._gathered, self._disagreements = {}, {}
-            self._asked = None
+            self._asked = self._own_states = self._collecting = None
+            self._collected_for, self._bundles = (-1, 0), Bundles()
             self._mine = msgspec.structs.replace(
                 self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0)
             )
