@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import commlens
@@ -120,3 +123,55 @@ def compare_values(_: None = None) -> list[str]:
     checks.finish()
     dist.barrier()
     return lines
+
+
+def draw_on_one_rank(_: None = None) -> list[str]:
+    """Train tensor parallel ranks with dropout and one seed. The last one draws a number more in
+    the fifth step. Return what was logged.
+    """
+    from commlens.model.number_checks import NumberChecks
+    from commlens.numbers import checks, sampling
+
+    lines: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("commlens").addHandler(Listen())
+    sampling.start(NumberChecks(every=1))
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    model = nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 6))
+    plan = {"2": ColwiseParallel(), "3": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().mean().backward()
+        if step == 5 and dist.get_rank() == size - 1:
+            torch.rand(1)
+        optimizer.step()
+    checks.finish()
+    return lines
+
+
+def find_tensor_parallel_ranks(_: None = None) -> dict[str, tuple[int, ...]]:
+    """Return the tensor parallel ranks of this one in several models."""
+    from commlens.numbers.replicas import tensor_parallel_ranks
+
+    size = dist.get_world_size()
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    both = parallelize_module(model(), square["tp"], plan)
+    return {
+        "alone": tensor_parallel_ranks(parallelize_module(model(), line, plan)),
+        "in FSDP2": tensor_parallel_ranks(fully_shard(both, mesh=square["dp"])),
+        "FSDP2": tensor_parallel_ranks(fully_shard(model(), mesh=line)),
+        "HSDP": tensor_parallel_ranks(fully_shard(model(), mesh=square)),
+    }

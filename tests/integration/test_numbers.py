@@ -180,3 +180,18 @@ def test_values_that_only_the_program_knows() -> None:
     assert ["ranks 0-1 have the same batch in" in line for line in lines[0]] == [True]
     assert ["loss differs between rank 1 and rank 2" in line for line in lines[1]] == [True]
     assert lines[2] == []
+
+
+def test_tensor_parallel_ranks_whose_random_numbers_part() -> None:
+    lines = run_on_ranks(number_calls.draw_on_one_rank, None, world_size=3, timeout_s=110)
+    [line] = lines[0]
+    assert "rank 2's state of the CPU's generator differs from ranks 0-1 since step 5" in line
+    assert lines[1] == lines[2] == []
+
+
+def test_the_ranks_of_tensor_parallel() -> None:
+    for rank, found in enumerate(
+        run_on_ranks(number_calls.find_tensor_parallel_ranks, None, world_size=4)
+    ):
+        pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert found == {"alone": (0, 1, 2, 3), "in FSDP2": pair, "FSDP2": (), "HSDP": ()}

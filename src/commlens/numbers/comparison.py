@@ -74,6 +74,7 @@ _WHY: Final[Mapping[TensorKind, Why]] = {
     "buffer": "buffer",
     "op-output": "op-output",
     "module": "parameter",
+    "rng": "rng",
     "value": "value",
     "batch": "same-batch",
 }
@@ -149,10 +150,13 @@ class Comparison:
         untold = [part for part in untold if not must_be_equal(part, check)]
         differences = [*find_differences(equal, check.tolerance), *self._unlearned(check, untold)]
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
-        history.append(Compared(check.number, len(differences)))
-        found = []
-        for kinds in (TRAINED, ("buffer",), ("value",)):
+        compared = [each for each in differences if each.key[0] != "rng"]
+        history.append(Compared(check.number, len(compared)))
+        found: list[Diverged] = []
+        for kinds in (TRAINED, ("buffer",), ("value",), ("rng",)):
             some = [each for each in differences if each.key[0] in kinds]
+            if kinds == ("rng",):
+                some = [each for each in some if each.learned and not found]
             order, own = (
                 (find_other_order(equal), find_own_tensors(check, reports, equal))
                 if kinds is TRAINED

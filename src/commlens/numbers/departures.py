@@ -40,7 +40,7 @@ _SIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64
 
 def roots_of(differences: Sequence[Difference]) -> list[Difference]:
     """Return the differences of the first kind that differs: the others follow from it."""
-    for kind in (*TRAINED, "buffer", "value"):
+    for kind in (*TRAINED, "buffer", "value", "rng"):
         if some := [each for each in differences if each.key[0] == kind]:
             return some
     return []
@@ -94,6 +94,8 @@ def find_departure(
     kind = roots[0].key[0] if roots else "parameter"
     if order is not None:
         return "other-order"
+    if kind == "rng":
+        return "other-random-numbers"
     if own:
         return "other-tensors"
     if kind == "hyperparameter":

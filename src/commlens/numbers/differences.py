@@ -196,7 +196,7 @@ def is_telling(measure: Measure) -> bool:
     """Return whether a tensor that was equal on all ranks tells that it must be: a count of what
     the ranks do is equal for a while by chance.
     """
-    return measure.items > 1 and measure.dtype in _FLOATING
+    return measure.kind == "rng" or (measure.items > 1 and measure.dtype in _FLOATING)
 
 
 def find_other_order(parts: Sequence[Part]) -> Difference | None:

@@ -14,9 +14,11 @@ from commlens.numbers.replicas import (
     Model,
     Place,
     Replicas,
+    draws_random_numbers,
     has_fsdp,
     local_part,
     replicas_of_dtensor,
+    tensor_parallel_ranks,
 )
 
 _HYPERPARAMETERS = ("lr", "momentum", "weight_decay", "eps", "alpha", "dampening", "betas")
@@ -173,9 +175,26 @@ def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
 
 def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Looked]:
     """Yield the state of the random number generator, which tells why other tensors differ: with
-    tensor parallel, ranks that hold the same tensors compute the same.
+    tensor parallel, ranks that hold the same tensors compute the same. It is compared on its own
+    where tensor parallel ranks draw numbers in their forward passes: once they have had the same
+    state, as with one seed, they must keep it. torch's own tracker for DTensors leaves this state
+    the same on all of them.
     """
     if not any(map(has_fsdp, model.alive())):
         state = torch.get_rng_state()
         kept_by = tuple(each for each in sorted(kept_by_all) if each.relation != "learned")
         yield Looked(Named("rng", "the CPU's generator", state), kept_by)
+    for root in filter(draws_random_numbers, model.alive()):
+        ranks = tensor_parallel_ranks(root)
+        device = next(root.parameters()).device
+        if len(ranks) > 1:
+            # No device is waited for: the state is the seed and the number of draws, on the host.
+            on_device = device.type != "cpu"
+            state = (
+                torch.get_device_module(device).get_rng_state(device)
+                if on_device
+                else torch.get_rng_state()
+            )
+            name = f"the generator of {device.type}" if on_device else "the CPU's generator"
+            yield Looked(Named("rng", name, state), (Replicas(ranks, "learned"),))
+            return

@@ -2,7 +2,7 @@
 DDP, FSDP1 or FSDP2.
 
 torch's private names: FSDP1's ``_inter_node_pg``; FSDP2's ``FSDPState``, its ``_root_pre_forward``,
-``_state_ctx`` and parameter groups (tried with torch 2.13). What is not as expected is not watched.
+and ``_state_ctx`` (tried with torch 2.13). What is not as expected is not watched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commlens.numbers.replicas import group_ranks
+from commlens.numbers.replicas import fsdp2_groups, group_ranks
 from commlens.tap.groups import memberships
 
 log = logging.getLogger("commlens")
@@ -74,7 +74,7 @@ def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:
     meshes = [
         group.mesh_info.mesh
         for each in state._state_ctx.all_states
-        for group in _parameter_groups(each)
+        for group in fsdp2_groups(each)
         if not getattr(group.mesh_info, "is_spmd_mesh", False)
     ]
     if not meshes:
@@ -82,23 +82,6 @@ def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:
     mesh = max(meshes, key=lambda mesh: int(mesh.size()))
     dims = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
     return _without_inner_groups(tuple(sorted(mesh.mesh.flatten().tolist())), dims)
-
-
-def fsdp2_dims(module: Any) -> set[str]:
-    """Return the names of the mesh dimensions over which FSDP2 shards or replicates a module."""
-    state = module._get_fsdp_state()
-    return {
-        name
-        for group in _parameter_groups(state)
-        for name in group.mesh_info.mesh.mesh_dim_names or ()
-    }
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _without_inner_groups(

@@ -2,7 +2,8 @@
 mesh of a DTensor.
 
 A model is found from its parameters. torch's private names are used here only: DDP's
-``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, and a DTensor's ``_local_tensor``
+``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, FSDP2's parameter groups and their
+mesh, and a DTensor's ``_local_tensor``
 (tried with torch 2.13).
 """
 
@@ -193,6 +194,59 @@ def has_fsdp(root: nn.Module) -> bool:
         any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
         for module in root.modules()
     )
+
+
+def draws_random_numbers(root: nn.Module) -> bool:
+    """Return whether a forward pass draws random numbers, for dropout."""
+    return any(
+        module.training
+        and (
+            (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
+            or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        )
+        for module in root.modules()
+    )
+
+
+def tensor_parallel_ranks(root: nn.Module) -> tuple[int, ...]:
+    """Return the ranks that hold the other parts of this rank's DTensors, without those along the
+    mesh dimensions of FSDP2; nothing if that is not known.
+    """
+    of_fsdp = {
+        name
+        for module in root.modules()
+        if hasattr(module, "_get_fsdp_state")
+        for name in fsdp2_dims(module)
+    }
+    for parameter in root.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        names = getattr(mesh, "mesh_dim_names", None) or ("",) * getattr(mesh, "ndim", 0)
+        here = mesh.get_coordinate() if mesh is not None else None
+        dims = [dim for dim, name in enumerate(names) if name not in of_fsdp]
+        # Without FSDP, which of several dimensions is data parallel is not known.
+        is_known = "" not in names if has_fsdp(root) else len(names) == 1
+        if here is None or len(dims) != 1 or not is_known:
+            continue
+        index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(here))
+        return tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
+    return ()
+
+
+def fsdp2_dims(module: Any) -> set[str]:
+    """Return the names of the mesh dimensions over which FSDP2 shards or replicates a module."""
+    return {
+        name
+        for group in fsdp2_groups(module._get_fsdp_state())
+        for name in group.mesh_info.mesh.mesh_dim_names or ()
+    }
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of a module's FSDP2 state."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def plain_name(name: str) -> str:

@@ -231,6 +231,25 @@ def test_what_has_agreed_while_it_changed_must_agree() -> None:
     assert found.equal_at == 3
 
 
+def test_random_numbers_that_were_in_step() -> None:
+    job = Job(relation="learned")
+    generator = "rng the CPU's generator"
+    for step in (1, 2, 3):
+        assert not job.check(step, {generator: float(step), **later(step)})
+    found = only(job.check(4, {generator: 4.0, **later(4)}, {3: {generator: 9.0}}))
+    assert (found.why, found.departure, found.culprits) == ("rng", "other-random-numbers", [3])
+    assert (found.certain, found.equal_at) == (False, 3)
+    assert not job.check(5, {generator: 5.0, **later(5)}, {3: {generator: 10.0}})
+
+
+def test_random_numbers_that_never_were_in_step() -> None:
+    job = Job(relation="learned")
+    generator = "rng the CPU's generator"
+    for step in range(1, 6):
+        own = {rank: {generator: 10.0 * step + rank} for rank in range(4)}
+        assert not job.check(step, {generator: 0.0}, own)
+
+
 def test_what_has_agreed_once_may_part() -> None:
     job = Job(relation="learned")
     job.check(1, later(1))

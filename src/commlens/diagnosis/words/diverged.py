@@ -149,6 +149,8 @@ def _subject(cause: Diverged) -> str:
 def _title(tensor: DivergedTensor) -> str:
     if tensor.kind == "collective-output":
         return f"output of {tensor.name}{f' at {tensor.source}' if tensor.source else ''}"
+    if tensor.kind == "rng":
+        return f"state of {tensor.name}"
     return f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
 
 
@@ -284,9 +286,11 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "one-bit": _element,
     "one-element": _element,
     "not-updated": _not_updated,
-    "other-random-numbers": _is(
-        "The random number generators of these ranks differ, too: dropout drops different elements"
-        " on each of them."
+    "other-random-numbers": lambda cause: (
+        "Tensor parallel ranks that compute the same activations drop different elements of them."
+        if cause.tensors[0].kind == "rng"
+        else "The random number generators of these ranks differ, too: dropout drops different"
+        " elements on each of them."
     ),
     "other-order": lambda cause: (
         "FSDP gathers the parameters of the modules in the order in which they run: these ranks"
@@ -335,7 +339,12 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         f" {ranks_phrase(_suspects(cause))}, test that machine"
     ),
     "not-updated": _is("look for the code that changes it on some ranks only"),
-    "other-random-numbers": _is("seed these ranks alike"),
+    "other-random-numbers": lambda cause: (
+        "look for code that draws random numbers on some of these ranks only, and give it a"
+        " generator of its own"
+        if cause.tensors[0].kind == "rng"
+        else "seed these ranks alike"
+    ),
     "other-order": lambda cause: (
         "run the modules in the same order on all ranks"
         if cause.tensors[0].kind == "module"

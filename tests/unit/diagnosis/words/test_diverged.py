@@ -80,6 +80,20 @@ def test_the_first_op() -> None:
     assert "ranks 0-1: add_ in layers.0.norm at train.py:126; rank 2: no op" in said
 
 
+def test_random_numbers() -> None:
+    job = Job(relation="learned")
+    name = "rng the CPU's generator"
+    for step in (1, 2, 3):
+        assert not job.check(step, {name: float(step)})
+    [found] = job.check(4, {name: 4.0}, {3: {name: 9.0}})
+    said = words(found)
+    assert said.summary == (
+        "rank 3's state of the CPU's generator differs from ranks 0-2 since step 4"
+        " (equal at step 3)"
+    )
+    assert said.next_step.startswith("look for code that draws random numbers on some")
+
+
 def test_two_replicas() -> None:
     said = words(diverged(f"parameter {NORM}", size=2))
     assert said.summary == (
