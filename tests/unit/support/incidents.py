@@ -276,7 +276,7 @@ CAUSES = [
     Incident(
         "Xid 79 written before the clock was set",
         "stuck",
-        lambda scene: scene.xid(3, 1, 79, before_s=45, rank=7),
+        lambda scene: scene.xid(3, 1, 79, before_s=40.5, rank=7),
         "gpu-fault",
         [3],
         [7],
