@@ -156,8 +156,11 @@ _rows: dict[torch.device, list[_Weights]] = {}  # the longest last
 
 
 def _weights(values: Sequence[int], device: torch.device) -> _Weights:
-    on_device = torch.tensor([signed(value) for value in values]).to(device)
-    return _Weights(on_device, _event(device))
+    weights = torch.tensor([signed(value) for value in values])
+    if device.type != "cpu":
+        # A copy of memory that is not pinned would wait for the stream.
+        weights = weights.pin_memory().to(device, non_blocking=True)
+    return _Weights(weights, _event(device))
 
 
 def _usable(weights: _Weights) -> torch.Tensor:

@@ -167,7 +167,7 @@ class OutputWatch:
 
     def wait_ended(self, pending: _Pending, error: BaseException | None) -> None:
         """Measure the output."""
-        if error is not None or not self._is_on:
+        if error is not None or not self._is_on or _is_capturing():
             return
         try:
             self._measure(pending)
