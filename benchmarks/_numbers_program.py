@@ -107,7 +107,9 @@ def draw(seed: int) -> Recipe:
     parallel = how in ("tp", "tp-sequence", "2d", "ddp-tp")
     kinds = ["mlp", "mlp", "attention", "buffer", "adapter", "frozen"]
     if not parallel:
-        kinds += ["batchnorm", "experts", "counter"]
+        kinds += ["batchnorm", "counter"]
+    if not parallel and how not in ("fsdp", "hsdp"):  # all ranks must use all parameters
+        kinds += ["experts"]
     if not parallel and how not in ("fsdp", "hsdp", "fsdp1", "zero"):
         kinds += ["convolution", "complex", "spectral"]
     blocks = tuple(rng.choice(kinds) for _ in range(rng.choice([1, 2, 2, 3])))
