@@ -215,7 +215,8 @@ def shards() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fsdp2_with_tensor_parallelism() -> None:
-    assert checked(shards, 4, fake_tensors=True).kind == "healthy"
+    verdict = checked(shards, 4, fake_tensors=True)
+    assert verdict.kind == "healthy", verdict
 
 
 # --- limits
@@ -266,7 +267,7 @@ def test_a_script_without_a_fault(tmp_path: Path) -> None:
     done = command(tmp_path, "train.py", "--json", "9")
     assert done.returncode == 0, done.stderr
     first = " ".join(done.stdout.split("\n\n")[0].split())
-    assert first == "VERDICT No mismatch or deadlock in 3 ranks on gloo."
+    assert first == "VERDICT no mismatch or deadlock in 3 ranks on gloo."
 
 
 def test_a_script_with_a_fault(tmp_path: Path) -> None:
