@@ -60,7 +60,7 @@ NOT_YET = {
     "integration/test_preview.py": """
         commands/preview reports/trace_short tracing/preview/cuda
         tracing/preview/dtensor_caches tracing/preview/objects tracing/preview/pipelining
-        tracing/preview/preview tracing/preview/store tracing/preview/tensors
+        tracing/preview/preview tracing/preview/store
         tracing/preview/world
     """,
     "integration/test_pytest_plugin.py": """

@@ -30,6 +30,7 @@ _CPU = DispatchKeySet(DispatchKey.CPU)
 _AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _NO_COLLECTIVES = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 
 
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
@@ -52,6 +53,8 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
         if func is _SCALAR:
             constant = getattr(args[0], "constant", None)
             return constant.item() if constant is not None else self._invent(args[0])
+        if func in _COMPARISONS:
+            return self._invent(args[0], value=False)
         try:
             return super().dispatch(func, types, args, kwargs or {})
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -61,10 +64,12 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
                 " with a smaller model."
             ) from error
 
-    def _invent(self, tensor: torch.Tensor) -> Any:
+    def _invent(self, tensor: torch.Tensor, value: Any = None) -> Any:
         line = _user_line()
         if line:
             self.invented_at[line] = None
+        if value is not None:
+            return value
         if tensor.dtype is torch.bool:
             return False
         return 1.0 if tensor.is_floating_point() else 1
@@ -88,6 +93,7 @@ class FakeTensors:
         patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
         for namespace in ("_c10d_functional", "_dtensor"):
             self._run_functional_ops(namespace)
+        patches.wrap(torch.Tensor, "__format__", _format)
         # DDP's reducer compares small tensors across ranks and needs their values.
         patches.wrap(
             torch._C._distributed_c10d, "_verify_params_across_processes", run_on_real_tensors
@@ -143,6 +149,13 @@ def run_on_real_tensors(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function on real tensors, in any mode."""
     with unset_fake_temporarily():
         return function(*args, **kwargs)
+
+
+def _format(original: Any, tensor: torch.Tensor, spec: str) -> str:
+    """Format a fake number as the number that it stands for: torch refuses any format."""
+    if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+        return format(tensor.item(), spec)
+    return str(original(tensor, spec))
 
 
 def _user_line() -> str | None:
