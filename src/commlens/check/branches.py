@@ -1,0 +1,167 @@
+"""The branches of a program that data decides, as plain data: which were met, and which way
+``--branch`` sends them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from commlens.errors import CommandError
+from commlens.model.collective import Frame
+
+Value = bool | int | float
+
+How = Literal[
+    "truth",  # a truth value: `if loss.isnan()`, or a comparison with a number that was read
+    "number",  # a number that went where it cannot be followed: int(), tolist(), numpy
+    "shape",  # a shape that depends on values: nonzero, a boolean index
+]
+
+
+Answers = dict[tuple[str, int, str, tuple[tuple[int, ...], ...]], list[tuple[Value, bool]]]
+"""The answers that reads of values got which ranks have alike: by file, line, type and groups
+(none: the world), in the order of the reads; and whether the rank knew the value.
+"""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A line of the program that asked for a value of a tensor that a run of one rank alone cannot
+    know.
+    """
+
+    frame: Frame
+    how: How
+    alike: bool = False
+    """Collectives made the value the same on all ranks."""
+    taken: tuple[Value, ...] = ()
+    """The different answers that the line got in this run; none for ``shape`` and arrays."""
+    forced: bool = False
+    """``--branch`` gave the answers."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the program was seen to decide by the value. False if it only may have."""
+        return self.how != "number"
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The answer that a line of the program gets."""
+
+    file: str
+    line: int
+    value: Value
+
+    def is_at(self, file: str, line: int) -> bool:
+        """Check whether it is for this line. ``file`` is a full path; the choice may give its end
+        only.
+        """
+        return line == self.line and (file == self.file or file.endswith("/" + self.file))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}={_text(self.value)}"
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """A line of the program, and the answers to try there."""
+
+    file: str
+    line: int
+    values: tuple[Value, ...]
+
+    @property
+    def choices(self) -> list[Choice]:
+        """One choice for each answer."""
+        return [Choice(self.file, self.line, value) for value in self.values]
+
+
+def parse_branch(text: str) -> Branch:
+    """Read ``"train.py:81=true,false"``, or ``"moe.py:40=0,4"`` where a number is read.
+
+    Raises:
+        CommandError: the text says something else.
+    """
+    place, equals, answers = text.partition("=")
+    file, _, line = place.rpartition(":")
+    try:
+        if not (file and line and equals):
+            raise ValueError
+        values = tuple(dict.fromkeys(_value(answer) for answer in answers.split(",")))
+        return Branch(file.removeprefix("./"), int(line), values)
+    except ValueError:
+        raise CommandError(
+            f"--branch {text!r} names no line with its answers: give FILE:LINE=true,false, or"
+            " FILE:LINE=0,1 for a line that reads a number."
+        ) from None
+
+
+def combinations(branches: Sequence[Branch]) -> Iterator[tuple[Choice, ...]]:
+    """Yield one choice for each branch, in all ways, those that differ least from the first answers
+    first: of a part of them, each branch alone has been tried.
+    """
+    for changed in range(len(branches) + 1):
+        for places in itertools.combinations(range(len(branches)), changed):
+            yield from itertools.product(
+                *(
+                    branch.choices[1:] if place in places else branch.choices[:1]
+                    for place, branch in enumerate(branches)
+                )
+            )
+
+
+def number_of_combinations(branches: Iterable[Branch]) -> int:
+    """Count what :func:`combinations` yields."""
+    return math.prod(len(branch.values) for branch in branches)
+
+
+def merged(decisions: Iterable[Decision]) -> list[Decision]:
+    """Merge what several ranks and runs met: one decision for each line and way, in the order of
+    their lines.
+    """
+    found: dict[tuple[str, int, How], Decision] = {}
+    for each in decisions:
+        key = (each.frame.file, each.frame.line, each.how)
+        known = found.get(key)
+        found[key] = each if known is None else _join(known, each)
+    return [found[key] for key in sorted(found)]
+
+
+def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Branch]:
+    """Return the branches at whose line no run asked for a value."""
+    met = [(each.frame.file, each.frame.line) for each in decisions if each.forced]
+    return [
+        branch
+        for branch in branches
+        if not any(branch.choices[0].is_at(file, line) for file, line in met)
+    ]
+
+
+def _join(one: Decision, other: Decision) -> Decision:
+    return msgspec.structs.replace(
+        one,
+        alike=one.alike and other.alike,
+        taken=tuple(_distinct((*one.taken, *other.taken))),
+        forced=one.forced and other.forced,
+    )
+
+
+def _distinct(values: Iterable[Value]) -> list[Value]:
+    return list({(type(value), repr(value)): value for value in values}.values())
+
+
+def _value(text: str) -> Value:
+    text = text.strip().lower()
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,75 @@
+"""Tests of src/commlens/check/branches.py."""
+
+import pytest
+
+from commlens.check.branches import (
+    Branch,
+    Choice,
+    Decision,
+    combinations,
+    merged,
+    number_of_combinations,
+    parse_branch,
+    unmet,
+)
+from commlens.errors import CommandError
+from commlens.model.collective import Frame
+
+
+def frame(line: int, file: str = "/home/me/train.py") -> Frame:
+    return Frame(file, line, "main")
+
+
+def test_a_branch_names_a_line_and_its_answers() -> None:
+    assert parse_branch("train.py:81=true,false") == Branch("train.py", 81, (True, False))
+    assert parse_branch("./src/moe.py:4=0, 16,1e9") == Branch("src/moe.py", 4, (0, 16, 1e9))
+    assert parse_branch("train.py:81=true,true").values == (True,)
+
+
+@pytest.mark.parametrize("text", ["train.py:81", "train.py=true", "81=true", "a.py:8=perhaps", ""])
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(CommandError, match="FILE:LINE"):
+        parse_branch(text)
+
+
+def test_a_choice_is_for_the_end_of_a_path() -> None:
+    choice = Choice("train.py", 81, value=True)
+    assert choice.is_at("/home/me/train.py", 81)
+    assert choice.is_at("train.py", 81)
+    assert not choice.is_at("/home/me/pretrain.py", 81)
+    assert not choice.is_at("/home/me/train.py", 82)
+    assert str(choice) == "train.py:81=true"
+
+
+def test_combinations_change_one_branch_at_a_time_first() -> None:
+    branches = [Branch("a.py", 1, (True, False)), Branch("a.py", 2, (0, 1, 2))]
+    found = [tuple(choice.value for choice in each) for each in combinations(branches)]
+    assert found == [(True, 0), (False, 0), (True, 1), (True, 2), (False, 1), (False, 2)]
+    assert number_of_combinations(branches) == len(found)
+    assert list(combinations([])) == [()]
+
+
+def test_decisions_of_several_runs_are_merged_by_line() -> None:
+    found = merged(
+        [
+            Decision(frame(9), "truth", alike=True, taken=(True,)),
+            Decision(frame(4), "number", alike=True, taken=(1,)),
+            Decision(frame(9), "truth", alike=False, taken=(False, True)),
+        ]
+    )
+    assert found == [
+        Decision(frame(4), "number", alike=True, taken=(1,)),
+        Decision(frame(9), "truth", alike=False, taken=(True, False)),
+    ]
+    assert [each.certain for each in found] == [False, True]
+
+
+def test_true_and_one_are_different_answers() -> None:
+    decisions = [Decision(frame(9), "truth", taken=(each,)) for each in (True, 1)]
+    assert merged(decisions)[0].taken == (True, 1)
+
+
+def test_a_branch_where_nothing_asked_is_not_met() -> None:
+    decisions = [Decision(frame(9), "truth", forced=True), Decision(frame(4), "truth")]
+    branches = [Branch("train.py", line, (True,)) for line in (4, 9)]
+    assert unmet(branches, decisions) == branches[:1]
