@@ -1,0 +1,270 @@
+"""Where the values of tensors come from: what the rank computes alone, and what other ranks send.
+
+In a fake world nothing arrives, so a tensor that a collective wrote, and all that is computed from
+it, has values that no real run would have. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commlens.tap import tap
+
+Ranks = tuple[int, ...]
+
+
+class Origin(NamedTuple):
+    """Of a value that went through collectives."""
+
+    alike: frozenset[Ranks] = frozenset()
+    """The groups in which they gave every member the same."""
+    known: bool = False
+    """This rank has sent it, so it knows the value that the others will get."""
+
+
+UNKNOWN = Origin()
+
+_SAME_FOR_ALL = (
+    "allreduce_",
+    "allreduce_coalesced_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "_allgather_base_",
+)
+_FIRST_PURGE = 10_000
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_OVERWRITES = ("aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_")
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.allclose.default,
+)
+_SHAPED_BY_VALUES = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave",
+    "aten::bincount",
+}
+
+
+def joined(origins: Sequence[Origin | None]) -> Origin | None:
+    """Return the origin of what is computed from values of these origins; None stands for a value
+    that the rank alone decides, of which other ranks may have another one.
+    """
+    others = [origin for origin in origins if origin is not None]
+    if all(origin.known for origin in others):
+        alike = frozenset.intersection(*(origin.alike for origin in others)) if others else None
+        return Origin(alike, known=True) if alike and len(others) == len(origins) else None
+    if len(others) < len(origins):
+        return UNKNOWN
+    return Origin(frozenset.intersection(*(origin.alike for origin in others)))
+
+
+def alike_in(origin: Origin, world_size: int) -> bool:
+    """Check whether a value of this origin is the same on all ranks: whether the groups, such as
+    the dimensions of a mesh, span the world together.
+    """
+    return bool(origin.alike) and math.prod(map(len, origin.alike)) >= world_size
+
+
+class Origins(TorchDispatchMode):  # type: ignore[misc]
+    """Follows the values of tensors through all ops, while entered.
+
+    Values of fake tensors are never known, unless torch keeps them as constants.
+    """
+
+    supports_higher_order_operators = True
+    sees_fake_tensors = True
+
+    def __init__(
+        self, on_read: Callable[[Origin | None], None], on_shape: Callable[[Origin], None]
+    ) -> None:
+        """Call ``on_read`` where a value is read, and ``on_shape`` where one that is not known
+        decides the shape of a tensor.
+        """
+        super().__init__()
+        self._on_read = on_read
+        self._on_shape = on_shape
+        # by address of a storage, which stays its own as long as we refer to it
+        self._origins: dict[int, tuple[StorageWeakRef, Origin]] = {}
+        self._purge_at = _FIRST_PURGE
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch.compile alone (torch 2.9 and later)."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Leave torch.compile alone (torch before 2.9)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a fake world; torch's way of skipping costs more
+
+    def __enter__(self) -> Origins:
+        tap.attach(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        tap.detach(self)
+
+    def of(self, tensor: Any) -> Origin | None:
+        """Return the origin of a tensor's values; None if the rank alone decides them."""
+        storage = _storage(tensor)
+        found = None if storage is None else self._origins.get(storage._cdata)
+        if found is not None:
+            return found[1]
+        fake = isinstance(tensor, FakeTensor) and tensor.constant is None
+        return UNKNOWN if fake else None
+
+    def mark(self, tensor: Any, origin: Origin) -> None:
+        """Set the origin of a tensor's values."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        self._origins[storage._cdata] = StorageWeakRef(storage), origin
+        if len(self._origins) > self._purge_at:
+            self._origins = {
+                address: found for address, found in self._origins.items() if not found[0].expired()
+            }
+            self._purge_at = 2 * len(self._origins) + _FIRST_PURGE
+
+    # --- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and give its results the origin of its arguments."""
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
+        if any(each not in _PLAIN for each in types):
+            return NotImplemented  # such as DTensor: its own ops come here next
+        given = [*_tensors(args), *_tensors((kwargs or {}).values())]
+        copies = func._schema.name == "aten::copy_" and _is_whole(given[0])
+        origin = joined([self.of(each) for each in (given[1:] if copies else given)])
+        result = func._op(*args, **(kwargs or {}))  # without a frame of torch's in stacks
+        if func.namespace in ("c10d", *_FUNCTIONAL):
+            self._reduce_again(func, origin, result)
+        elif func in _READS:
+            self._on_read(origin)
+        else:
+            if origin is not None and not origin.known and _shaped_by_values(func, args):
+                self._on_shape(origin)
+            if func._schema.name in _OVERWRITES and _is_whole(given[0]):
+                origin = None
+            written = [args[i] for i in _written(func) if i < len(args)]
+            self._give(origin, [] if copies else given, (result, written))
+        return result
+
+    def _give(self, origin: Origin | None, given: list[torch.Tensor], result: Any) -> None:
+        """Set the origin of an op's results. One that shares its storage with an argument is a
+        view, or only a part of it was written.
+        """
+        if origin is None:
+            for tensor in _tensors((result,)):
+                storage = _storage(tensor)
+                if storage is not None:
+                    self._origins.pop(storage._cdata, None)
+            return
+        before = {storage._cdata for tensor in given if (storage := _storage(tensor)) is not None}
+        for tensor in _tensors((result,)):
+            storage = _storage(tensor)
+            if storage is not None and storage._cdata in before & self._origins.keys():
+                self.mark(tensor, joined([self._origins[storage._cdata][1], origin]) or UNKNOWN)
+            else:
+                self.mark(tensor, origin)
+
+    def _reduce_again(self, func: Any, origin: Origin | None, result: Any) -> None:
+        """Add what the functional all_reduce hides from the tap: it reduces a copy."""
+        if origin is not None and func._schema.name.endswith("::all_reduce"):
+            for tensor in _tensors((result,)):
+                own = self.of(tensor) or UNKNOWN
+                self.mark(tensor, Origin(own.alike | origin.alike))
+
+    # --- collectives, called by the tap
+
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
+        """Return what :meth:`returned` needs."""
+        group = tap.unbox_group(arguments[spec.process_group])
+        return spec, arguments, tuple(dist.get_process_group_ranks(group)), group.rank()
+
+    def returned(self, token: Any, result: Any) -> None:
+        """Give the tensors that the collective wrote their origin."""
+        spec, arguments, ranks, rank = token
+        if spec.name in ("send", "barrier", "monitored_barrier_") or len(ranks) == 1:
+            return
+        root = arguments[spec.root] if spec.root >= 0 else rank
+        if root != rank and spec.name in ("reduce_", "gather_"):
+            return
+        reads = [i for i in spec.tensors if i not in spec.writes] if spec.writes else spec.tensors
+        inputs = joined([self.of(each) for each in _tensors(arguments[i] for i in reads)])
+        before = inputs.alike if inputs is not None else frozenset()
+        origin = UNKNOWN
+        if spec.name == "broadcast_":
+            known = root == rank and (inputs is None or inputs.known)
+            origin = Origin(frozenset({ranks}), known)
+        elif spec.name in _SAME_FOR_ALL:
+            origin = Origin(before | {ranks})
+        elif spec.name.startswith(("reduce_scatter", "_reduce_scatter")):
+            origin = Origin(before - {ranks})
+        for tensor in _tensors(arguments[i] for i in spec.writes or spec.tensors):
+            self.mark(tensor, origin)
+
+    def raised(self, token: Any, error: BaseException) -> None:
+        """Leave the tensors alone."""
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _storage(tensor: Any) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without a storage
+        return None
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that an op writes: not all of them are results."""
+    return tuple(
+        position
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _shaped_by_values(func: Any, args: Any) -> bool:
+    name: str = func._schema.name
+    if name in _SHAPED_BY_VALUES:
+        return True
+    return name == "aten::index" and any(
+        index.dtype in (torch.bool, torch.uint8) for index in _tensors((args[1],))
+    )
