@@ -1,0 +1,332 @@
+"""Where a program asks for values of tensors that a run of one rank alone cannot know, and the
+answers that ``--branch`` gives.
+
+A value is not known if another rank sends it, or if it is computed from one that is not known
+(``origins.py``). A number that is read decides nothing yet; ``followed.py`` sees when it does.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from commlens.check import followed
+from commlens.check.branches import Answers, Choice, Decision, How, Value
+from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
+from commlens.model.collective import Frame, FrameKind
+from commlens.tracing.attribution import stacks
+from commlens.tracing.patches import Patches
+
+_SHOWS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_LOSES = (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__)
+_LEAVES_TORCH = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+# torch's own reads that decide nothing about communication, from Python, or from C++ in a backward
+_OWN_READS = (
+    "/torch/autograd/graph.py",
+    "/torch/distributed/tensor/_random.py",
+    "/torch/distributed/device_mesh.py",
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/pipelining/stage.py",
+    "/torch/distributed/pipelining/schedules.py",
+    "/torch/distributed/utils.py",
+    "/torch/_tensor_str.py",
+)
+_ANSWERS_KEPT = 8
+
+
+class Values:
+    """Notes where the program asks for values that are not known, while entered.
+
+    Enter it inside the fake world.
+    """
+
+    def __init__(
+        self, world_size: int, choices: Iterable[Choice] = (), answers: Answers | None = None
+    ) -> None:
+        """Give the answers of ``choices``, and to reads of values that ranks have alike the
+        ``answers`` that other ranks got. Elsewhere the answer is that of the fake world.
+        """
+        self._world_size = world_size
+        self._choices = tuple(choices)
+        self._others = answers or {}
+        self.answers: Answers = {}
+        """The answers to reads of values that ranks have alike, in order."""
+        self._found: dict[tuple[str, int, How, bool], _Met] = {}
+        self._thread = _Reading()
+        self._origins = Origins(self._read, self._shaped)
+        self._patches = Patches()
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The lines that asked so far, in the order of their first question."""
+        return [
+            Decision(met.frame, key[2], met.alike, tuple(met.taken), forced=key[3])
+            for key, met in self._found.items()
+        ]
+
+    def __enter__(self) -> Values:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._patches.restore)
+            followed.install(self._patches)
+            self._patches.wrap(torch.autograd, "_engine_run_backward", self._run_backward)
+            self._patches.replace_aliases()
+            stack.enter_context(self._origins)
+            stack.enter_context(_Functions(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # --- functions of torch
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, and follow what it reads."""
+        with self._reading() as read:
+            result = func(*args, **kwargs)
+        if func in _SHOWS:
+            return result
+        if func in _LEAVES_TORCH and not _read_by_torch_itself():
+            read = [self._origins.of(args[0])]
+        if not read:
+            return self._follow_into(result, args)
+        origin = joined(read)
+        if origin is None and not self._choices:
+            return result
+        if func in _LOSES or (func not in _LEAVES_TORCH and not _is_plain(result)):
+            return self._lost(result, origin)
+        return self._each(result, origin)
+
+    def _each(self, result: Any, origin: Origin | None) -> Any:
+        """Return a value that was read, or the values of a list."""
+        if isinstance(result, list):
+            return [self._each(each, origin) for each in result]
+        if not _is_plain(result):  # an array
+            return self._lost(result, origin)
+        value, reader = self._answer(result, origin)
+        if isinstance(value, bool):
+            return reader.decide(value)
+        if isinstance(value, int):
+            reader.lose(value)  # a range or a shape of an int is not seen
+        return followed.follow(value, reader)
+
+    def _lost(self, result: Any, origin: Origin | None) -> Any:
+        """Return a value that is not seen any more."""
+        value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
+        (reader or self._reader(origin)).lose(value)
+        return value
+
+    def _reader(self, origin: Origin | None) -> _Reader:
+        alike = origin is not None and alike_in(origin, self._world_size)
+        return _Reader(self, alike, known=origin is None or origin.known)
+
+    def _answer(self, value: Any, origin: Origin | None) -> tuple[Any, _Reader]:
+        """Return the answer to a read: that of a choice, else the one that others got."""
+        reader, place = self._reader(origin), _user_line()
+        if place is None:
+            return value, reader
+        choice = None if isinstance(value, bool) else self._choice(place, truth=False)
+        if choice is not None:
+            value = type(value)(choice.value)
+            reader = reader.with_forced()
+            self._note(place, "number", reader, value)
+        if origin is not None and origin.alike:
+            value, known = self._shared(value, origin, place, reader)
+            reader = _Reader(self, reader.alike, known=known, forced=reader.forced)
+        return value, reader
+
+    def _shared(
+        self, value: Any, origin: Origin, place: Frame, reader: _Reader
+    ) -> tuple[Any, bool]:
+        """Return what the other ranks got for a value that is the same on them, and whether one of
+        them knew it.
+        """
+        scope = () if reader.alike else tuple(sorted(origin.alike))
+        key = place.file, place.line, type(value).__name__, scope
+        given = self.answers.setdefault(key, [])
+        others = self._others.get(key, [])[len(given) : len(given) + 1]
+        known = origin.known
+        if others and not known and not reader.forced:
+            value, known = others[0]
+        given.append((value, known))
+        return value, known
+
+    def _choice(self, place: Frame, *, truth: bool) -> Choice | None:
+        for choice in self._choices:
+            if isinstance(choice.value, bool) == truth and choice.is_at(place.file, place.line):
+                return choice
+        return None
+
+    def _follow_into(self, result: Any, args: Any) -> Any:
+        """Give a tensor that is computed from a followed number its origin."""
+        if isinstance(result, torch.Tensor):
+            readers = [each.reader for each in args if type(each) in followed.FOLLOWED]
+            if not all(each.settled for each in readers):
+                self._origins.mark(result, UNKNOWN)
+        return result
+
+    def _run_backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass with a mode of its own, which sees the program's hooks: torch leaves
+        the outer one first.
+        """
+        with _Functions(self):
+            return original(*args, **kwargs)
+
+    # --- what readers report
+
+    def decide(self, outcome: bool, reader: _Reader) -> bool:
+        """Return the answer to a question for a truth value."""
+        place = _user_line()
+        choice = None if place is None else self._choice(place, truth=True)
+        if place is not None and choice is not None:
+            self._note(place, "truth", reader.with_forced(), choice.value)
+            return bool(choice.value)
+        if place is not None and not reader.settled:
+            self._note(place, "truth", reader, outcome)
+        return outcome
+
+    def lose(self, value: Any, reader: _Reader) -> None:
+        """Note that a number went where it cannot be followed."""
+        place = None if reader.settled else _user_line()
+        if place is not None:
+            self._note(place, "number", reader, value if _is_plain(value) else None)
+
+    def _note(self, frame: Frame, how: How, reader: _Reader, value: Value | None) -> None:
+        met = self._found.setdefault(
+            (frame.file, frame.line, how, reader.forced), _Met(frame, [reader.alike], [])
+        )
+        met.all_alike[0] &= reader.alike
+        if value is not None and len(met.taken) < _ANSWERS_KEPT:
+            plain = value if isinstance(value, bool) else _plain(value)
+            if not any(type(plain) is type(each) and plain == each for each in met.taken):
+                met.taken.append(plain)
+
+    # --- ops
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[list[Origin | None]]:
+        outer, read = self._thread.read, list[Origin | None]()
+        self._thread.read = read
+        try:
+            yield read
+        finally:
+            self._thread.read = outer
+
+    def _read(self, origin: Origin | None) -> None:
+        if (origin is None and not self._choices) or _read_by_torch_itself():
+            return
+        if self._thread.read is not None:
+            self._thread.read.append(origin)
+        else:
+            self._reader(origin).lose(None)
+
+    def _shaped(self, origin: Origin) -> None:
+        place = None if _read_by_torch_itself() else _user_line()
+        if place is not None:
+            self._note(place, "shape", self._reader(origin), None)
+
+
+class _Met(NamedTuple):
+    frame: Frame
+    all_alike: list[bool]
+    taken: list[Value]
+
+    @property
+    def alike(self) -> bool:
+        return self.all_alike[0]
+
+
+class _Reading(threading.local):
+    """The origins of what the running function of torch has read; None outside of any."""
+
+    read: list[Origin | None] | None = None
+
+
+class _Functions(TorchFunctionMode):  # type: ignore[misc]
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._values.call(func, args, kwargs or {})
+
+
+class _Reader:
+    """The origin of followed numbers."""
+
+    __slots__ = ("alike", "forced", "known", "values")
+
+    def __init__(
+        self, values: Values, alike: bool, *, known: bool = False, forced: bool = False
+    ) -> None:
+        self.values = values
+        self.alike = alike
+        self.known = known
+        self.forced = forced  # --branch gave the number
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing about the number is open."""
+        return self.known or self.forced
+
+    def decide(self, outcome: bool) -> bool:
+        return self.values.decide(outcome, self)
+
+    def lose(self, value: Any) -> None:
+        self.values.lose(value, self)
+
+    def join(self, other: Any) -> _Reader:
+        return _Reader(
+            self.values,
+            self.alike and other.alike,
+            known=self.settled and other.settled and not (self.forced and other.forced),
+            forced=self.forced and other.forced,
+        )
+
+    def with_forced(self) -> _Reader:
+        return _Reader(self.values, self.alike, forced=True)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _plain(value: Any) -> int | float:
+    return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+
+
+def _user_line() -> Frame | None:
+    """Return the innermost line of the user, else of an installed library."""
+    frame: FrameType | None = sys._getframe(1)
+    library: Frame | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = stacks.kind_of_file(code.co_filename)
+        if kind is FrameKind.USER or (kind is FrameKind.LIBRARY and library is None):
+            found = Frame(code.co_filename, frame.f_lineno, code.co_name, kind)
+            if kind is FrameKind.USER:
+                return found
+            library = found
+        frame = frame.f_back
+    return library
+
+
+def _read_by_torch_itself() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_OWN_READS):
+            return True
+        if stacks.kind_of_file(file) is FrameKind.USER:
+            return False
+        frame = frame.f_back
+    return False
