@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from commlens.check.branches import Answers
 from commlens.check.recorder import SequenceRecorder
 from commlens.tracing.preview.objects import Key, Message, Objects
 
@@ -21,6 +22,7 @@ class Shared:
     def __init__(self) -> None:
         self.messages: dict[Key, Message | None] = {}
         self.keys: dict[str, list[bytes]] = {}
+        self.answers: Answers = {}
         self.never: set[Need] = set()
         """What no rank gives."""
 

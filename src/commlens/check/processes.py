@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import IO
 
+from commlens.check.agreement import common, disagreeing
+from commlens.check.branches import Answers
 from commlens.check.objects import Need, Shared
 from commlens.check.run_rank import Plan, Run, import_modules, run_rank
 from commlens.check.sequence import RankSequence
@@ -27,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _GRACE_S = 15.0  # for a run to end by itself at its time limit
 _RUNS_MAX = 50  # of one rank
+_ROUNDS = 3  # of runs until ranks agree on what they have alike
 _exit = os._exit  # the program's is replaced
 
 
@@ -63,13 +66,25 @@ class Ranks:
         self._at_once = at_once or len(os.sched_getaffinity(0))
         self._ended = ended or (lambda sequence: None)
         self._shared = Shared()
+        self._answers: dict[int, Answers] = {}
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
     def run(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         """Return the sequences of these ranks. Runs as other ranks are added where those send
-        objects to them.
+        objects to them. A rank is run again where it read something else than the others, of a
+        value that is the same on them.
         """
+        sequences = self._run_all(ranks)
+        for _ in range(_ROUNDS):
+            self._shared.answers = common(self._answers)
+            odd = set(disagreeing(self._answers, self._shared.answers)) & set(sequences)
+            if not odd:
+                break
+            sequences.update(self._run_all(odd))
+        return sequences
+
+    def _run_all(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         sequences: dict[int, RankSequence] = {}
         waiting: dict[int, Need] = {}
         runs: Counter[int] = Counter()
@@ -80,6 +95,7 @@ class Ranks:
             for run in self._run_each(todo):
                 rank = run.sequence.rank
                 self._shared.add(run.sent, run.keys)
+                self._answers[rank] = run.answers
                 runs[rank] += 1
                 if run.needs is not None and runs[rank] == _RUNS_MAX:
                     run.sequence.problem = (
@@ -93,6 +109,7 @@ class Ranks:
                     waiting[rank] = run.needs
                 if later:
                     import_modules(run.modules)
+                    self._shared.answers = common(self._answers)
             todo, later = deque(later or self._next(waiting, set(sequences))), []
             waiting = {rank: need for rank, need in waiting.items() if rank not in todo}
         return {rank: sequences[rank] for rank in sorted(wanted)}
@@ -187,7 +204,7 @@ class Ranks:
             if late
             else f"its run ended early ({_status_words(status)})"
         )
-        return Run(sequence, {}, {})
+        return Run(sequence, {}, {}, {})
 
 
 def _kill(child: _Child) -> None:

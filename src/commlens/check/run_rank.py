@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commlens.check.branches import Answers, Choice
 from commlens.check.objects import Need, Shared, SharedObjects
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
 from commlens.check.store import SharedStore
+from commlens.check.values import Values
 from commlens.model.collective import user_frame
 from commlens.model.frames import FrameKind
 from commlens.model.ranklog import End
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     fake_tensors: bool = False
     ranks_per_node: int = 8
     timeout_s: float = 300.0  # for the run of each rank
+    choices: tuple[Choice, ...] = ()  # answers to what the program asks of tensors
 
 
 class Run(NamedTuple):
@@ -55,6 +58,7 @@ class Run(NamedTuple):
     sequence: RankSequence
     sent: dict[Key, Message]  # objects that it sent to other ranks
     keys: dict[str, list[bytes]]  # of the store, that it wrote
+    answers: Answers  # that it got to reads of values that ranks have alike
     needs: Need | None = None  # what the run ended for, from another rank
     modules: tuple[str, ...] = ()  # of libraries, that it imported
 
@@ -74,10 +78,12 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     objects = world.objects = SharedObjects(rank, shared, recorder)
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
+    values = Values(plan.world_size, plan.choices, shared.answers)
     with world:
         _patch_system()
         SharedStore(recorder, objects).install(Patches())
         recorder.attach()
+        values.__enter__()  # stays: nothing but this run happens in the process
         try:
             with _time_limit(plan.timeout_s, recorder, sequence):
                 plan.program()
@@ -94,8 +100,10 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     sequence.cut_off = recorder.cut_off
     sequence.guesses = recorder.guesses
     sequence.hazards = recorder.found_hazards()
+    sequence.decisions = values.decisions
     needs = objects.needs_key or objects.unknown
-    return Run(sequence, objects.sent, objects.keys, needs, _library_modules(imported))
+    modules = _library_modules(imported)
+    return Run(sequence, objects.sent, objects.keys, values.answers, needs, modules)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from commlens.check.branches import Decision
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.hazard import Hazard
 from commlens.model.ranklog import End
@@ -101,6 +102,7 @@ class RankSequence(msgspec.Struct):
     left: bool = False  # it has destroyed its process groups
     cut_off: bool = False  # ended by us after the requested number of steps
     guesses: list[Guess] = []
+    decisions: list[Decision] = []  # lines that asked for values that are not known
     hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for
     problem: str = ""  # why there is no complete sequence, in a sentence: a time limit, a crash
 
