@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from commlens.check import branch_words
+from commlens.check.branches import Branch, Choice, number_of_combinations, unmet
+from commlens.check.explore import COMBINATIONS, explore
 from commlens.check.judge import Checked, judge
 from commlens.check.processes import Ranks
 from commlens.check.rules import RULES
 from commlens.check.run_rank import Plan, warm_up
+from commlens.check.sequence import RankSequence
 from commlens.errors import CommandError
 from commlens.model.verdict import Verdict
 from commlens.text import joined
@@ -23,6 +27,8 @@ def check_plan(
     backend: str = "",
     script: str = "",
     seen: Callable[[int, int], None] | None = None,
+    branches: Sequence[Branch] = (),
+    combinations: int = COMBINATIONS,
 ) -> tuple[Checked, dict[int, str]]:
     """Check a program, and return what its ranks printed, too.
 
@@ -31,6 +37,8 @@ def check_plan(
         backend: "gloo" or "nccl"; empty: the one that the program asks for.
         script: the program's name.
         seen: called with the number of ranks run so far and their total.
+        branches: answers to what the program asks of tensors, of which all combinations are tried.
+        combinations: how many of these, at most.
     """
     if plan.world_size < 1:
         raise CommandError(f"The world size must be at least 1, not {plan.world_size}.")
@@ -38,16 +46,35 @@ def check_plan(
         raise CommandError(f"There are no rules of {backend!r}: give {joined(list(RULES), 'or')}.")
     warm_up()
     done = 0
+    total = plan.world_size * min(number_of_combinations(branches), combinations)
 
     def ended(_: object) -> None:
         nonlocal done
         done += 1
         if seen is not None:
-            seen(done, plan.world_size)
+            seen(done, total)
 
-    ranks = Ranks(plan, ended=ended)
-    sequences = ranks.run(range(plan.world_size))
-    return judge(sequences, backend=backend, script=script), ranks.outputs
+    outputs: dict[int, str] = {}
+
+    def run(choices: tuple[Choice, ...]) -> Mapping[int, RankSequence]:
+        ranks = Ranks(plan._replace(choices=choices), ended=ended)
+        sequences = ranks.run(range(plan.world_size))
+        outputs.update(ranks.outputs)
+        return sequences
+
+    explored = explore(
+        run,
+        lambda sequences: judge(sequences, backend=backend, script=script),
+        branches,
+        bound=combinations,
+    )
+    for branch in unmet(branches, explored.decisions):
+        raise CommandError(branch_words.no_such_branch(str(branch), explored.decisions))
+    verdict = branch_words.verdict(explored)
+    checked = explored.checked
+    return checked._replace(
+        verdict=verdict, examined=checked.examined._replace(verdict=verdict)
+    ), outputs
 
 
 def check(

@@ -78,6 +78,9 @@ class Branch(msgspec.Struct, frozen=True):
         """One choice for each answer."""
         return [Choice(self.file, self.line, value) for value in self.values]
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}={','.join(map(_text, self.values))}"
+
 
 def parse_branch(text: str) -> Branch:
     """Read ``"train.py:81=true,false"``, or ``"moe.py:40=0,4"`` where a number is read.
@@ -128,6 +131,23 @@ def merged(decisions: Iterable[Decision]) -> list[Decision]:
         known = found.get(key)
         found[key] = each if known is None else _join(known, each)
     return [found[key] for key in sorted(found)]
+
+
+def doubtful(decisions: Iterable[Sequence[Decision]]) -> list[Decision]:
+    """Return the decisions of several ranks by which they may have gone ways that do not belong
+    together: each had a value of its own where a real run has others.
+    """
+    ranks = [[each for each in own if not each.forced and not each.alike] for own in decisions]
+    lines: dict[tuple[str, int], set[tuple[Value, ...]]] = {}
+    for own in ranks:
+        for each in own:
+            lines.setdefault((each.frame.file, each.frame.line), set()).add(each.taken)
+    return [
+        each
+        for each in merged(itertools.chain.from_iterable(ranks))
+        if not each.alike
+        and (each.how != "truth" or len(lines[each.frame.file, each.frame.line]) > 1)
+    ]
 
 
 def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Branch]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from commlens.check import words
+from commlens.check.branches import doubtful as doubtful_decisions
 from commlens.check.records import logs_of
 from commlens.check.rules import RULES, Rules
 from commlens.check.schedule import Outcome, schedule
@@ -78,4 +79,6 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
 
 
 def _guesses(sequences: Mapping[int, RankSequence]) -> Sequence[Guess]:
-    return [guess for sequence in sequences.values() for guess in sequence.guesses]
+    guesses = [guess for sequence in sequences.values() for guess in sequence.guesses]
+    doubtful = doubtful_decisions([each.decisions for each in sequences.values()])
+    return guesses + [Guess("value", (each.frame,)) for each in doubtful]

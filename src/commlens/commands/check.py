@@ -62,6 +62,21 @@ class CheckCommand:
             help=f"end the run of a rank after S seconds (default {_TIMEOUT_S:g})",
         )
         parser.add_argument(
+            "--branch",
+            action="append",
+            default=[],
+            metavar="FILE:LINE=VALUES",
+            help="try these answers where the line asks for a value of a tensor:"
+            " train.py:81=true,false, or =0,1 where it reads a number; repeatable",
+        )
+        parser.add_argument(
+            "--combinations",
+            type=int,
+            default=16,
+            metavar="N",
+            help="try at most N combinations of the answers (default 16)",
+        )
+        parser.add_argument(
             "--json",
             action="store_true",
             help="print the verdict as JSON (schema commlens.verdict/2)",
@@ -85,7 +100,7 @@ class CheckCommand:
         from commlens.commands.diagnose import exit_status
 
         program = program_of(arguments, "check --world-size 8 train.py --lr 0.1")
-        for name in ("steps", "ranks_per_node", "timeout"):
+        for name in ("steps", "ranks_per_node", "timeout", "combinations"):
             if getattr(arguments, name) <= 0:
                 option = "--" + name.replace("_", "-")
                 raise CommandError(f"{option} must be more than 0, not {getattr(arguments, name)}.")
@@ -111,6 +126,7 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
     worker.check_program(program, module=arguments.module)
     try:
         from commlens.check.api import check_plan
+        from commlens.check.branches import parse_branch
         from commlens.check.run_rank import Plan
     except ImportError as missing:
         raise MissingDependency.torch("commlens check", missing) from None
@@ -128,6 +144,8 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
             backend=arguments.backend or "",
             script=" ".join(program),
             seen=seen,
+            branches=[parse_branch(text) for text in arguments.branch],
+            combinations=arguments.combinations,
         )
 
 

@@ -7,6 +7,7 @@ from commlens.check.branches import (
     Choice,
     Decision,
     combinations,
+    doubtful,
     merged,
     number_of_combinations,
     parse_branch,
@@ -73,3 +74,13 @@ def test_a_branch_where_nothing_asked_is_not_met() -> None:
     decisions = [Decision(frame(9), "truth", forced=True), Decision(frame(4), "truth")]
     branches = [Branch("train.py", line, (True,)) for line in (4, 9)]
     assert unmet(branches, decisions) == branches[:1]
+
+
+def test_values_of_their_own_make_ranks_doubtful_only_if_they_part() -> None:
+    same = [[Decision(frame(9), "truth", taken=(False,))]] * 2
+    apart = [[Decision(frame(9), "truth", taken=(each,))] for each in (False, True)]
+    alike = [[Decision(frame(9), "truth", alike=True, taken=(each,))] for each in (False, True)]
+    forced = [[Decision(frame(9), "number", forced=True)]] * 2
+    assert [each.frame.line for each in doubtful(apart)] == [9]
+    assert [each.frame.line for each in doubtful([[Decision(frame(9), "number")]])] == [9]
+    assert doubtful(same) == doubtful(alike) == doubtful(forced) == []

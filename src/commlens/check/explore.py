@@ -1,0 +1,98 @@
+"""Check a program with all answers of ``--branch``, up to a bound."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from commlens.check.branches import (
+    Branch,
+    Choice,
+    Decision,
+    combinations,
+    merged,
+    number_of_combinations,
+)
+from commlens.check.judge import Checked
+from commlens.check.sequence import RankSequence
+
+COMBINATIONS = 16
+"""How many to try unless the user says otherwise."""
+
+Choices = tuple[Choice, ...]
+Sequences = Mapping[int, RankSequence]
+
+
+class Alone(NamedTuple):
+    """A fault that occurs if one rank alone gets an answer that ranks need not get alike."""
+
+    rank: int
+    choice: Choice
+    checked: Checked
+
+
+class Explored(NamedTuple):
+    """What came of a program with several answers."""
+
+    checked: Checked
+    """The worst of all: a fault, else a run that proves nothing, else the first."""
+    choices: Choices
+    """Of that run."""
+    tried: list[Choices]
+    combinations: int
+    """That there are."""
+    decisions: list[Decision]
+    """Of all runs."""
+    alone: list[Alone]
+
+
+def explore(
+    run: Callable[[Choices], Sequences],
+    judge: Callable[[Sequences], Checked],
+    branches: Sequence[Branch],
+    *,
+    bound: int,
+) -> Explored:
+    """Run and judge a program with each combination of answers, at most ``bound`` of them."""
+    tried = list(itertools.islice(combinations(branches), bound))
+    runs = {choices: run(choices) for choices in tried}
+    checked = {choices: judge(sequences) for choices, sequences in runs.items()}
+    decisions = merged(
+        decision
+        for sequences in runs.values()
+        for sequence in sequences.values()
+        for decision in sequence.decisions
+    )
+    worst = max(tried, key=lambda choices: _badness(checked[choices]))
+    alone = [] if checked[worst].verdict.is_fault else list(_alone(runs, judge, decisions))
+    return Explored(
+        checked[worst], worst, tried, number_of_combinations(branches), decisions, alone
+    )
+
+
+def _badness(checked: Checked) -> int:
+    verdict = checked.verdict
+    return 2 if verdict.is_fault else int(verdict.kind != "healthy")
+
+
+def _alone(
+    runs: Mapping[Choices, Sequences],
+    judge: Callable[[Sequences], Checked],
+    decisions: Sequence[Decision],
+) -> Iterator[Alone]:
+    """Let the last rank, then the first one, get another answer than the rest."""
+    first, *others = runs
+    for choices in others:
+        changed = [choice for choice in choices if choice not in first]
+        if len(changed) != 1 or _is_alike(changed[0], decisions):
+            continue
+        for rank in (max(runs[first]), min(runs[first])):
+            checked = judge({**runs[first], rank: runs[choices][rank]})
+            if checked.verdict.is_fault:
+                yield Alone(rank, changed[0], checked)
+                break
+
+
+def _is_alike(choice: Choice, decisions: Sequence[Decision]) -> bool:
+    return all(each.alike for each in decisions if choice.is_at(each.frame.file, each.frame.line))

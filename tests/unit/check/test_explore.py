@@ -1,0 +1,76 @@
+"""Tests of src/commlens/check/explore.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlens.check.branches import Branch, Choice, Decision
+from commlens.check.explore import Choices, Explored, Sequences, explore
+from commlens.check.judge import Checked
+from commlens.check.schedule import Outcome
+from commlens.check.sequence import RankSequence
+from commlens.model.collective import Frame
+from commlens.model.verdict import Verdict
+
+FIRST, SECOND = Branch("a.py", 1, (False, True)), Branch("a.py", 2, (False, True))
+UNUSED: Any = None
+
+
+def explored(
+    *faults: set[int],
+    branches: tuple[Branch, ...] = (FIRST, SECOND),
+    alike: bool = True,
+    bound: int = 16,
+) -> Explored:
+    """Explore a program of two ranks whose steps are the lines that are true. It is wrong if a rank
+    has one of these sets of lines, or if ranks have different ones.
+    """
+
+    def run(choices: Choices) -> Sequences:
+        decisions = [
+            Decision(Frame("/a.py", each.line, "f"), "truth", alike, (each.value,), forced=True)
+            for each in choices
+        ]
+        lines = sum(each.line for each in choices if each.value)
+        return {rank: RankSequence(rank, 2, steps=lines, decisions=decisions) for rank in (0, 1)}
+
+    def judge(sequences: Sequences) -> Checked:
+        lines = {each.steps for each in sequences.values()}
+        wrong = len(lines) > 1 or any(lines == {sum(fault)} for fault in faults)
+        verdict = Verdict(kind="cycle" if wrong else "healthy", summary=f"{lines}")
+        return Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 0)
+
+    return explore(run, judge, branches, bound=bound)
+
+
+def test_without_branches_a_program_runs_once() -> None:
+    found = explored(branches=())
+    assert found.tried == [()]
+    assert found.combinations == 1
+    assert not found.checked.verdict.is_fault
+
+
+def test_the_worst_run_is_returned_with_its_answers() -> None:
+    found = explored({1, 2})
+    assert found.checked.verdict.kind == "cycle"
+    assert found.choices == (Choice("a.py", 1, True), Choice("a.py", 2, True))
+    assert len(found.tried) == found.combinations == 4
+
+
+def test_a_bound_cuts_the_combinations() -> None:
+    found = explored({1, 2}, bound=3)
+    assert not found.checked.verdict.is_fault
+    assert (len(found.tried), found.combinations) == (3, 4)
+
+
+def test_a_rank_may_decide_alone_where_values_are_its_own() -> None:
+    assert explored().alone == []
+    found = explored(alike=False).alone
+    assert [(each.rank, each.choice) for each in found] == [
+        (1, Choice("a.py", 1, True)),
+        (1, Choice("a.py", 2, True)),
+    ]
+
+
+def test_decisions_of_all_runs_are_merged() -> None:
+    assert [each.taken for each in explored().decisions] == [(False, True)] * 2
