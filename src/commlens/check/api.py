@@ -13,6 +13,7 @@ from commlens.check.judge import Checked, judge
 from commlens.check.processes import Ranks
 from commlens.check.rules import RULES
 from commlens.check.run_rank import Plan, warm_up
+from commlens.check.run_world import ALL_UP_TO, World, run_classes, run_whole
 from commlens.check.sequence import RankSequence
 from commlens.errors import CommandError
 from commlens.model.verdict import Verdict
@@ -29,6 +30,7 @@ def check_plan(
     seen: Callable[[int, int], None] | None = None,
     branches: Sequence[Branch] = (),
     combinations: int = COMBINATIONS,
+    all_ranks: bool = False,
 ) -> tuple[Checked, dict[int, str]]:
     """Check a program, and return what its ranks printed, too.
 
@@ -39,6 +41,7 @@ def check_plan(
         seen: called with the number of ranks run so far and their total.
         branches: answers to what the program asks of tensors, of which all combinations are tried.
         combinations: how many of these, at most.
+        all_ranks: run every rank, also of a large world.
     """
     if plan.world_size < 1:
         raise CommandError(f"The world size must be at least 1, not {plan.world_size}.")
@@ -56,18 +59,21 @@ def check_plan(
 
     outputs: dict[int, str] = {}
 
-    def run(choices: tuple[Choice, ...]) -> Mapping[int, RankSequence]:
-        ranks = Ranks(plan._replace(choices=choices), ended=ended)
-        sequences = ranks.run(range(plan.world_size))
-        outputs.update(ranks.outputs)
-        return sequences
+    def judge_all(sequences: Mapping[int, RankSequence]) -> Checked:
+        return judge(sequences, backend=backend, script=script)
 
-    explored = explore(
-        run,
-        lambda sequences: judge(sequences, backend=backend, script=script),
-        branches,
-        bound=combinations,
-    )
+    def run(choices: tuple[Choice, ...]) -> World:
+        world = None
+        if not all_ranks and plan.world_size > ALL_UP_TO:
+            ranks = Ranks(plan._replace(choices=choices), ended=ended)
+            world = run_classes(ranks, judge_all, plan.world_size, plan.ranks_per_node)
+        if world is None:
+            ranks = Ranks(plan._replace(choices=choices), ended=ended)
+            world = run_whole(ranks, judge_all, plan.world_size)
+        outputs.update(ranks.outputs)
+        return world
+
+    explored = explore(run, judge_all, branches, bound=combinations)
     for branch in unmet(branches, explored.decisions):
         raise CommandError(branch_words.no_such_branch(str(branch), explored.decisions))
     verdict = branch_words.verdict(explored)

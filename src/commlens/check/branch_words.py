@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from commlens.check.branches import Choice, Decision, Value
+from commlens.check.classes import Classes
 from commlens.check.explore import Alone, Explored
 from commlens.model.verdict import Verdict
-from commlens.text import capital, count, joined, sentence
+from commlens.text import capital, count, joined, ranks_phrase, sentence
 
 _LINES_NAMED = 8
 
@@ -19,7 +20,11 @@ def verdict(explored: Explored) -> Verdict:
     found = explored.checked.verdict
     unanswered = _unanswered(explored)
     limits = [*found.missing_evidence, *_limits(explored, unanswered)]
-    summary = found.summary
+    summary, kind, confidence = found.summary, found.kind, found.confidence
+    if explored.classes is not None:
+        limits.insert(0, _ranks(explored.classes))
+        if explored.classes.surprising and kind == "healthy":
+            kind, confidence = "undetermined", "low"
     if explored.choices and found.kind != "healthy":
         summary = f"{summary} if {_answers(explored.choices)}"
     elif len(explored.tried) > 1:
@@ -30,7 +35,12 @@ def verdict(explored: Explored) -> Verdict:
     if findings and findings[0].summary == found.summary:
         findings = [msgspec.structs.replace(findings[0], summary=summary), *findings[1:]]
     return msgspec.structs.replace(
-        found, summary=summary, findings=findings, missing_evidence=limits
+        found,
+        kind=kind,
+        confidence=confidence,
+        summary=summary,
+        findings=findings,
+        missing_evidence=limits,
     )
 
 
@@ -40,6 +50,26 @@ def no_such_branch(branch: str, decisions: Sequence[Decision]) -> str:
     return f"--branch {branch}: no rank asked for a value of a tensor at this line. " + (
         f"They did so at {lines}." if lines else "No line did so where it matters."
     )
+
+
+def _ranks(classes: Classes) -> str:
+    """Return a sentence about the ranks that were not run."""
+    ran, all_ranks = len(classes.ran), len(classes.sequences)
+    if classes.surprising:
+        return sentence(
+            f"{ran} of {all_ranks} ranks were run, and the others are taken to do what those like"
+            f" them do. {capital(ranks_phrase(classes.surprising))}, drawn at random, did something"
+            " else: --ranks all runs all"
+        )
+    return sentence(
+        f"{ran} of {all_ranks} ranks were run, which do {_ways(len(classes.classes))}. The others"
+        f" are taken to do what those like them do, as {classes.drawn} drawn at random did:"
+        " --ranks all runs all"
+    )
+
+
+def _ways(number: int) -> str:
+    return "the same, each in its groups" if number == 1 else f"{number} different things"
 
 
 def _tried(explored: Explored) -> str:

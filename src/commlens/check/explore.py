@@ -14,7 +14,9 @@ from commlens.check.branches import (
     merged,
     number_of_combinations,
 )
+from commlens.check.classes import Classes
 from commlens.check.judge import Checked
+from commlens.check.run_world import World
 from commlens.check.sequence import RankSequence
 
 COMBINATIONS = 16
@@ -45,10 +47,12 @@ class Explored(NamedTuple):
     decisions: list[Decision]
     """Of all runs."""
     alone: list[Alone]
+    classes: Classes | None = None
+    """Of the ranks, if only some were run."""
 
 
 def explore(
-    run: Callable[[Choices], Sequences],
+    run: Callable[[Choices], World],
     judge: Callable[[Sequences], Checked],
     branches: Sequence[Branch],
     *,
@@ -56,19 +60,19 @@ def explore(
 ) -> Explored:
     """Run and judge a program with each combination of answers, at most ``bound`` of them."""
     tried = list(itertools.islice(combinations(branches), bound))
-    runs = {choices: run(choices) for choices in tried}
-    checked = {choices: judge(sequences) for choices, sequences in runs.items()}
+    worlds = {choices: run(choices) for choices in tried}
+    runs = {choices: world.sequences for choices, world in worlds.items()}
     decisions = merged(
         decision
         for sequences in runs.values()
         for sequence in sequences.values()
         for decision in sequence.decisions
     )
-    worst = max(tried, key=lambda choices: _badness(checked[choices]))
-    alone = [] if checked[worst].verdict.is_fault else list(_alone(runs, judge, decisions))
-    return Explored(
-        checked[worst], worst, tried, number_of_combinations(branches), decisions, alone
-    )
+    worst = max(tried, key=lambda choices: _badness(worlds[choices].checked))
+    checked = worlds[worst].checked
+    alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
+    combined = number_of_combinations(branches)
+    return Explored(checked, worst, tried, combined, decisions, alone, worlds[worst].classes)
 
 
 def _badness(checked: Checked) -> int:

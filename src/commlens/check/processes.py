@@ -67,22 +67,30 @@ class Ranks:
         self._ended = ended or (lambda sequence: None)
         self._shared = Shared()
         self._answers: dict[int, Answers] = {}
+        self._sequences: dict[int, RankSequence] = {}
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether a rank waits for a key of the store that none of those that were run writes."""
+        return any(isinstance(need, str) for need in self._shared.never)
+
     def run(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
-        """Return the sequences of these ranks. Runs as other ranks are added where those send
-        objects to them. A rank is run again where it read something else than the others, of a
-        value that is the same on them.
+        """Return the sequences of these ranks, and run those that were not run before. Runs as
+        other ranks are added where those send objects to them. A rank is run again if it read
+        something else than the others of a value that is the same on them.
         """
-        sequences = self._run_all(ranks)
+        wanted = sorted(set(ranks))
+        ran = self._sequences
+        ran.update(self._run_all(set(wanted) - ran.keys()))
         for _ in range(_ROUNDS):
             self._shared.answers = common(self._answers)
-            odd = set(disagreeing(self._answers, self._shared.answers)) & set(sequences)
+            odd = set(disagreeing(self._answers, self._shared.answers)) & ran.keys()
             if not odd:
                 break
-            sequences.update(self._run_all(odd))
-        return sequences
+            ran.update(self._run_all(odd))
+        return {rank: ran[rank] for rank in wanted}
 
     def _run_all(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         sequences: dict[int, RankSequence] = {}

@@ -62,6 +62,13 @@ class CheckCommand:
             help=f"end the run of a rank after S seconds (default {_TIMEOUT_S:g})",
         )
         parser.add_argument(
+            "--ranks",
+            choices=("auto", "all"),
+            default="auto",
+            help="auto: of more than 16 ranks, run a few of each kind; all: run every rank"
+            " (default auto)",
+        )
+        parser.add_argument(
             "--branch",
             action="append",
             default=[],
@@ -146,6 +153,7 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
             seen=seen,
             branches=[parse_branch(text) for text in arguments.branch],
             combinations=arguments.combinations,
+            all_ranks=arguments.ranks == "all",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from commlens.check.branches import Branch, Choice, Decision
 from commlens.check.explore import Choices, Explored, Sequences, explore
 from commlens.check.judge import Checked
+from commlens.check.run_world import World
 from commlens.check.schedule import Outcome
 from commlens.check.sequence import RankSequence
 from commlens.model.collective import Frame
@@ -26,13 +27,16 @@ def explored(
     has one of these sets of lines, or if ranks have different ones.
     """
 
-    def run(choices: Choices) -> Sequences:
+    def run(choices: Choices) -> World:
         decisions = [
             Decision(Frame("/a.py", each.line, "f"), "truth", alike, (each.value,), forced=True)
             for each in choices
         ]
         lines = sum(each.line for each in choices if each.value)
-        return {rank: RankSequence(rank, 2, steps=lines, decisions=decisions) for rank in (0, 1)}
+        sequences = {
+            rank: RankSequence(rank, 2, steps=lines, decisions=decisions) for rank in (0, 1)
+        }
+        return World(sequences, judge(sequences))
 
     def judge(sequences: Sequences) -> Checked:
         lines = {each.steps for each in sequences.values()}

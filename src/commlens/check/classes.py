@@ -1,0 +1,233 @@
+"""Run a few ranks of a large world, and take the others to do what one of these does.
+
+Ranks differ by their positions: the first and the last of a mesh dimension or of a node, the stages
+of a pipeline. Those are run first; where two positions differ, the ones between them are run until
+the border is known. Ranks drawn at random then show whether the rest does what it is taken to do.
+It stays an assumption for every rank that was not run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from commlens.check.layout import Dimension, dimension_of
+from commlens.check.prediction import does_as, fixed_peers, names_in, predict
+from commlens.check.sequence import Issue, RankSequence, Setup
+
+_CORNERS = 27
+_RUNS = 192  # ranks to run at most
+_DRAWN = 8  # at random
+_ROUNDS = 4  # of drawing, while some of those do something else
+
+Run = Callable[[Iterable[int]], Mapping[int, RankSequence]]
+"""Runs ranks, or returns their sequences if they were run before."""
+
+
+class Classes(NamedTuple):
+    """The ranks of a world, by what they do."""
+
+    sequences: dict[int, RankSequence]
+    """Of all ranks; of those that were not run, what they are taken to do."""
+    ran: list[int]
+    classes: list[list[int]]
+    """All ranks that do the same, the largest class first."""
+    drawn: int
+    """Ranks drawn at random that did what they were taken to do."""
+    surprising: list[int]
+    """Ranks drawn at random, in the last round, that did something else."""
+
+
+def explore_classes(
+    run: Run, world_size: int, ranks_per_node: int, also: Iterable[int] = ()
+) -> Classes:
+    """Find the classes of a world's ranks. Run these ranks in any case: ``also``."""
+    return _Search(run, world_size, ranks_per_node).result(also)
+
+
+class _Search:
+    def __init__(self, run: Run, world_size: int, ranks_per_node: int) -> None:
+        self._run = run
+        self._world = Dimension(1, world_size)
+        self._node = Dimension(1, ranks_per_node)
+        self._size = world_size
+        self._ran: dict[int, RankSequence] = {}
+        self._class_of: dict[int, int] = {}  # of the ranks that were run
+        self._members: list[list[RankSequence]] = []
+        self._dimensions: list[Dimension] = [self._world]
+        self._meshes: list[Dimension] = []
+        self._names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        self._random = random.Random(world_size)
+        self._kinds: dict[int, tuple[int, ...]] = {}
+        self._places: dict[tuple[Dimension, int], int] = {}
+        self._fixed: dict[int, frozenset[int]] = {}
+
+    def result(self, also: Iterable[int]) -> Classes:
+        self._more({0, self._size - 1, *also})
+        self._more(self._first_choice())
+        drawn, surprising = 0, list[int]()
+        for _ in range(_ROUNDS):
+            self._find_borders()
+            others = [rank for rank in range(self._size) if rank not in self._ran]
+            sample = self._random.sample(others, min(_DRAWN, len(others)))
+            taken = {rank: self._like(rank) for rank in sample}
+            self._more(sample)
+            surprising = [
+                rank for rank, like in taken.items() if self._class_of[rank] != self._class_of[like]
+            ]
+            drawn += len(sample) - len(surprising)
+            if not surprising or len(self._ran) >= _RUNS:
+                break
+        return self._all(drawn, sorted(surprising))
+
+    # --- what to run
+
+    def _first_choice(self) -> set[int]:
+        """Return the first, middle and last positions of each dimension, and of the dimensions of
+        the program's groups together.
+        """
+        corners = itertools.product(
+            *(
+                [place * each.stride for place in _ends(each.size, middle=True)]
+                for each in self._meshes
+            )
+        )
+        chosen = {sum(places) for places in itertools.islice(corners, _CORNERS)}
+        for each in self._dimensions:
+            chosen |= {place * each.stride for place in _ends(each.size, middle=True)}
+        return {rank for rank in chosen if rank < self._size}
+
+    def _find_borders(self) -> None:
+        """Run what is between two ranks of different classes along a dimension, until their border
+        is known; and a rank for each combination of positions.
+        """
+        while len(self._ran) < _RUNS:
+            between = set(self._between())
+            if not between:
+                between = set(self._without_a_model())
+            if not between:
+                return
+            self._more(sorted(between)[: _RUNS - len(self._ran)])
+
+    def _between(self) -> Iterator[int]:
+        for each in self._dimensions:
+            places = [place for place in range(each.size) if place * each.stride in self._ran]
+            for one, other in itertools.pairwise(places):
+                classes = {self._class_of[place * each.stride] for place in (one, other)}
+                if len(classes) > 1 and other - one > 1:
+                    yield (one + other) // 2 * each.stride
+
+    def _without_a_model(self) -> Iterator[int]:
+        """Yield one rank for each combination of positions of which none was run."""
+        known = {self._kind(rank) for rank in self._ran}
+        for rank in range(self._size):
+            kind = self._kind(rank)
+            if kind not in known:
+                known.add(kind)
+                yield rank
+
+    def _more(self, ranks: Iterable[int]) -> None:
+        """Run ranks, and find their classes."""
+        wanted = sorted({*self._ran, *ranks})
+        before = self._ran
+        self._ran = dict(self._run(wanted))
+        self._kinds, self._places, self._fixed = {}, {}, {}
+        self._names = names_in(self._ran.values())
+        self._note_dimensions()
+        if any(self._ran[rank] is not sequence for rank, sequence in before.items()):
+            self._class_of, self._members = {}, []  # some were run again
+        for rank, sequence in self._ran.items():
+            if rank not in self._class_of:
+                self._class_of[rank] = self._find_class(sequence)
+
+    def _find_class(self, sequence: RankSequence) -> int:
+        for number, members in enumerate(self._members):
+            if does_as(members[0], sequence, self._names):
+                members.append(sequence)
+                return number
+        self._members.append([sequence])
+        return len(self._members) - 1
+
+    def _note_dimensions(self) -> None:
+        found = {
+            dimension
+            for sequence in self._ran.values()
+            for event in sequence.events
+            if isinstance(event, (Issue, Setup))
+            and (dimension := _dimension(event)) is not None
+            and dimension.stride * dimension.size <= self._size
+        }
+        self._meshes = sorted(found - {self._world})
+        nodes = [self._node, Dimension(self._node.size, self._size // self._node.size)]
+        self._dimensions = list(
+            dict.fromkeys(each for each in (*self._meshes, *nodes, self._world) if each.size > 1)
+        )
+
+    # --- what the others do
+
+    def _kind(self, rank: int) -> tuple[int, ...]:
+        """Return the classes of the positions of a rank along all dimensions but the world."""
+        if rank not in self._kinds:
+            self._kinds[rank] = tuple(
+                self._nearest_class(each, each.position(rank))
+                for each in self._dimensions
+                if each != self._world
+            )
+        return self._kinds[rank]
+
+    def _nearest_class(self, dimension: Dimension, place: int) -> int:
+        """Return the class of the nearest rank that was run on the axis of a dimension."""
+        found = self._places.get((dimension, place))
+        if found is None:
+            nearest = min(
+                (each for each in range(dimension.size) if each * dimension.stride in self._ran),
+                key=lambda each: abs(each - place),
+            )
+            found = self._class_of[nearest * dimension.stride]
+            self._places[dimension, place] = found
+        return found
+
+    def _like(self, rank: int) -> int:
+        """Return the rank, of those that were run, which a rank resembles most."""
+        kind = self._kind(rank)
+
+        def unlikeness(other: int) -> tuple[int, int]:
+            differing = sum(a != b for a, b in zip(kind, self._kind(other), strict=True))
+            return differing, abs(rank - other)
+
+        return min(self._ran, key=unlikeness)
+
+    def _all(self, drawn: int, surprising: list[int]) -> Classes:
+        self._more([rank for rank in range(self._size) if self._predict(rank) is None][:_RUNS])
+        sequences: dict[int, RankSequence] = {}
+        classes: list[list[int]] = [[] for _ in self._members]
+        for rank in range(self._size):
+            like = rank if rank in self._ran else self._like(rank)
+            predicted = self._predict(rank)
+            if predicted is None:
+                predicted = RankSequence(rank, self._size, problem="it was not run")
+            sequences[rank] = predicted
+            classes[self._class_of[like]].append(rank)
+        classes.sort(key=len, reverse=True)
+        return Classes(sequences, sorted(self._ran), classes, drawn, surprising)
+
+    def _predict(self, rank: int) -> RankSequence | None:
+        if rank in self._ran:
+            return self._ran[rank]
+        like = self._like(rank)
+        number = self._class_of[like]
+        if number not in self._fixed:
+            members = self._members[number]
+            self._fixed[number] = fixed_peers(members[0], members[1:])
+        return predict(self._ran[like], rank, self._names, self._fixed[number])
+
+
+def _dimension(event: Issue | Setup) -> Dimension | None:
+    call = event.op if isinstance(event, Issue) else event.call
+    return dimension_of(call.channel.group.ranks)
+
+
+def _ends(number: int, *, middle: bool) -> list[int]:
+    return sorted({0, *([number // 2] if middle else []), number - 1})

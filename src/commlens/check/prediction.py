@@ -1,0 +1,240 @@
+"""What a rank would do if it did what another one does: the same calls, in its own groups.
+
+A rank's groups are those along the same dimensions; a root is at the same place in the group, and a
+peer at the same distance or at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from commlens.check.layout import dimension_of
+from commlens.check.sequence import Event, Issue, Leave, RankSequence, Setup, StoreCall, Wait
+from commlens.model.collective import Channel, Collective, CollectiveArgs
+
+Group = tuple[int, tuple[int, ...]]
+"""The incarnation and the ranks of a group."""
+
+Names = Mapping[Group, Sequence[str]]
+"""The names of all groups of the same ranks, in the order in which they are made."""
+
+_NAMELESS_SETUPS = ("init_process_group", "init_device_mesh", "split_group")
+
+
+def names_in(sequences: Iterable[RankSequence]) -> dict[Group, list[str]]:
+    """Return the names that ranks have for groups: a rank often sees those of others made."""
+    found: dict[Group, list[str]] = {}
+    for sequence in sequences:
+        own: dict[Group, list[str]] = {}
+        for event in sequence.events:
+            call = _call(event)
+            if call is None or call.is_store_wait or call.op in _NAMELESS_SETUPS:
+                continue
+            group = call.channel.group
+            names = own.setdefault((group.incarnation, group.ranks), [])
+            if group.name not in names:
+                names.append(group.name)
+        for key, names in own.items():
+            if len(names) > len(found.get(key, ())):
+                found[key] = names
+    return found
+
+
+def fixed_peers(like: RankSequence, others: Iterable[RankSequence]) -> frozenset[int]:
+    """Return the indices of messages whose peer has the same place in the group for all ranks that
+    do the same, such as a first rank that all send to.
+    """
+    return frozenset(
+        op.index
+        for other in others
+        for op, its in zip(like.ops, other.ops, strict=False)
+        if op.peer is not None
+        and its.peer is not None
+        and _place(op, like.rank) != _place(its, other.rank)
+        and _place(op, op.peer) == _place(its, its.peer)
+    )
+
+
+def predict(
+    like: RankSequence, rank: int, names: Names, fixed: frozenset[int] | None = frozenset()
+) -> RankSequence | None:
+    """Return the sequence of a rank that does what ``like`` does; None if it cannot, because it is
+    not in a group.
+
+    Args:
+        like: the sequence of another rank.
+        rank: the rank.
+        names: of groups.
+        fixed: the indices of messages whose peer has a place of its own; None: of all.
+    """
+    try:
+        events = _Other(like, rank, names, fixed).events()
+    except _NotAMember:
+        return None
+    return msgspec.structs.replace(like, rank=rank, events=events)
+
+
+def does_as(like: RankSequence, other: RankSequence, names: Names) -> bool:
+    """Check whether a rank does what another one does."""
+    if _facts(like) != _facts(other) or len(like.events) != len(other.events):
+        return False
+    near, far = predict(like, other.rank, names), predict(like, other.rank, names, fixed=None)
+    if near is None or far is None:
+        return False
+    return all(
+        event in candidates
+        for event, *candidates in zip(
+            _comparable(other.events),
+            _comparable(near.events),
+            _comparable(far.events),
+            strict=True,
+        )
+    )
+
+
+class _NotAMember(Exception):
+    """The rank is not in a group in which the other one calls a collective."""
+
+
+class _Other:
+    """A sequence, moved to another rank."""
+
+    def __init__(
+        self, like: RankSequence, rank: int, names: Names, fixed: frozenset[int] | None
+    ) -> None:
+        self._like = like
+        self._rank = rank
+        self._names = names
+        self._fixed = fixed
+        self._channels: dict[int, Channel] = {}
+        self._args: dict[tuple[int, int], CollectiveArgs] = {}
+        self._renamed: dict[str, str] = {}
+        self._made_by_all = {
+            dimension_of(event.call.channel.group.ranks)
+            for event in like.events
+            if isinstance(event, Setup) and like.rank not in event.call.channel.group.ranks
+        }
+        """Dimensions of which every rank makes all groups."""
+
+    def events(self) -> list[Event]:
+        return [self._event(event) for event in self._like.events]
+
+    def _event(self, event: Event) -> Event:
+        if isinstance(event, Issue):
+            return Issue(self._op(event.op))
+        if isinstance(event, Setup):
+            dimension = dimension_of(event.call.channel.group.ranks)
+            return event if dimension in self._made_by_all else Setup(self._op(event.call))
+        if isinstance(event, Leave):
+            return Leave(self._renamed.get(event.group, event.group), event.stack)
+        return event
+
+    def _op(self, op: Collective) -> Collective:
+        channel = self._channel(op.channel)
+        if channel is op.channel and op.peer is None:
+            return op
+        return msgspec.structs.replace(
+            op, channel=channel, args=self._moved_args(op, channel), peer=self._peer(op, channel)
+        )
+
+    def _channel(self, channel: Channel) -> Channel:
+        moved = self._channels.get(id(channel))
+        if moved is None:
+            moved = self._channels[id(channel)] = self._moved(channel)
+        return moved
+
+    def _moved(self, channel: Channel) -> Channel:
+        group = channel.group
+        dimension = dimension_of(group.ranks)
+        if self._like.rank not in group.ranks:
+            return channel
+        if dimension is None or self._rank in group.ranks:
+            if self._rank not in group.ranks:
+                raise _NotAMember
+            return channel
+        ranks = dimension.ranks(self._rank)
+        own = self._names.get((group.incarnation, group.ranks), ())
+        place = own.index(group.name) if group.name in own else 0
+        names = self._names.get((group.incarnation, ranks), ())
+        name = names[place] if place < len(names) else group.name
+        self._renamed[group.name] = name
+        return Channel(
+            msgspec.structs.replace(group, ranks=ranks, name=name),
+            channel.device,
+            channel.runs_ahead,
+        )
+
+    def _moved_args(self, op: Collective, channel: Channel) -> CollectiveArgs:
+        root = op.args.root
+        if root is None or channel is op.channel:
+            return op.args
+        key = id(op.args), id(channel)
+        if key not in self._args:
+            place = op.channel.group.ranks.index(root)
+            self._args[key] = msgspec.structs.replace(op.args, root=channel.group.ranks[place])
+        return self._args[key]
+
+    def _peer(self, op: Collective, channel: Channel) -> int | None:
+        ranks = channel.group.ranks
+        if op.peer is None or op.peer not in op.channel.group.ranks:
+            return op.peer
+        place = _place(op, op.peer)
+        if self._fixed is not None and op.index not in self._fixed:
+            distance = place - _place(op, self._like.rank)
+            place = (ranks.index(self._rank) + distance) % len(ranks)
+        return ranks[place]
+
+
+def _place(op: Collective, rank: int) -> int:
+    return op.channel.group.ranks.index(rank)
+
+
+def _call(event: Event) -> Collective | None:
+    if isinstance(event, Issue):
+        return event.op
+    return event.call if isinstance(event, Setup) else None
+
+
+def _facts(sequence: RankSequence) -> tuple[object, ...]:
+    """Return what others may notice of a sequence besides its events."""
+    return (
+        sequence.end,
+        sequence.exit_code,
+        sequence.exception,
+        sequence.left,
+        sequence.cut_off,
+        sequence.problem,
+        [(guess.what, guess.after) for guess in sequence.guesses],
+    )
+
+
+def _comparable(events: Iterable[Event]) -> list[object]:
+    """Return events without what only this run has."""
+    threads: dict[int, int] = {}
+    found: list[object] = []
+    for event in events:
+        op = _call(event)
+        if op is not None:
+            thread = threads.setdefault(op.issue_thread, len(threads))
+            found.append(
+                (
+                    type(event),
+                    op.channel.key,
+                    op.sequence_number,
+                    op.args,
+                    op.peer,
+                    op.tag,
+                    op.coalescing_id,
+                    op.coalesced_members,
+                    thread,
+                )
+            )
+        elif isinstance(event, Wait):
+            found.append((event.index, threads.setdefault(event.thread, len(threads))))
+        elif isinstance(event, Leave):
+            found.append(event.group)
+        elif isinstance(event, StoreCall):
+            found.append((event.call.op, event.keys))
+    return found

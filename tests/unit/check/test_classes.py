@@ -1,0 +1,97 @@
+"""Tests of src/commlens/check/classes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sequences import Player, play
+
+from commlens.check.classes import Classes, explore_classes
+from commlens.check.sequence import RankSequence
+
+
+def classes_of(
+    world_size: int, program: Callable[[Player], None], also: Iterable[int] = ()
+) -> tuple[Classes, dict[int, RankSequence]]:
+    """Return what is found, and the truth."""
+    truth = play(world_size, program)
+    found = explore_classes(
+        lambda ranks: {rank: truth[rank] for rank in ranks}, world_size, 8, also
+    )
+    return found, truth
+
+
+def same(found: Classes, truth: dict[int, RankSequence]) -> bool:
+    return all(found.sequences[rank].events == sequence.events for rank, sequence in truth.items())
+
+
+def test_a_world_of_one_kind_needs_few_runs() -> None:
+    def program(rank: Player) -> None:
+        rank.collective()
+
+    found, truth = classes_of(1024, program)
+    assert len(found.ran) < 24
+    assert [len(each) for each in found.classes] == [1024]
+    assert (found.drawn, found.surprising) == (8, [])
+    assert same(found, truth)
+
+
+def test_the_border_between_two_kinds_is_found() -> None:
+    def program(rank: Player) -> None:
+        rank.collective(elements=5 if rank.rank < 300 else 4)
+
+    found, truth = classes_of(1024, program)
+    assert [len(each) for each in found.classes] == [724, 300]
+    assert len(found.ran) < 64
+    assert same(found, truth)
+
+
+def test_the_dimensions_of_groups_are_found() -> None:
+    """The first row of each column broadcasts; the last columns have less."""
+
+    def program(rank: Player) -> None:
+        rows = [rank.new_group(str(row), *range(16 * row, 16 * row + 16)) for row in range(16)]
+        columns = [
+            rank.new_group(str(16 + column), *range(column, 256, 16)) for column in range(16)
+        ]
+        row, column = divmod(rank.rank, 16)
+        rank.collective("all_gather", rows[row], elements=3 if column >= 11 else 4)
+        rank.collective("all_reduce", columns[column], elements=3 if column >= 11 else 4)
+        if row == 0:
+            rank.collective("broadcast", rows[row], root=0, reduce_op=None)
+
+    found, truth = classes_of(256, program)
+    assert sorted(len(each) for each in found.classes) == [5, 11, 75, 165]
+    assert len(found.ran) < 80
+    assert same(found, truth)
+
+
+def test_all_stages_of_a_pipeline_are_run() -> None:
+    def program(rank: Player) -> None:
+        stage, column = divmod(rank.rank, 32)
+        channel = [rank.new_group(str(each), *range(each, 128, 32)) for each in range(32)][column]
+        if stage > 0:
+            rank.message("recv", rank.rank - 32, channel=channel, elements=stage)
+        if stage < 3:
+            rank.message("send", rank.rank + 32, channel=channel, elements=stage + 1)
+
+    found, truth = classes_of(128, program)
+    assert [len(each) for each in found.classes] == [32, 32, 32, 32]
+    assert same(found, truth)
+
+
+def test_ranks_without_order_are_reported() -> None:
+    def program(rank: Player) -> None:
+        rank.collective(elements=rank.rank * 7919 % 101 + 1)
+
+    found, _ = classes_of(1024, program)
+    assert found.surprising
+    assert len(found.ran) < 300
+
+
+def test_ranks_are_run_that_are_asked_for() -> None:
+    def program(rank: Player) -> None:
+        rank.collective("broadcast" if rank.rank == 333 else "all_reduce")
+
+    found, _ = classes_of(1024, program, also=[333])
+    assert [333] in found.classes
