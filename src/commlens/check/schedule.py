@@ -292,11 +292,14 @@ class _Schedule:
         if instance in self._illegal:
             return
         everyone = len(arrived) == len(key[2]) or op.rank == op.record.args.root
+        agreed = False  # all that have arrived, which need not be compared for each of them
         for each in list(arrived.values()) if everyone else [op]:
             if not each.done and (needed := _needed(each, arrived)) is not None:
-                if self._disagree(needed, key):
+                whole = len(needed) == len(arrived)
+                if not (whole and agreed) and self._disagree(needed, key):
                     self._illegal.add(instance)
                     return
+                agreed = agreed or whole
                 self._complete(each)
                 for member in each.members:
                     self._complete(member)
