@@ -66,6 +66,7 @@ class _Search:
 
     def result(self, also: Iterable[int]) -> Classes:
         self._more({0, self._size - 1, *also})
+        self._more(self._roots())
         self._more(self._first_choice())
         drawn, surprising = 0, list[int]()
         for _ in range(_ROUNDS):
@@ -98,6 +99,15 @@ class _Search:
         for each in self._dimensions:
             chosen |= {place * each.stride for place in _ends(each.size, middle=True)}
         return {rank for rank in chosen if rank < self._size}
+
+    def _roots(self) -> set[int]:
+        """Return the ranks that send to the whole world: only they know what."""
+        return {
+            op.args.root
+            for sequence in self._ran.values()
+            for op in sequence.ops
+            if op.args.root is not None and len(op.channel.group.ranks) == self._size
+        }
 
     def _find_borders(self) -> None:
         """Run what is between two ranks of different classes along a dimension, until their border
