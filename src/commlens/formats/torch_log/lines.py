@@ -101,11 +101,11 @@ _GLOG: Final = re.compile(r"[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9}
 
 
 class Origin(NamedTuple):
-    """The rank that wrote a line, and the line without its prefixes."""
+    """The rank that wrote a line, and what it wrote."""
 
     rank: int | None  # global, if the line has it
     local: int | None  # torchrun's local rank, or srun's task
-    text: str
+    line: str  # without the prefixes
 
 
 class Group(NamedTuple):

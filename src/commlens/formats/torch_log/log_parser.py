@@ -188,7 +188,7 @@ class LogParser:
         """
         if L.begins_message(line) or len(self._cut) >= _PARTS_MAX:
             return False
-        self._cut.append(L.parse_origin(line).text)
+        self._cut.append(L.parse_origin(line).line)
         for joined in ("".join(self._cut), " ".join(part.strip() for part in self._cut)):
             if L.is_whole(joined):
                 self._cut = []
@@ -206,21 +206,21 @@ class LogParser:
         origin = L.parse_origin(line)
         if origin.rank is not None and origin.local is not None:
             self._global[origin.local] = origin.rank
-        group = L.parse_group(origin.text)
+        group = L.parse_group(origin.line)
         rank = self._rank_of(origin, group)
-        self._nccl.add(origin.text)
-        self._remarks += L.parse_remarks(origin.text)[: _NOTES_MAX - len(self._remarks)]
-        self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
-        if len(self._endings) < _NOTES_MAX and (ending := parse_ending(origin.text)) is not None:
-            quoted = shorten(origin.text, _UNREAD_MAX, placeholder=" ...")
+        self._nccl.add(origin.line)
+        self._remarks += L.parse_remarks(origin.line)[: _NOTES_MAX - len(self._remarks)]
+        self._launcher_signal = L.parse_launcher_signal(origin.line) or self._launcher_signal
+        if len(self._endings) < _NOTES_MAX and (ending := parse_ending(origin.line)) is not None:
+            quoted = shorten(origin.line, _UNREAD_MAX, placeholder=" ...")
             self._endings.append((ending, quoted))
-        self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
-        self._world_size = max(self._world_size, L.parse_world_size(origin.text))
-        self._add_worker_field(origin.text)
-        self._add_rank_ending(origin.text)
-        if found := _SPAWNED.search(origin.text):
+        self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.line)
+        self._world_size = max(self._world_size, L.parse_world_size(origin.line))
+        self._add_worker_field(origin.line)
+        self._add_rank_ending(origin.line)
+        if found := _SPAWNED.search(origin.line):
             self._spawned, self._only_local = int(found[1]), True
-        text = origin.text
+        text = origin.line
         if _IN_SUMMARY.match(text):
             self._spawned, self._indent = self._last_worker, _SUMMARY_INDENT
         if rank < 0 <= self._spawned:
