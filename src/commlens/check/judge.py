@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from commlens.check import words
 from commlens.check.branches import doubtful as doubtful_decisions
+from commlens.check.branches import merged
 from commlens.check.records import logs_of
 from commlens.check.rules import RULES, Rules
 from commlens.check.schedule import Outcome, schedule
 from commlens.check.sequence import Guess, RankSequence
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
+from commlens.model.ranklog import End
 from commlens.model.verdict import Verdict
 
 _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
@@ -42,11 +44,12 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     steps = min((sequence.steps for sequence in sequences.values()), default=0)
     limits = words.limits(sequences, outcome)
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
-    guesses = _guesses(sequences)
+    guesses = _guesses(sequences, found.culprits)
     if fault and guesses:
         verdict = words.unproven(found, guesses)
     elif fault:
-        verdict = words.fault(found, outcome, backend)
+        decides = any(sequence.decisions for sequence in sequences.values())
+        verdict = words.fault(found, outcome, backend, decides=decides)
     else:
         verdict = words.no_fault(found, sequences, backend, steps)
         verdict.explanation = _elsewhere(sequences, backend, script)
@@ -78,7 +81,12 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
     return ""
 
 
-def _guesses(sequences: Mapping[int, RankSequence]) -> Sequence[Guess]:
+def _guesses(sequences: Mapping[int, RankSequence], culprits: Sequence[int]) -> Sequence[Guess]:
+    """Return what the program had to guess, and the values by which the culprits may have failed:
+    an assertion about a value that other ranks send fails in a run of one rank alone.
+    """
     guesses = [guess for sequence in sequences.values() for guess in sequence.guesses]
     doubtful = doubtful_decisions([each.decisions for each in sequences.values()])
-    return guesses + [Guess("value", (each.frame,)) for each in doubtful]
+    failed = [sequences[rank] for rank in culprits if sequences[rank].end is not End.CLEAN]
+    decisions = [each for sequence in failed for each in sequence.decisions if not each.forced]
+    return guesses + [Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])]

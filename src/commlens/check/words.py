@@ -23,11 +23,14 @@ _GUESSES = {
 }
 
 
-def fault(found: Verdict, outcome: Outcome, backend: str) -> Verdict:
-    """Return the verdict on a fault that every run meets."""
+def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> Verdict:
+    """Return the verdict on a fault that every run meets; every one that goes the same way, if the
+    program decides by values that are not known.
+    """
+    every = "every such run" if decides else "every run"
     stops = (
         f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')} for ever in"
-        f" every run on {backend}."
+        f" {every} on {backend}."
         if outcome.stuck
         else ""
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from sequences import Player, play
 
+from commlens.check.branches import Decision
 from commlens.check.judge import judge
 from commlens.check.sequence import Guess
 from commlens.model.collective import Frame
@@ -165,3 +166,26 @@ def test_hazards_are_no_fault() -> None:
     verdict = judge(sequences).verdict
     assert not verdict.is_fault
     assert [finding.kind for finding in verdict.findings] == ["hazard"]
+
+
+@pytest.mark.parametrize(
+    ("decisions", "is_fault"),
+    [
+        ([], True),
+        ([Decision(Frame("train.py", 9, "main"), "truth", alike=True, taken=(False,))], False),
+        (
+            [Decision(Frame("train.py", 9, "main"), "truth", taken=(False,), forced=True)],
+            True,
+        ),
+    ],
+    ids=["no decision", "of a value that is not known", "as --branch says"],
+)
+def test_an_exception_after_a_decision_by_an_unknown_value_is_not_proven(
+    decisions: list[Decision], is_fault: bool
+) -> None:
+    sequences = play(3, one_raises)
+    sequences[2].decisions = decisions
+    verdict = judge(sequences).verdict
+    assert verdict.is_fault is is_fault
+    assert (verdict.kind == "undetermined") is not is_fault
+    assert ("train.py:9" in verdict.explanation) is not is_fault
