@@ -169,6 +169,23 @@ def test_a_fault_that_a_guess_leads_to_is_not_proven() -> None:
     assert "test_check.py" in verdict.explanation
 
 
+def one_broadcasts_if_the_sum_is_large() -> None:
+    rank = begin()
+    x = torch.zeros(4)
+    dist.all_reduce(x)
+    if x.sum() > 1 and rank == 1:
+        dist.broadcast(x, 0)
+    dist.all_reduce(x)
+
+
+def test_answers_to_a_value_that_decides() -> None:
+    place = f"test_check.py:{line_of(one_broadcasts_if_the_sum_is_large, 'x.sum()')}"
+    assert checked(one_broadcasts_if_the_sum_is_large).kind == "healthy"
+    verdict = checked(one_broadcasts_if_the_sum_is_large, branches={place: (False, True)})
+    assert verdict.kind == "mismatch/op"
+    assert verdict.summary.endswith(f"if {place} is true")
+
+
 # --- libraries
 
 

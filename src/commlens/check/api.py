@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commlens.check import branch_words
-from commlens.check.branches import Branch, Choice, number_of_combinations, unmet
+from commlens.check.branches import (
+    Branch,
+    Choice,
+    Value,
+    number_of_combinations,
+    parse_branch,
+    unmet,
+)
 from commlens.check.explore import COMBINATIONS, explore
 from commlens.check.judge import Checked, judge
 from commlens.check.processes import Ranks
@@ -20,6 +27,9 @@ from commlens.model.verdict import Verdict
 from commlens.text import joined
 
 _TIMEOUT_S = 300.0
+
+Branches = Mapping[str, Sequence[Value]] | Sequence[str]
+"""``{"train.py:81": (True, False)}``, or texts as ``--branch`` takes them."""
 
 
 def check_plan(
@@ -47,6 +57,8 @@ def check_plan(
         raise CommandError(f"The world size must be at least 1, not {plan.world_size}.")
     if backend and backend not in RULES:
         raise CommandError(f"There are no rules of {backend!r}: give {joined(list(RULES), 'or')}.")
+    if combinations < 1:
+        raise CommandError(f"At least 1 combination of answers must be tried, not {combinations}.")
     warm_up()
     done = 0
     total = plan.world_size * min(number_of_combinations(branches), combinations)
@@ -92,6 +104,9 @@ def check(
     fake_tensors: bool = False,
     ranks_per_node: int = 8,
     timeout_s: float = _TIMEOUT_S,
+    branches: Branches = (),
+    combinations: int = COMBINATIONS,
+    all_ranks: bool = False,
 ) -> Verdict:
     """Find the mismatches and deadlocks that every run of a program would meet, without running it
     on several ranks: ``assert not check(main, world_size=8).is_fault``.
@@ -106,6 +121,10 @@ def check(
         fake_tensors: use tensors without memory, for models that would not fit.
         ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
         timeout_s: seconds for the run of each rank.
+        branches: answers to try where a line asks for a value of a tensor:
+            ``{"train.py:81": (True, False)}``, or ``["train.py:81=true,false"]``.
+        combinations: how many combinations of these answers to try, at most.
+        all_ranks: run every rank, also of more than 16; otherwise a few of each kind.
 
     Returns:
         The verdict: "healthy" if nothing is wrong, "undetermined" if that is not proven.
@@ -116,4 +135,22 @@ def check(
     if not hasattr(os, "fork"):
         raise CommandError("check() needs a system that can fork processes.")
     plan = Plan(function, world_size, steps, fake_tensors, ranks_per_node, timeout_s)
-    return check_plan(plan, backend=backend)[0].verdict
+    checked, _ = check_plan(
+        plan,
+        backend=backend,
+        branches=branches_of(branches),
+        combinations=combinations,
+        all_ranks=all_ranks,
+    )
+    return checked.verdict
+
+
+def branches_of(given: Branches) -> list[Branch]:
+    """Return the branches that a caller of :func:`check` gave.
+
+    Raises:
+        CommandError: one names no line, or no answers.
+    """
+    if isinstance(given, Mapping):
+        given = [f"{line}={','.join(map(str, answers))}" for line, answers in given.items()]
+    return [parse_branch(text) for text in given]

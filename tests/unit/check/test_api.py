@@ -1,0 +1,35 @@
+"""Tests of src/commlens/check/api.py. tests/integration/test_check.py runs whole checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens.check.api import Branches, branches_of, check
+from commlens.check.branches import Branch
+from commlens.errors import CommandError
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train.py:81": (True, False), "moe.py:40": [0, 16, 0.5]},
+        ["train.py:81=true,false", "moe.py:40=0,16,0.5"],
+    ],
+    ids=["values", "texts"],
+)
+def test_branches_are_given_as_values_or_as_texts(given: Branches) -> None:
+    assert branches_of(given) == [
+        Branch("train.py", 81, (True, False)),
+        Branch("moe.py", 40, (0, 16, 0.5)),
+    ]
+
+
+@pytest.mark.parametrize("given", [{"train.py": (True,)}, {"train.py:81": ()}, ["train.py:81"]])
+def test_branches_without_a_line_or_answers_are_refused(given: Branches) -> None:
+    with pytest.raises(CommandError):
+        branches_of(given)
+
+
+def test_at_least_one_combination_is_tried() -> None:
+    with pytest.raises(CommandError, match="not 0"):
+        check(lambda: None, world_size=2, combinations=0)
