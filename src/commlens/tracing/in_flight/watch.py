@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from commlens.model.hazard import Hazard, Touch
 from commlens.model.ops import BARRIERS, wire_op
@@ -108,16 +109,19 @@ class Found:
 class BufferWatch:
     """Watches the buffers of this process's collectives between ``start()`` and ``stop()``."""
 
-    def __init__(self, *, preview: bool = False) -> None:
+    def __init__(self, *, preview: bool = False, backend: str = "") -> None:
         """Create a watch.
 
         Args:
             preview: whether the process plays one rank of a fake world. Its tensors may be fake,
                 and ops are seen all the time, not only from the issue of a Work to its wait.
+            backend: in a preview, the backend whose rules hold; empty: the one that the program
+                asks for.
         """
         self.sees_fake_tensors = preview
         self.found: Counter[Found] = Counter()
         self._preview = preview
+        self._backend = backend
         self._mode = OpsWatch(self._before_op)
         self._groups = Groups()
         self._buffers: dict[int, list[Buffer]] = {}  # in flight, by storage
@@ -144,6 +148,10 @@ class BufferWatch:
         ):
             self._patches.wrap(owner, name, self._synchronized)
         if self._preview:
+            # those of a fake GPU do not come to the functions above
+            for module in (torch.cuda, getattr(torch, "accelerator", torch.cuda)):
+                self._patches.wrap(module, "synchronize", self._synchronized)
+            self._patches.replace_aliases()
             self._wake()
             self._mode.settle(True)
 
@@ -245,6 +253,8 @@ class BufferWatch:
         if not operands or device not in _DEVICES:
             return None
         channel = self._groups.find(group).channel(device)
+        if self._preview:
+            channel.runs_ahead = (self._backend or c10d.get_backend(group)) != "gloo"
         if self._flights:
             self._look(operands, op, frame, channel)
         if stack is None:

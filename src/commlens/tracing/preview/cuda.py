@@ -169,6 +169,9 @@ class _NoOp:
     def __exit__(self, *_: Any) -> None:
         pass
 
+    def synchronize(self) -> None:
+        """Wait for nothing. It is a method of its own, so that a watch of buffers sees the call."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

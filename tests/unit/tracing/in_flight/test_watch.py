@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from commlens.tap import tap
 from commlens.tracing.in_flight.watch import BufferWatch
+from commlens.tracing.preview.world import FakeWorld
 
 
 @pytest.fixture
@@ -152,3 +153,61 @@ def poll_natively(work: Any) -> None:
 
     while not work_is_completed(work):
         pass
+
+
+# --- in a preview
+
+
+def previewed(program: Callable[[], None], asked: str, backend: str = "") -> list[str]:
+    """Play one rank of two, and return what was found."""
+    with FakeWorld(2, 0):
+        watching = BufferWatch(preview=True, backend=backend)
+        watching.start()
+        dist.init_process_group(asked)
+        program()
+        watching.stop()
+    return [found.what for found in watching.found]
+
+
+def two_on_one_tensor() -> None:
+    tensor, work = shared()
+    other = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    other.wait()
+
+
+def waits_for_the_second_only() -> None:
+    tensor, work = shared()
+    shared()[1].wait()
+    tensor.add_(1)
+    work.wait()
+
+
+def synchronizes(wait: Callable[[], None]) -> Callable[[], None]:
+    def program() -> None:
+        tensor, work = shared()
+        wait()
+        tensor.add_(1)
+        work.wait()
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        (two_on_one_tensor, "shared-in-flight"),
+        (waits_for_the_second_only, "touched-in-flight"),
+        (synchronizes(lambda: torch.cuda.synchronize()), "touched-in-flight"),
+        (synchronizes(lambda: torch.cuda.Stream().synchronize()), "touched-in-flight"),
+    ],
+    ids=["two on one tensor", "waits for the second", "device", "stream"],
+)
+def test_nccl_runs_what_it_gets_in_order(program: Callable[[], None], what: str) -> None:
+    assert previewed(program, "nccl") == []
+    assert previewed(program, "gloo") == [what]
+    assert previewed(program, "nccl", backend="gloo") == [what]
+
+
+def test_a_touch_is_found_on_nccl() -> None:
+    assert previewed(synchronizes(lambda: None), "nccl") == ["touched-in-flight"]
