@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commlens.errors import CommandError
+from commlens.model.cause import LatentFault
 from commlens.model.verdict import Verdict
 from commlens.testing import check
 
@@ -93,6 +94,42 @@ def test_a_work_that_nobody_waits_for_is_a_hazard() -> None:
     assert [finding.kind for finding in verdict.findings] == ["hazard"]
 
 
+def touches_before_the_wait() -> None:
+    begin()
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    x.add_(1)
+    work.wait()
+    x.add_(1)
+
+
+def reduces_one_tensor_twice() -> None:
+    begin()
+    x = torch.ones(4)
+    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize("fake_tensors", [False, True])
+def test_a_touch_of_a_buffer_in_flight_is_a_hazard(fake_tensors: bool) -> None:
+    verdict = checked(touches_before_the_wait, fake_tensors=fake_tensors)
+    assert verdict.kind == "healthy"
+    (finding,) = verdict.findings
+    cause = finding.cause
+    assert isinstance(cause, LatentFault)
+    assert (finding.kind, cause.what, cause.access) == ("hazard", "touched-in-flight", "written")
+    line = line_of(touches_before_the_wait, "x.add_(1)")
+    assert cause.touched_at == f"test_check.py:{line}"
+    assert cause.culprits == [0, 1]
+
+
+def test_two_collectives_on_one_tensor_are_a_hazard_where_they_run_in_any_order() -> None:
+    (finding,) = checked(reduces_one_tensor_twice).findings
+    assert isinstance(finding.cause, LatentFault) and finding.cause.what == "shared-in-flight"
+    assert not checked(reduces_one_tensor_twice, backend="nccl").findings
+
+
 def polls_until_it_is_done() -> None:
     begin()
     work = dist.all_reduce(torch.ones(4), async_op=True)
@@ -149,7 +186,9 @@ def key_that_is_not_written() -> None:
     ],
 )
 def test_what_ranks_give_each_other(program: Any, kind: str) -> None:
-    assert checked(program).kind == kind
+    verdict = checked(program)
+    assert verdict.kind == kind
+    assert bool(verdict.findings) is (kind != "healthy")
 
 
 def answers_whom_it_received_from() -> None:
@@ -201,7 +240,7 @@ def trains_with_ddp() -> None:
 
 def test_ddp() -> None:
     verdict = checked(trains_with_ddp, steps=3)
-    assert verdict.kind == "healthy"
+    assert verdict.kind == "healthy" and not verdict.findings
     assert verdict.summary == "no mismatch or deadlock in 3 steps of 2 ranks on gloo"
 
 
@@ -233,7 +272,7 @@ def shards() -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fsdp2_with_tensor_parallelism() -> None:
     verdict = checked(shards, 4, fake_tensors=True)
-    assert verdict.kind == "healthy", verdict
+    assert verdict.kind == "healthy" and not verdict.findings, verdict
 
 
 # --- limits

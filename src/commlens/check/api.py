@@ -60,6 +60,7 @@ def check_plan(
     if combinations < 1:
         raise CommandError(f"At least 1 combination of answers must be tried, not {combinations}.")
     warm_up()
+    plan = plan._replace(backend=backend)
     done = 0
     total = plan.world_size * min(number_of_combinations(branches), combinations)
 

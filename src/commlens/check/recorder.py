@@ -548,10 +548,9 @@ class SequenceRecorder:
             ("never-waited", unwaited if not self.cut_off else {}),
             ("not-a-member", self._not_a_member),
         )
-        hazards = [
+        return [
             Hazard(kind, times, stack) for kind, found in kinds for stack, times in found.items()
         ]
-        return [hazard for hazard in hazards if hazard.source is not None]
 
     def stack_of_traceback(self, trace: TracebackType | None) -> Stack:
         """Return the stack at which an exception was raised, innermost first."""

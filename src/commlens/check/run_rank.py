@@ -26,6 +26,7 @@ from commlens.model.frames import FrameKind
 from commlens.model.ranklog import End
 from commlens.text import frame_phrase
 from commlens.tracing.attribution.stacks import kind_of_file
+from commlens.tracing.in_flight.watch import BufferWatch
 from commlens.tracing.patches import Patches
 from commlens.tracing.preview.objects import Key, Message
 from commlens.tracing.preview.world import FakeWorld
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
     ranks_per_node: int = 8
     timeout_s: float = 300.0  # for the run of each rank
     choices: tuple[Choice, ...] = ()  # answers to what the program asks of tensors
+    backend: str = ""  # whose rules hold; empty: that of the program
 
 
 class Run(NamedTuple):
@@ -79,10 +81,12 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
     values = Values(plan.world_size, plan.choices, shared.answers)
+    buffers = BufferWatch(preview=True, backend=plan.backend)
     with world:
         _patch_system()
         SharedStore(recorder, objects).install(Patches())
         recorder.attach()
+        buffers.start()
         values.__enter__()  # stays: nothing but this run happens in the process
         try:
             with _time_limit(plan.timeout_s, recorder, sequence):
@@ -92,6 +96,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
         except BaseException as error:
             _note_error(sequence, recorder, error)
             _print_error(error)
+        buffers.stop()
         recorder.detach()
     sequence.events = recorder.events
     sequence.steps = recorder.steps
@@ -99,7 +104,11 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     sequence.left = recorder.left
     sequence.cut_off = recorder.cut_off
     sequence.guesses = recorder.guesses
-    sequence.hazards = recorder.found_hazards()
+    sequence.hazards = [
+        hazard
+        for hazard in (*recorder.found_hazards(), *buffers.hazards())
+        if hazard.source is not None
+    ]
     sequence.decisions = values.decisions
     needs = objects.needs_key or objects.unknown
     modules = _library_modules(imported)
