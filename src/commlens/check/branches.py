@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,15 @@ Answers = dict[tuple[str, int, str, tuple[tuple[int, ...], ...]], list[tuple[Val
 """
 
 
+class Moment(NamedTuple):
+    """When a rank asked for a value."""
+
+    calls: int
+    """Collectives and messages that it had issued."""
+    calls_in: int
+    """Those of them in the groups whose members have the value alike."""
+
+
 class Decision(msgspec.Struct, frozen=True):
     """A line of the program that asked for a value of a tensor that a run of one rank alone cannot
     know.
@@ -42,6 +51,14 @@ class Decision(msgspec.Struct, frozen=True):
     """The different answers that the line got in this run; none for ``shape`` and arrays."""
     forced: bool = False
     """``--branch`` gave the answers."""
+    received: bool = False
+    """Only some ranks received the value: the others know it or need not know it."""
+    asked: tuple[Moment, ...] = ()
+    """When it was asked, in order."""
+
+    def is_reached(self, calls: float) -> bool:
+        """Check whether a rank makes it before it has issued so many calls."""
+        return not self.asked or self.asked[0].calls < calls
 
     @property
     def certain(self) -> bool:
@@ -133,21 +150,48 @@ def merged(decisions: Iterable[Decision]) -> list[Decision]:
     return [found[key] for key in sorted(found)]
 
 
-def doubtful(decisions: Iterable[Sequence[Decision]]) -> list[Decision]:
-    """Return the decisions of several ranks by which they may have gone ways that do not belong
-    together: each had a value of its own where a real run has others.
+def doubtful(
+    decisions: Sequence[Sequence[Decision]], calls: Sequence[float] = ()
+) -> list[Decision]:
+    """Return the decisions of all ranks by which they may have gone ways that do not belong
+    together: a real run has other values.
+
+    Args:
+        decisions: of each rank.
+        calls: the calls that each rank issues before it waits for ever; none: all of them. What it
+            decides afterwards does not matter.
     """
-    ranks = [[each for each in own if not each.forced and not each.alike] for own in decisions]
-    lines: dict[tuple[str, int], set[tuple[Value, ...]]] = {}
-    for own in ranks:
+    lines: dict[tuple[str, int, How], list[tuple[Decision, float]]] = {}
+    for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True):
         for each in own:
-            lines.setdefault((each.frame.file, each.frame.line), set()).add(each.taken)
-    return [
-        each
-        for each in merged(itertools.chain.from_iterable(ranks))
-        if not each.alike
-        and (each.how != "truth" or len(lines[each.frame.file, each.frame.line]) > 1)
+            if not each.forced:
+                place = each.frame.file, each.frame.line, each.how
+                lines.setdefault(place, []).append((each, issued))
+    apart = [met for met in lines.values() if _may_part(met, len(decisions))]
+    return merged(each for met in apart for each, _ in met)
+
+
+def _may_part(met: Sequence[tuple[Decision, float]], ranks: int) -> bool:
+    """Check whether a line may send ranks different ways in a real run, before they wait for ever.
+
+    What ranks have alike sends them the same way if they ask for it at the same moments. A rank in
+    a run of its own leaves a loop at once in which others would keep it.
+    """
+    if not any(each.is_reached(issued) for each, issued in met):
+        return False
+    questions = [
+        [(moment.calls_in, moment.calls < issued) for moment in each.asked] for each, issued in met
     ]
+    for same in itertools.zip_longest(*questions):
+        asked = [each for each in same if each is not None]
+        if len({number for number, _ in asked}) > 1 and any(is_reached for _, is_reached in asked):
+            return True
+    all_met = [each for each, _ in met]
+    if all(each.alike for each in all_met):
+        return False
+    if all_met[0].how != "truth" or len({each.taken for each in all_met}) > 1:
+        return True
+    return len(all_met) < ranks and any(each.received for each in all_met)
 
 
 def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Branch]:
@@ -166,6 +210,8 @@ def _join(one: Decision, other: Decision) -> Decision:
         alike=one.alike and other.alike,
         taken=tuple(_distinct((*one.taken, *other.taken))),
         forced=one.forced and other.forced,
+        received=one.received or other.received,
+        asked=max(one.asked, other.asked, key=len),
     )
 
 

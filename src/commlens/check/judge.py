@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     steps = min((sequence.steps for sequence in sequences.values()), default=0)
     limits = words.limits(sequences, outcome)
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
-    guesses = _guesses(sequences, found.culprits)
+    guesses = _guesses(outcome, found.culprits)
     if fault and guesses:
         verdict = words.unproven(found, guesses)
     elif fault:
@@ -81,12 +82,23 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
     return ""
 
 
-def _guesses(sequences: Mapping[int, RankSequence], culprits: Sequence[int]) -> Sequence[Guess]:
-    """Return what the program had to guess, and the values by which the culprits may have failed:
-    an assertion about a value that other ranks send fails in a run of one rank alone.
+def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
+    """Return what the program had to guess, and the values by which ranks may have gone other ways
+    than in a real run, or by which the culprits may have failed: an assertion about a value that
+    other ranks send fails in a run of one rank alone.
     """
-    guesses = [guess for sequence in sequences.values() for guess in sequence.guesses]
-    doubtful = doubtful_decisions([each.decisions for each in sequences.values()])
-    failed = [sequences[rank] for rank in culprits if sequences[rank].end is not End.CLEAN]
-    decisions = [each for sequence in failed for each in sequence.decisions if not each.forced]
+    states = outcome.ranks
+    guesses = [guess for state in states.values() for guess in state.sequence.guesses]
+    doubtful = doubtful_decisions(
+        [state.sequence.decisions for state in states.values()],
+        [len(state.ops) if state.blocked_in else math.inf for state in states.values()],
+    )
+    failed = [states[rank].sequence for rank in culprits]
+    decisions = [
+        each
+        for sequence in failed
+        if sequence.end is not End.CLEAN
+        for each in sequence.decisions
+        if not each.forced
+    ]
     return guesses + [Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ class Origin(NamedTuple):
     """The groups in which they gave every member the same."""
     known: bool = False
     """This rank has sent it, so it knows the value that the others will get."""
+    received: bool = False
+    """Only some ranks received it: the others know it or need not know it."""
 
 
 UNKNOWN = Origin()
@@ -42,6 +45,7 @@ _SAME_FOR_ALL = (
     "allgather_into_tensor_coalesced_",
     "_allgather_base_",
 )
+_RECEIVED_BY_SOME = ("recv_", "recv_any_source_", "scatter_")
 _FIRST_PURGE = 10_000
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -71,9 +75,10 @@ def joined(origins: Sequence[Origin | None]) -> Origin | None:
     if all(origin.known for origin in others):
         alike = frozenset.intersection(*(origin.alike for origin in others)) if others else None
         return Origin(alike, known=True) if alike and len(others) == len(origins) else None
-    if len(others) < len(origins):
-        return UNKNOWN
-    return Origin(frozenset.intersection(*(origin.alike for origin in others)))
+    alike = frozenset[Ranks]()
+    if len(others) == len(origins):
+        alike = frozenset.intersection(*(origin.alike for origin in others))
+    return Origin(alike, received=any(origin.received for origin in others))
 
 
 def alike_in(origin: Origin, world_size: int) -> bool:
@@ -104,6 +109,9 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
         # by address of a storage, which stays its own as long as we refer to it
         self._origins: dict[int, tuple[StorageWeakRef, Origin]] = {}
         self._purge_at = _FIRST_PURGE
+        self.calls = 0
+        """Collectives and messages issued so far."""
+        self._calls_in: Counter[Ranks] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -148,6 +156,10 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
                 address: found for address, found in self._origins.items() if not found[0].expired()
             }
             self._purge_at = 2 * len(self._origins) + _FIRST_PURGE
+
+    def calls_in(self, groups: Iterable[Ranks]) -> int:
+        """Count the calls that were issued so far in groups."""
+        return sum(self._calls_in[ranks] for ranks in groups)
 
     # --- ops
 
@@ -204,7 +216,10 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Return what :meth:`returned` needs."""
         group = tap.unbox_group(arguments[spec.process_group])
-        return spec, arguments, tuple(dist.get_process_group_ranks(group)), group.rank()
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.calls += 1
+        self._calls_in[ranks] += 1
+        return spec, arguments, ranks, group.rank()
 
     def returned(self, token: Any, result: Any) -> None:
         """Give the tensors that the collective wrote their origin."""
@@ -225,6 +240,8 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
             origin = Origin(before | {ranks})
         elif spec.name.startswith(("reduce_scatter", "_reduce_scatter")):
             origin = Origin(before - {ranks})
+        elif spec.name in _RECEIVED_BY_SOME:
+            origin = Origin(received=True)
         for tensor in _tensors(arguments[i] for i in spec.writes or spec.tensors):
             self.mark(tensor, origin)
 

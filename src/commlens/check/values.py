@@ -12,14 +12,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from commlens.check import followed
-from commlens.check.branches import Answers, Choice, Decision, How, Value
+from commlens.check.branches import Answers, Choice, Decision, How, Moment, Value
 from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
 from commlens.model.collective import Frame, FrameKind
 from commlens.tracing.attribution import stacks
@@ -40,6 +41,8 @@ _OWN_READS = (
     "/torch/_tensor_str.py",
 )
 _ANSWERS_KEPT = 8
+_MOMENTS_KEPT = 1000  # of one line
+_NEVER = Moment(0, 0)
 
 
 class Values:
@@ -69,7 +72,15 @@ class Values:
     def decisions(self) -> list[Decision]:
         """The lines that asked so far, in the order of their first question."""
         return [
-            Decision(met.frame, key[2], met.alike, tuple(met.taken), forced=key[3])
+            Decision(
+                met.frame,
+                key[2],
+                met.alike,
+                tuple(met.taken),
+                forced=key[3],
+                received=met.received,
+                asked=tuple(met.asked),
+            )
             for key, met in self._found.items()
         ]
 
@@ -126,8 +137,15 @@ class Values:
         return value
 
     def _reader(self, origin: Origin | None) -> _Reader:
-        alike = origin is not None and alike_in(origin, self._world_size)
-        return _Reader(self, alike, known=origin is None or origin.known)
+        if origin is None:
+            return _Reader(self, alike=False, known=True)
+        return _Reader(
+            self,
+            alike_in(origin, self._world_size),
+            known=origin.known,
+            received=origin.received,
+            moment=Moment(self._origins.calls, self._origins.calls_in(origin.alike)),
+        )
 
     def _answer(self, value: Any, origin: Origin | None) -> tuple[Any, _Reader]:
         """Return the answer to a read: that of a choice, else the one that others got."""
@@ -137,11 +155,11 @@ class Values:
         choice = None if isinstance(value, bool) else self._choice(place, truth=False)
         if choice is not None:
             value = type(value)(choice.value)
-            reader = reader.with_forced()
+            reader = replace(reader, known=False, forced=True)
             self._note(place, "number", reader, value)
         if origin is not None and origin.alike:
             value, known = self._shared(value, origin, place, reader)
-            reader = _Reader(self, reader.alike, known=known, forced=reader.forced)
+            reader = replace(reader, known=known)
         return value, reader
 
     def _shared(
@@ -188,7 +206,7 @@ class Values:
         place = _user_line()
         choice = None if place is None else self._choice(place, truth=True)
         if place is not None and choice is not None:
-            self._note(place, "truth", reader.with_forced(), choice.value)
+            self._note(place, "truth", replace(reader, known=False, forced=True), choice.value)
             return bool(choice.value)
         if place is not None and not reader.settled:
             self._note(place, "truth", reader, outcome)
@@ -201,10 +219,11 @@ class Values:
             self._note(place, "number", reader, value if _is_plain(value) else None)
 
     def _note(self, frame: Frame, how: How, reader: _Reader, value: Value | None) -> None:
-        met = self._found.setdefault(
-            (frame.file, frame.line, how, reader.forced), _Met(frame, [reader.alike], [])
-        )
-        met.all_alike[0] &= reader.alike
+        met = self._found.setdefault((frame.file, frame.line, how, reader.forced), _Met(frame))
+        met.alike = met.alike and reader.alike
+        met.received = met.received or reader.received
+        if len(met.asked) < _MOMENTS_KEPT:
+            met.asked.append(reader.moment)
         if value is not None and len(met.taken) < _ANSWERS_KEPT:
             plain = value if isinstance(value, bool) else _plain(value)
             if not any(type(plain) is type(each) and plain == each for each in met.taken):
@@ -235,14 +254,15 @@ class Values:
             self._note(place, "shape", self._reader(origin), None)
 
 
-class _Met(NamedTuple):
-    frame: Frame
-    all_alike: list[bool]
-    taken: list[Value]
+@dataclass
+class _Met:
+    """A line that asked for values, and all its questions together."""
 
-    @property
-    def alike(self) -> bool:
-        return self.all_alike[0]
+    frame: Frame
+    alike: bool = True
+    received: bool = False
+    taken: list[Value] = field(default_factory=list)
+    asked: list[Moment] = field(default_factory=list)
 
 
 class _Reading(threading.local):
@@ -260,18 +280,18 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         return self._values.call(func, args, kwargs or {})
 
 
+@dataclass(frozen=True)
 class _Reader:
     """The origin of followed numbers."""
 
-    __slots__ = ("alike", "forced", "known", "values")
-
-    def __init__(
-        self, values: Values, alike: bool, *, known: bool = False, forced: bool = False
-    ) -> None:
-        self.values = values
-        self.alike = alike
-        self.known = known
-        self.forced = forced  # --branch gave the number
+    values: Values
+    alike: bool
+    known: bool = False
+    forced: bool = False
+    """``--branch`` gave the number."""
+    received: bool = False
+    moment: Moment = _NEVER
+    """When the number was read."""
 
     @property
     def settled(self) -> bool:
@@ -285,15 +305,15 @@ class _Reader:
         self.values.lose(value, self)
 
     def join(self, other: Any) -> _Reader:
+        forced = self.forced and other.forced
         return _Reader(
             self.values,
             self.alike and other.alike,
-            known=self.settled and other.settled and not (self.forced and other.forced),
-            forced=self.forced and other.forced,
+            known=self.settled and other.settled and not forced,
+            forced=forced,
+            received=self.received or other.received,
+            moment=max(self.moment, other.moment),
         )
-
-    def with_forced(self) -> _Reader:
-        return _Reader(self.values, self.alike, forced=True)
 
 
 def _is_plain(value: Any) -> bool:

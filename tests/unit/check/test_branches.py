@@ -6,6 +6,7 @@ from commlens.check.branches import (
     Branch,
     Choice,
     Decision,
+    Moment,
     combinations,
     doubtful,
     merged,
@@ -84,3 +85,47 @@ def test_values_of_their_own_make_ranks_doubtful_only_if_they_part() -> None:
     assert [each.frame.line for each in doubtful(apart)] == [9]
     assert [each.frame.line for each in doubtful([[Decision(frame(9), "number")]])] == [9]
     assert doubtful(same) == doubtful(alike) == doubtful(forced) == []
+
+
+def asked(*calls: int) -> list[Decision]:
+    """A rank that asks for the same value after these numbers of calls."""
+    moments = tuple(Moment(number, number) for number in calls)
+    return [Decision(frame(9), "truth", alike=True, taken=(False,), asked=moments)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "calls", "is_doubtful"),
+    [
+        ([asked(3, 6, 9), asked(3, 6)], [], False),
+        ([asked(3, 6), []], [], False),
+        ([asked(5), asked(7)], [], True),
+        ([asked(3, 6), asked(3, 7)], [], True),
+        ([asked(5), asked(7)], [6, 6], True),
+        ([asked(5), asked(7)], [5, 5], False),
+    ],
+    ids=[
+        "one ends early",
+        "one rank asks",
+        "other moments",
+        "other moments later",
+        "one reaches it",
+        "none reaches it",
+    ],
+)
+def test_what_ranks_have_alike_is_the_same_at_the_same_moments(
+    ranks: list[list[Decision]], calls: list[float], is_doubtful: bool
+) -> None:
+    assert bool(doubtful(ranks, calls)) is is_doubtful
+
+
+def test_a_value_that_some_ranks_received_may_be_known_to_the_others() -> None:
+    received = [Decision(frame(9), "truth", taken=(False,), received=True)]
+    local = [Decision(frame(9), "truth", taken=(False,))]
+    assert doubtful([[], received])
+    assert not doubtful([received, received])
+    assert not doubtful([[], local])
+
+
+def test_a_value_of_its_own_may_differ_from_what_others_have_alike() -> None:
+    own = Decision(frame(9), "truth", taken=(True,))
+    assert doubtful([[own], [Decision(frame(9), "truth", alike=True, taken=(False,))]])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sequences import Player, play
 
-from commlens.check.branches import Decision
+from commlens.check.branches import Decision, Moment
 from commlens.check.judge import judge
 from commlens.check.sequence import Guess
 from commlens.model.collective import Frame
@@ -189,3 +189,29 @@ def test_an_exception_after_a_decision_by_an_unknown_value_is_not_proven(
     assert verdict.is_fault is is_fault
     assert (verdict.kind == "undetermined") is not is_fault
     assert ("train.py:9" in verdict.explanation) is not is_fault
+
+
+def leaves_a_loop(rank: Player) -> None:
+    if rank.rank == 0:
+        rank.collective("all_gather", reduce_op=None)
+    else:
+        rank.collective()
+        rank.collective()
+
+
+@pytest.mark.parametrize(("moments", "is_fault"), [((0, 1), False), ((1, 2), True)])
+def test_ranks_that_ask_at_different_moments_prove_nothing_if_they_came_so_far(
+    moments: tuple[int, int], is_fault: bool
+) -> None:
+    sequences = play(3, leaves_a_loop)
+    for rank, sequence in sequences.items():
+        number = moments[rank > 0]
+        decision = Decision(
+            Frame("train.py", 9, "main"),
+            "truth",
+            alike=True,
+            taken=(True,),
+            asked=(Moment(number, number),),
+        )
+        sequence.decisions = [decision]
+    assert judge(sequences).verdict.is_fault is is_fault

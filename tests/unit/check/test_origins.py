@@ -14,6 +14,7 @@ from commlens.tracing.preview.world import FakeWorld
 
 WORLD = (0, 1, 2, 3)
 ALIKE = Origin(frozenset({WORLD}))
+RECEIVED = Origin(received=True)
 
 
 class Asked:
@@ -57,7 +58,7 @@ def test_it_is_alike_only_if_all_of_it_is(asked: Asked) -> None:
     dist.recv(received, 0)
     assert asked.origins.of(x + 1) == ALIKE
     assert asked.origins.of(x + torch.rand(3)) == UNKNOWN
-    assert asked.origins.of(received) == UNKNOWN
+    assert asked.origins.of(received) == asked.origins.of(received + x) == RECEIVED
     assert asked.origins.of(torch.rand(3)) is None
 
 
@@ -92,6 +93,15 @@ def test_the_sender_knows_what_it_sends(asked: Asked) -> None:
     assert asked.origins.of(x * torch.rand(3)) is None
     dist.broadcast(x, 0)
     assert asked.origins.of(x) == ALIKE
+
+
+def test_calls_are_counted_in_each_group(asked: Asked) -> None:
+    pair = dist.new_group([0, 1])
+    for group in (None, pair, pair):
+        dist.all_reduce(torch.ones(3), group=group)
+    assert asked.origins.calls == 3
+    assert asked.origins.calls_in([WORLD]) == 1
+    assert asked.origins.calls_in([WORLD, (0, 1)]) == 3
 
 
 def test_groups_of_a_mesh_span_the_world_together(asked: Asked) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlens.check.branches import Choice, Decision
+from commlens.check.branches import Choice, Decision, Moment
 from commlens.check.values import Values
 from commlens.tracing.preview.world import FakeWorld
 
@@ -160,6 +160,27 @@ def broadcast_flag(root: int) -> list[bool]:
         dist.broadcast(flag, root)
         answers.append(bool(flag))
     return answers
+
+
+def test_the_moment_of_each_question_is_noted() -> None:
+    def program() -> None:
+        dist.barrier(dist.new_group([0, 1]))
+        for _ in range(2):
+            assert reduced().sum().item() == 3
+
+    (found,) = decisions(program)
+    assert found.asked == (Moment(2, 1), Moment(3, 2))
+    assert not found.received
+
+
+def test_a_received_value_is_noted_as_such() -> None:
+    def program() -> None:
+        command = torch.zeros(1)
+        dist.recv(command, 0)
+        assert command == 0
+
+    (found,) = decisions(program)
+    assert found.received and not found.alike
 
 
 def test_the_rank_that_sends_a_value_knows_it() -> None:
