@@ -34,7 +34,11 @@ class Tree(msgspec.Struct, frozen=True, array_like=True):
     lost: tuple[int, ...] = ()  # slots of nodes that do not answer
 
     def children(self, slot: int) -> list[int]:
-        """Return the slots of a node's children; in place of one that is lost, its children."""
+        """Return the slots of a node's children; in place of one that is lost, its children. A node
+        that was lost when the tree was made, and is back, may have a slot below the first one.
+        """
+        if slot < self.first:
+            return []
         low = self.first + (slot - self.first) * ARITY + 1
         found: list[int] = []
         for child in range(low, min(low + ARITY, self.count)):
@@ -44,7 +48,7 @@ class Tree(msgspec.Struct, frozen=True, array_like=True):
     def levels_below(self, slot: int) -> int:
         """Return the number of levels below a node."""
         levels, place = 0, slot - self.first
-        while (place := place * ARITY + 1) < self.count - self.first:
+        while place >= 0 and (place := place * ARITY + 1) < self.count - self.first:
             levels += 1
         return levels
 

@@ -29,6 +29,13 @@ def test_children_of_nodes_that_have_gone_move_up() -> None:
     assert Tree(0, 13, (1, 4)).children(0) == [3, 9, 10, 2]
 
 
+def test_a_node_that_comes_back_below_the_first_slot_has_no_children() -> None:
+    tree = Tree(20, 33)
+    for slot in (0, 18, 19):
+        assert tree.children(slot) == []
+        assert tree.levels_below(slot) == 0
+
+
 def test_a_node_waits_longer_the_more_levels_are_below_it() -> None:
     tree = Tree(0, 13)
     assert [tree.levels_below(slot) for slot in (0, 1, 3, 6, 12)] == [3, 2, 1, 0, 0]
