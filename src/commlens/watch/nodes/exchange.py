@@ -474,13 +474,15 @@ class Nodes:
             self._from_root = from_root = Collecting(
                 request[:2], tree, [first], began=now, until=until, period_s=period_s
             )
-            from_root.has_own = True  # added at last
+            from_root.has_own = True  # joined at last
             self._poke.set()
             while not from_root.is_complete(time.monotonic()) and not self._refused:
                 self._changed.wait(BUSY_PERIOD_S)
             self._from_root = None
-            from_root.sum.add(own)
-            return from_root.sum
+            joined = States({})  # the thread may still add to what it collects
+            for each in (own, from_root.sum):
+                joined.add(each)
+            return joined
 
     def _collecting_for(self, request: Request, now: float) -> Collecting:
         """Return what this node is to collect from the nodes below it. Called with the lock."""
@@ -517,7 +519,9 @@ class Nodes:
         there = client.existing([key("states", slot) for slot in slots])
         for name, value in zip(there, client.get(there), strict=True):
             states = unpack_states(value, collecting.request)
-            if states is not None:
+            if states is None:
+                continue
+            with self._lock:
                 collecting.add(int(name.rpartition("/")[2]), states)
 
     # --- the thread
