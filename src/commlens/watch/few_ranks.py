@@ -24,7 +24,7 @@ from commlens.watch.nodes.states import States, fit
 NODES_MAX: Final = 64
 """With more, it costs more to follow the waits than to read the newest records of all nodes."""
 _ROUNDS_MAX: Final = 4  # in which the waits are followed from node to node
-_SILENT_MAX: Final = 16  # nodes
+_UNKNOWN_MAX: Final = 16  # nodes of whose ranks the states are not known
 
 
 class FewRanks(NamedTuple):
@@ -53,17 +53,19 @@ def few_ranks(
     if states is None or states.too_many:
         return None
     others, known = nodes.others, states.ranks
-    silent = [beat for beat in others if not known.issuperset(beat.ranks)]
-    if len(silent) > _SILENT_MAX:
+    unknown = {beat.slot for beat in others if not known.issuperset(beat.ranks)}
+    if len(unknown) > _UNKNOWN_MAX:
         return None
     slots = {rank: beat.slot for beat in others for rank in beat.ranks}
     classes = states.classes()
     wanted = ranks_to_examine(classes)
     here = read_here()
     found: dict[int, NodeEvidence] = {}
+    silent: list[Beat] = []
     asked: set[int] = set()
     for _ in range(_ROUNDS_MAX):
-        asking = {slots[rank] for rank in wanted if rank in slots} - asked
+        # a node that was too slow to tell states may be the one that all wait for
+        asking = {*unknown, *(slots[rank] for rank in wanted if rank in slots)} - asked
         asked |= asking
         if len(asked) > NODES_MAX:
             return None

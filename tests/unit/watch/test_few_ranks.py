@@ -28,7 +28,8 @@ class Others:
     def __init__(self, logs: Sequence[RankLog]) -> None:
         self.logs = logs
         self.asked: list[int] = []
-        self.dumb: set[int] = set()
+        self.dumb: set[int] = set()  # answer nothing
+        self.slow: set[int] = set()  # do not tell states in time
         self.others = [
             Beat(slot, f"n{slot}", [slot * PER_NODE, slot * PER_NODE + 1])
             for slot in range(1, NODES)
@@ -37,7 +38,7 @@ class Others:
     def gather_states(self, own: States) -> States:
         states = States(dict(own.by_key), own.alone)
         for beat in self.others:
-            if beat.slot not in self.dumb:
+            if beat.slot not in self.dumb | self.slow:
                 states.add(self.states(beat.slot))
         return states
 
@@ -56,7 +57,8 @@ class Others:
                 f"n{slot}", logs=list(self.logs[slot * PER_NODE : (slot + 1) * PER_NODE])
             )
             for slot in of
-        }, []
+            if slot not in self.dumb
+        }, [beat for beat in self.others if beat.slot in self.dumb.intersection(of)]
 
     def evidence(self) -> FewRanks | None:
         here = self.logs[:PER_NODE]
@@ -119,6 +121,17 @@ def test_a_node_that_does_not_answer_is_told() -> None:
     assert [beat.slot for beat in few.silent] == [7]
     (missing,) = diagnose_logs(few.logs, alike=few.alike).missing_evidence
     assert missing.startswith("There are no records of ranks 14-15 of 80,")
+
+
+def test_a_node_that_was_too_slow_to_tell_states_is_asked_for_records() -> None:
+    others = Others(run(stays))
+    others.slow = {7, 25}
+    few = others.evidence()
+    assert few is not None and few.silent == []
+    assert {14, 15, 50, 51} <= {log.rank for log in few.logs}
+    verdict = diagnose_logs(few.logs, alike=few.alike)
+    assert counts_for_all(verdict, few.alike)
+    assert (verdict.culprits, verdict.missing_evidence) == ([51], [])
 
 
 @pytest.mark.parametrize("dumb", [set(), set(range(3, 23))])
