@@ -374,31 +374,32 @@ class Reporter:
 
     def _diagnose_again(self, *, stands_still: bool) -> Verdict:
         few = self._judge_few() if stands_still else None
-        verdict, problems = few or self._judge_all()
-        vanished, lost = self.evidence.vanished, self.evidence.lost
-        if vanished and not verdict.culprits:
-            self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
-        if lost:
-            verdict = self._judge(problems, as_evidence(lost, vanished))
-        self._diagnosed = verdict
+        self._diagnosed = verdict = few or self._judge_all()
         return verdict
 
-    def _judge_few(self) -> tuple[Verdict, list[str]] | None:
+    def _judge_few(self) -> Verdict | None:
         """Diagnose a few ranks in each state. None if that does not tell what is wrong with all."""
         few = self.evidence.logs_of_few()
-        if few is None:
+        if few is None or self.evidence.vanished:
             return None
         self.logs, problems = few
-        verdict = self._judge(problems)
-        return (verdict, problems) if counts_for_all(verdict, self.evidence.alike) else None
+        verdict = self._with_lost_nodes(self._judge(problems), problems)
+        return verdict if counts_for_all(verdict, self.evidence.alike) else None
 
-    def _judge_all(self) -> tuple[Verdict, list[str]]:
+    def _judge_all(self) -> Verdict:
         self.logs, problems = self.evidence.logs()
         verdict = self._judge(problems)
         if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
             self.logs, problems = self.evidence.logs(about=verdict)
             verdict = self._judge(problems)
-        return verdict, problems
+        return self._with_lost_nodes(verdict, problems)
+
+    def _with_lost_nodes(self, verdict: Verdict, problems: list[str]) -> Verdict:
+        """Diagnose again, if nodes have fallen silent, with what is known of them."""
+        vanished, lost = self.evidence.vanished, self.evidence.lost
+        if vanished and not verdict.culprits:
+            self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
+        return self._judge(problems, as_evidence(lost, vanished)) if lost else verdict
 
     def _judge(self, problems: list[str], lost_nodes: Sequence[LostNode] = ()) -> Verdict:
         assert self._diagnose is not None

@@ -24,6 +24,7 @@ from commlens.dumps.save import SavedRank, add_node, save_dump
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.known_nodes import Lost
 from commlens.watch.nodes.remote_evidence import first_records_of_each
 from commlens.watch.reporting import Reporter, nodes_to_ask
 
@@ -181,17 +182,11 @@ class FewOrAll:
         return self._logs, []
 
 
-@pytest.mark.parametrize(
-    ("stay", "few", "stands_still", "read"),
-    [
-        pytest.param({3}, [0, 1, 3], True, ["few"], id="the-one-awaited-was-examined"),
-        pytest.param({1, 3}, [0, 1], True, ["few", "all"], id="it-stands-for-another"),
-        pytest.param({3}, [0, 1, 3], False, ["all"], id="the-job-ends"),
-    ],
-)
-def test_all_ranks_are_read_where_a_few_do_not_tell_what_is_wrong_with_all(
-    tmp_path: Path, stay: set[int], few: list[int], stands_still: bool, read: list[str]
-) -> None:
+def few_or_all(stay: set[int], few: list[int]) -> FewOrAll:
+    """Return the evidence of eight ranks, of which some stay away from a collective, and a few are
+    examined.
+    """
+
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(3):
             yield all_reduce(job.world, 8, line=10)
@@ -203,7 +198,33 @@ def test_all_ranks_are_read_where_a_few_do_not_tell_what_is_wrong_with_all(
         Alike(frozenset(ranks & set(few)), frozenset(ranks - set(few)))
         for ranks in (stay, set(range(8)) - stay)
     ]
-    evidence = FewOrAll(Job(8).run(program).logs(), few, classes)
+    return FewOrAll(Job(8).run(program).logs(), few, classes)
+
+
+@pytest.mark.parametrize("vanished", [False, True])
+def test_all_ranks_are_read_where_the_awaited_one_is_on_a_node_that_is_lost(
+    tmp_path: Path, vanished: bool
+) -> None:
+    evidence = few_or_all({3}, [0, 1, 3])
+    evidence.lost = [Lost(Beat(1, "b", [3], world_size=8), 6.0, True)]
+    evidence.vanished = evidence.lost if vanished else []
+    reporter = Reporter([tmp_path], Settings(), evidence, diagnose=diagnose_logs)  # type: ignore[arg-type]
+    reporter.diagnose(stands_still=True)
+    assert evidence.read == ["few", "all"]
+
+
+@pytest.mark.parametrize(
+    ("stay", "few", "stands_still", "read"),
+    [
+        pytest.param({3}, [0, 1, 3], True, ["few"], id="the-one-awaited-was-examined"),
+        pytest.param({1, 3}, [0, 1], True, ["few", "all"], id="it-stands-for-another"),
+        pytest.param({3}, [0, 1, 3], False, ["all"], id="the-job-ends"),
+    ],
+)
+def test_all_ranks_are_read_where_a_few_do_not_tell_what_is_wrong_with_all(
+    tmp_path: Path, stay: set[int], few: list[int], stands_still: bool, read: list[str]
+) -> None:
+    evidence = few_or_all(stay, few)
     reporter = Reporter([tmp_path], Settings(), evidence, diagnose=diagnose_logs)  # type: ignore[arg-type]
     verdict = reporter.diagnose(stands_still=stands_still)
     assert evidence.read == read
