@@ -131,6 +131,7 @@ class Evidence:
     def forget(self) -> None:
         """Forget what was observed of former workers."""
         self.frozen, self.remote, self._newest = {}, {}, {}
+        self.alike = NONE_ALIKE
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later
@@ -556,10 +557,11 @@ class Reporter:
             from commlens.diagnosis.examine import examine_logs
             from commlens.reports.verdict_page import verdict_html
 
-            logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs_again()
-            examined = examine_logs(
-                logs, stalled_after_s=self._stalled_after_s, alike=self.evidence.alike
-            )
+            logs, alike = self.logs, self.evidence.alike
+            if self._diagnosed is not self.verdict:
+                # some of them may be of ranks that were not examined before
+                logs, alike = self.evidence.logs_again(), NONE_ALIKE
+            examined = examine_logs(logs, stalled_after_s=self._stalled_after_s, alike=alike)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
                 folder,
