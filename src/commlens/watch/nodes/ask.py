@@ -23,7 +23,7 @@ from commlens.watch.nodes.meeting_places import Client, Store, places
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run
 
-_MOST: Final = 4096  # nodes
+_MOST: Final = 4096  # values that are read, those of the nodes that came last
 # a watcher at rest asks the store once a second, and looks for less than one
 _ANSWERS_S: Final = 3.0
 _POLL_S: Final = 0.1
@@ -105,6 +105,7 @@ def read_beats(members: Sequence[Member], *, looks: bool = False) -> Said:
                 return Said()
             counter = client.add(key("nodes"), LOOK if looks else 0)
             beats = _newest_beats(client, counter % LOOK)
+            problem = _unread(beats, counter % LOOK)
             here = {member.rank for member in members}
             asked = {
                 beat.slot
@@ -129,12 +130,25 @@ def _why(error: OSError) -> str:
 
 
 def _newest_beats(client: Client, count: int) -> list[Beat]:
-    values = client.get(client.existing([key("node", slot) for slot in range(min(_MOST, count))]))
+    slots = range(max(0, count - _MOST), count)
+    values = client.get(client.existing([key("node", slot) for slot in slots]))
     beats: list[Beat] = []
     for beat in sorted(filter(None, map(decoded, values)), key=lambda one: one.slot):
         # A node draws a new slot when its workers are restarted.
         beats = [*(former for former in beats if not set(former.ranks) & set(beat.ranks)), beat]
     return beats
+
+
+def _unread(beats: Sequence[Beat], count: int) -> str:
+    """Return a sentence if the values of ranks were not read, because there are too many nodes."""
+    size = max((beat.world_size for beat in beats), default=0)
+    missing = set(range(size)).difference(*(beat.ranks for beat in beats))
+    if count <= _MOST or not missing:
+        return ""
+    return (
+        f"Nothing is known of {ranks_phrase(missing)}: only the {_MOST:,} nodes that came last were"
+        " asked."
+    )
 
 
 def _answers(client: Client, slots: Iterable[int], number: int) -> dict[int, Look]:
