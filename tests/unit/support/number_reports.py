@@ -22,7 +22,8 @@ def measure(key: str, value: float, *, items: int = 100) -> Measure:
     nans = int(value != value)
     norm = value if kind != "batch" else 1.0
     parameter = name.partition(" of ")[2] if kind == "optimizer-state" else ""
-    about = (kind, name, digest, items, "float32", norm, 0.0, nans)
+    mean = value if kind == "hyperparameter" else 0.0
+    about = (kind, name, digest, items, "float32", norm, mean, nans)
     return Measure(*about, parameter=parameter)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from commlens.diagnosis.words.finding import Words, finding_of
-from commlens.model.cause import Departure, Diverged, DivergedTensor, OpSide, TensorSide
+from commlens.model.cause import Departure, Diverged, DivergedTensor, OpSide, TensorKind, TensorSide
 from commlens.model.verdict import Finding, Verdict
 from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase
 
@@ -206,11 +206,18 @@ def _element(cause: Diverged) -> str:
 def _hyperparameters(cause: Diverged) -> str:
     tensor = cause.tensors[0]
     values = [
-        f"{side.norm:g} on {ranks_phrase(side.ranks)}"
+        f"{value} on {ranks_phrase(side.ranks)}"
         for side in tensor.sides
-        if side.norm is not None
+        if (value := _number(side))
     ]
     return f"{tensor.name} is {joined(values)}." if len(values) > 1 else ""
+
+
+def _number(side: TensorSide) -> str:
+    """Return the value of a hyperparameter, which is the mean of its only element; empty if it is
+    not finite.
+    """
+    return f"{side.mean:g}" if side.mean is not None else ""
 
 
 def _distance(cause: Diverged) -> str:
@@ -384,13 +391,16 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
 
 
 def _evidence(tensor: DivergedTensor) -> str:
-    return f"{_title(tensor)}: {'; '.join(_side(side) for side in tensor.sides)}."
+    sides = "; ".join(_side(side, tensor.kind) for side in tensor.sides)
+    return f"{_title(tensor)}: {sides}."
 
 
-def _side(side: TensorSide) -> str:
+def _side(side: TensorSide, kind: TensorKind) -> str:
     facts = [f"hash {side.digest}"]
     if side.nans or side.infs:
         facts.append(f"{side.nans} NaN, {side.infs} infinite")
+    elif kind == "hyperparameter":
+        facts.append(f"value {_number(side)}")
     elif side.norm:
         facts.append(f"norm {side.norm:.9g}")
         facts.append(f"mean {side.mean or 0.0:.3g}")

@@ -114,11 +114,19 @@ def test_two_pairs_of_replicas() -> None:
 def test_a_learning_rate() -> None:
     said = words(diverged("hyperparameter lr of group 0", value=0.25))
     assert "lr of group 0 is 400.001 on ranks 0-2 and 0.25 on rank 3." in said.explanation
+    assert said.evidence[0].endswith(", value 0.25.")
+
+
+def test_a_learning_rate_in_single_precision() -> None:
+    said = words(diverged("hyperparameter lr of group 0", value=0.00999999978))
+    assert "and 0.01 on rank 3." in said.explanation
+    assert said.evidence[0].endswith(", value 0.01.")
 
 
 def test_a_learning_rate_of_zero() -> None:
     said = words(diverged("hyperparameter lr of group 0", value=0.0))
     assert "lr of group 0 is 400.001 on ranks 0-2 and 0 on rank 3." in said.explanation
+    assert said.evidence[0].endswith(", value 0.")
 
 
 def test_a_parameter_that_one_rank_has_alone() -> None:
