@@ -23,6 +23,10 @@ INTERESTING: Final = re.compile(
 )
 """Matches every line worth parsing."""
 
+# Accelerate's, of what it launched: a healthy program may try other commands that fail
+_LAUNCHED: Final = (
+    r"CalledProcessError: Command '\['[^']*(?:python|torchrun|accelerate|deepspeed|mpirun)[^']*'"
+)
 _XID: Final = re.compile(r"NVRM: Xid \(PCI:[^)]{1,40}\): (\d{1,4})\b")
 _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
     (
@@ -63,7 +67,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|failed \(exitcode: -9\) local_rank: \d+"
             r"|srun: error: \S+: tasks? [\d,-]+: Killed|KILLED BY SIGNAL: 9\b"
             r"|ProcessExitedException: process \d+ terminated with signal SIGKILL"
-            r"|CalledProcessError: .*died with <Signals\.SIGKILL: 9>"
+            rf"|{_LAUNCHED}.*died with <Signals\.SIGKILL: 9>"
         ),
     ),
     (
@@ -74,7 +78,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|exits with return code = -?[1-9]"
             r"|failed \(exitcode: -?[1-9]\d*\) local_rank: \d+"
             r"|ProcessExitedException: process \d+ terminated with"
-            r"|CalledProcessError: .*(?:died with <Signals|returned non-zero exit status)"
+            rf"|{_LAUNCHED}.*(?:died with <Signals|returned non-zero exit status)"
             r"|^\s*Process name: \[\[\d+,\d+\],\d+\]|KILLED BY SIGNAL: \d"
             r"|ray\.exceptions\.(?:RayActorError|ActorDiedError|WorkerCrashedError)\b"
             r"|Worker proc \S+ died unexpectedly"

@@ -48,6 +48,8 @@ ENDINGS = {
     "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 1.": (
         "process-failed"
     ),
+    "CalledProcessError: Command '['/opt/py/bin/python3.12', '-m', 'train']' returned non-zero"
+    " exit status 1.": "process-failed",
     "=>> PBS: job killed: walltime 3636 exceeded limit 3600": "time-limit",
     "=>> PBS: job killed: mem 67108864kb exceeded limit 62914560kb": "out-of-memory",
     "TERM_RUNLIMIT: job killed after reaching LSF run time limit.": "time-limit",
@@ -87,6 +89,9 @@ def test_the_line_tells_why(line: str, ending: str) -> None:
         "out of memory errors so far: 0",
         "NVRM: Xid (PCI:0000:3b:00): 63, pid=4173, Row Remapper: New row marked for remapping",
         "the evicted keys of the cache: 17",
+        "CalledProcessError: Command '['git', 'rev-parse', 'HEAD']' returned non-zero exit status"
+        " 128.",
+        "CalledProcessError: Command 'nvidia-smi' died with <Signals.SIGKILL: 9>.",
     ],
 )
 def test_another_line_tells_no_reason(line: str) -> None:
