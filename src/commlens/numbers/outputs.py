@@ -54,8 +54,8 @@ class OutputWatch:
         self.error: Exception | None = None
         self._outputs: list[Output] = []
         self._counts: dict[str, int] = {}  # collectives of this step, by group
-        self._works: dict[Any, _Pending] = {}
-        self._by_address: dict[int, _Pending] = {}  # of an output
+        self._works: dict[Any, _Pending] = {}  # keeps the outputs alive until they are waited for
+        self._by_address: dict[int, Any] = {}  # Work, by the address of an output
         self._is_on = False
         self._thread = 0  # that trains
 
@@ -144,8 +144,9 @@ class OutputWatch:
             if boxed is None:
                 self._measure(pending)
                 return
-            self._works[tap.unbox_work(boxed)] = pending
-            self._by_address.update({each.data_ptr(): pending for each in pending.tensors})
+            work = tap.unbox_work(boxed)
+            self._works[work] = pending
+            self._by_address.update({each.data_ptr(): work for each in pending.tensors})
         except Exception as error:
             self._fail(error)
 
@@ -161,7 +162,9 @@ class OutputWatch:
     def tensor_wait_begins(self, tensor: Any) -> _Pending | None:
         """Return the collective that a thread waits for."""
         try:
-            return self._by_address.pop(tensor.data_ptr(), None) if self._by_address else None
+            if not self._by_address:
+                return None
+            return self._works.pop(self._by_address.pop(tensor.data_ptr(), None), None)
         except Exception:
             return None
 

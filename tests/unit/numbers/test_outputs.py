@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +11,23 @@ pytest.importorskip("torch")
 
 import number_outputs
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from number_outputs import AT, ODD
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from commlens.numbers.outputs import OutputWatch
 from commlens.testing import run_on_ranks
 
-pytestmark = pytest.mark.launches
+launches = pytest.mark.launches
 
 
 def run(fault: str) -> list[dict[str, Any]]:
     return run_on_ranks(number_outputs.train, fault, world_size=3)
 
 
+@launches
 def test_the_rank_and_the_line_of_an_output_that_differs() -> None:
     results = run("damaged")
     first = results[0]
@@ -32,6 +39,7 @@ def test_the_rank_and_the_line_of_an_output_that_differs() -> None:
     assert results[1]["lines"] == results[2]["lines"] == []
 
 
+@launches
 def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing() -> None:
     checked, unchecked = run("none"), run("unchecked")
     for with_checks, without in zip(checked, unchecked, strict=True):
@@ -50,7 +58,33 @@ def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing() -> None
     assert of_a_pair.startswith("all_reduce 1 of group ")
 
 
+@launches
 def test_an_output_that_the_program_changed_before_its_wait_is_not_compared() -> None:
     results = run("own")
     assert "all_reduce 2" not in results[ODD]["names"][AT - 1]
     assert results[0]["lines"] == []
+
+
+@pytest.fixture
+def watch() -> Iterator[OutputWatch]:
+    """A watch, in a default group whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    found = OutputWatch()
+    found.start()
+    yield found
+    found.stop()
+    dist.destroy_process_group()
+
+
+def test_no_output_is_kept_alive_after_the_wait_for_it(watch: OutputWatch) -> None:
+    issued = functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD)
+    output = functional.wait_tensor(issued)
+    storage = StorageWeakRef(output.untyped_storage())
+    del issued, output
+    assert storage.expired()
+    given = torch.ones(8)
+    storage = StorageWeakRef(given.untyped_storage())
+    dist.all_reduce(given, async_op=True).wait()
+    del given
+    assert storage.expired()
+    assert len(watch.take()) == 2
