@@ -7,6 +7,7 @@ The models are found from the parameters, once. Code that torch compiles is not 
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -28,6 +29,8 @@ from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
 from commlens.numbers.op_checks import OpChecks
 from commlens.numbers.outputs import Output, OutputWatch
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
+
+log = logging.getLogger("commlens")
 
 _SEARCHES_MAX: Final = 16
 _sampler: Sampler | None = None
@@ -64,6 +67,7 @@ class Sampler:
         self.watch: NanWatch | None = None  # until the first NaN is reported
         self.ops: OpChecks | None = None
         self._outputs = OutputWatch()
+        self._told_of_copies = False
         self.off = False
 
     def after_step(self, optimizer: Any) -> None:
@@ -115,6 +119,8 @@ class Sampler:
             looked += look_at(model, optimizer, only=only, buffers=model.first_of is followed)
             if model.first_of is followed:
                 looked += [Looked(*each) for each in self._fsdp[model].take()]
+        if not names:
+            self._tell_of_copies(followed)
         check = CheckId(
             f"{OPTIMIZER} {followed.number}",
             followed.steps,
@@ -122,6 +128,18 @@ class Sampler:
             tensors=hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest(),
         )
         exchange.send(check, Inspection(looked, nans=not self.plan.nan, outputs=outputs))
+
+    def _tell_of_copies(self, followed: Followed) -> None:
+        """Log once, on rank 0, that an optimizer trains other tensors than those of the model."""
+        if not self._told_of_copies and dist.get_rank() == 0:
+            log.warning(
+                "commlens: %s %d trains tensors that belong to no module, as Megatron's optimizers"
+                " for mixed precision train copies of the parameters: the parameters, gradients and"
+                " states of this optimizer are not compared.",
+                OPTIMIZER,
+                followed.number,
+            )
+        self._told_of_copies = True
 
     def _next_step(self, step: int) -> list[Output]:
         """Begin a step of the first optimizer. Return the outputs of the step that has ended."""
