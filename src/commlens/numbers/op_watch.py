@@ -280,7 +280,8 @@ class OpWatch:
         if given is None:
             given = torch.default_generator
             if device.type == "cuda":
-                given = torch.cuda.default_generators[device.index or 0]
+                index = torch.cuda.current_device() if device.index is None else device.index
+                given = torch.cuda.default_generators[index]
         return self._hash(given.get_state())
 
     def _known_in(self, tensor: torch.Tensor) -> Iterable[int]:
