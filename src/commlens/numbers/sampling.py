@@ -135,7 +135,8 @@ class Sampler:
             log.warning(
                 "commlens: %s %d trains tensors that belong to no module, as Megatron's optimizers"
                 " for mixed precision train copies of the parameters: the parameters, gradients and"
-                " states of this optimizer are not compared.",
+                " states of this optimizer are not compared. commlens.check_numbers(model) compares"
+                " those of the model.",
                 OPTIMIZER,
                 followed.number,
             )

@@ -50,7 +50,8 @@ def test_an_optimizer_that_trains_copies_is_told_once(
     assert [record.getMessage() for record in caplog.records] == [
         "commlens: optimizer 1 trains tensors that belong to no module, as Megatron's optimizers for"
         " mixed precision train copies of the parameters: the parameters, gradients and states of"
-        " this optimizer are not compared."
+        " this optimizer are not compared. commlens.check_numbers(model) compares those of the"
+        " model."
     ]
     assert [each.read()[0] for each in sent] == [[], [], []]
 
