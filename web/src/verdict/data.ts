@@ -48,7 +48,7 @@ export interface Cause {
 export interface DivergedTensor {
   kind: string;
   name: string;
-  sides: { ranks: number[]; digest: string; norm?: number }[];
+  sides: { ranks: number[]; digest: string; norm?: number; mean?: number }[];
 }
 
 export interface Compared {

@@ -51,9 +51,14 @@ export function divergedTensors(page: VerdictPage): DivergedTensor[] {
 function Side({ tensor, rank }: { tensor: DivergedTensor; rank: number }) {
   const side = tensor.sides.findIndex((each) => each.ranks.includes(rank));
   if (side < 0) return <td class="side dim">-</td>;
-  const norm = tensor.sides[side]?.norm;
-  const about = [`hash ${tensor.sides[side]?.digest}`, norm == null ? "" : `norm ${norm}`].filter(Boolean).join(", ");
+  const { digest, norm, mean } = tensor.sides[side]!;
+  const number = tensor.kind === "hyperparameter" ? rounded("value", mean, 6) : rounded("norm", norm, 9);
+  const about = [`hash ${digest}`, number].filter(Boolean).join(", ");
   return <td class={`side side-${Math.min(side, 4)}`} title={about}>{String.fromCharCode(65 + Math.min(side, 25))}</td>;
+}
+
+function rounded(label: string, value: number | undefined, digits: number): string {
+  return value == null ? "" : `${label} ${Number(value.toPrecision(digits))}`;
 }
 
 function History({ checks }: { checks: Compared[] }) {
