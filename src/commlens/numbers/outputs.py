@@ -170,10 +170,11 @@ class OutputWatch:
 
     def wait_ended(self, pending: _Pending, error: BaseException | None) -> None:
         """Measure the output."""
-        if error is not None or not self._is_on or _is_capturing():
+        if error is not None or not self._is_on:
             return
         try:
-            self._measure(pending)
+            if not _is_capturing():
+                self._measure(pending)
         except Exception as failed:
             self._fail(failed)
 
