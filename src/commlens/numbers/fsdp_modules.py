@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from commlens.numbers.measuring import Named
-from commlens.numbers.replicas import Model, Replicas, plain_name
+from commlens.numbers.replicas import Model, Replicas, is_fsdp2, mesh_ranks, plain_name
 
 _ROOT: Final = "the model"
 
@@ -31,7 +31,7 @@ class FsdpModules:
         self._called: dict[str, None] = {}
         self._ranks: tuple[int, ...] = ()
         for root in model.alive():
-            sharded = {name: module for name, module in root.named_modules() if _is_sharded(module)}
+            sharded = {name: module for name, module in root.named_modules() if is_fsdp2(module)}
             if sharded:
                 self._ranks = _ranks_of_meshes(root)
             for name, module in sharded.items():
@@ -56,12 +56,7 @@ class FsdpModules:
         module.register_forward_pre_hook(note)
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
 def _ranks_of_meshes(root: nn.Module) -> tuple[int, ...]:
     """Return the ranks of the widest mesh of a model."""
-    meshes = [each.device_mesh for each in root.parameters() if hasattr(each, "device_mesh")]
-    ranks: list[int] = max((mesh.mesh.reshape(-1).tolist() for mesh in meshes), key=len, default=[])
-    return tuple(sorted(int(rank) for rank in ranks))
+    meshes = (each.device_mesh for each in root.parameters() if hasattr(each, "device_mesh"))
+    return max(map(mesh_ranks, meshes), key=len, default=())

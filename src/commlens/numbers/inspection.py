@@ -17,6 +17,7 @@ from commlens.numbers.replicas import (
     draws_random_numbers,
     has_fsdp,
     local_part,
+    mesh_ranks,
     replicas_of_dtensor,
     tensor_parallel_ranks,
 )
@@ -167,7 +168,7 @@ def _how_many(kept_by: tuple[Replicas, ...]) -> tuple[bool, int]:
 def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
     """Return the ranks that train a parameter or parts of it, with the same settings."""
     if (mesh := getattr(parameter, "device_mesh", None)) is not None:
-        ranks = tuple(sorted(int(rank) for rank in mesh.mesh.reshape(-1).tolist()))
+        ranks = mesh_ranks(mesh)
         return (Replicas(ranks, "equal"),) if len(ranks) > 1 else ()
     place = model.places.get(id(parameter))
     return place.kept_by if place is not None else ()

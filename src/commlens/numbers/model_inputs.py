@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commlens.numbers.replicas import fsdp2_groups, group_ranks
+from commlens.numbers.replicas import fsdp2_groups, group_ranks, mesh_ranks
 from commlens.tap.groups import memberships
 
 log = logging.getLogger("commlens")
@@ -81,7 +81,7 @@ def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:
         return ()
     mesh = max(meshes, key=lambda mesh: int(mesh.size()))
     dims = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-    return _without_inner_groups(tuple(sorted(mesh.mesh.flatten().tolist())), dims)
+    return _without_inner_groups(mesh_ranks(mesh), dims)
 
 
 def _without_inner_groups(

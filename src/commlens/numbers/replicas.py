@@ -61,7 +61,7 @@ def replicas_of_dtensor(tensor: Any) -> tuple[Replicas, ...]:
         slice(None) if placement.is_replicate() else here[dim]
         for dim, placement in enumerate(placements)
     )
-    ranks = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
+    ranks = mesh_ranks(mesh, index)
     return (Replicas(ranks, "equal"),) if len(ranks) > 1 else ()
 
 
@@ -80,7 +80,7 @@ def replicas_beside_mesh(tensor: Any, whole: Any) -> tuple[Replicas, ...]:
         return ()
     sharded = {name for name, each in zip(own, placements, strict=True) if not each.is_replicate()}
     index = tuple(here[dim] if name in sharded else slice(None) for dim, name in enumerate(names))
-    ranks = tuple(sorted(int(rank) for rank in whole.mesh[index].reshape(-1).tolist()))
+    ranks = mesh_ranks(whole, index)
     return (Replicas(ranks, "presumed"),) if len(ranks) > 1 else ()
 
 
@@ -190,10 +190,12 @@ def _widest_mesh(root: nn.Module) -> Any:
 
 def has_fsdp(root: nn.Module) -> bool:
     """Return whether FSDP2 has sharded a module or any below it."""
-    return any(
-        any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-        for module in root.modules()
-    )
+    return any(map(is_fsdp2, root.modules()))
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded a module itself."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def draws_random_numbers(root: nn.Module) -> bool:
@@ -212,12 +214,7 @@ def tensor_parallel_ranks(root: nn.Module) -> tuple[int, ...]:
     """Return the ranks that hold the other parts of this rank's DTensors, without those along the
     mesh dimensions of FSDP2; nothing if that is not known.
     """
-    of_fsdp = {
-        name
-        for module in root.modules()
-        if hasattr(module, "_get_fsdp_state")
-        for name in fsdp2_dims(module)
-    }
+    of_fsdp = {name for module in filter(is_fsdp2, root.modules()) for name in fsdp2_dims(module)}
     for parameter in root.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)
         names = getattr(mesh, "mesh_dim_names", None) or ("",) * getattr(mesh, "ndim", 0)
@@ -228,7 +225,7 @@ def tensor_parallel_ranks(root: nn.Module) -> tuple[int, ...]:
         if here is None or len(dims) != 1 or not is_known:
             continue
         index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(here))
-        return tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
+        return mesh_ranks(mesh, index)
     return ()
 
 
@@ -295,6 +292,11 @@ def _is_flat(parameter: nn.Parameter) -> bool:
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group, ascending."""
     return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def mesh_ranks(mesh: Any, index: tuple[Any, ...] = ()) -> tuple[int, ...]:
+    """Return the global ranks of a device mesh, or of the part at an index, ascending."""
+    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 
 
 def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
