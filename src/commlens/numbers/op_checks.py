@@ -61,8 +61,8 @@ class OpChecks:
 
     def stop(self) -> None:
         """Record nothing any more."""
-        self._watch.on_forward = None
-        self._watch.is_on = False
+        self._watch.stop()
+        self._before = None
 
     def end(self, step: int, exchange: Exchange | None) -> None:
         """Send the ops that were recorded in a step."""

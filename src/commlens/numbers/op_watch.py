@@ -114,6 +114,12 @@ class OpWatch:
         self._begin(looked)
         self.is_on = self.error is None
 
+    def stop(self) -> None:
+        """Record nothing any more, and let go of all tensors."""
+        self.on_forward = None
+        self.is_on = False
+        self._begin([])
+
     def _begin(self, looked: Iterable[Looked]) -> None:
         self._runs: list[_Run] = []
         self._hashes: list[torch.Tensor] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.model.numbers import OpPlace, OpRun
 from commlens.numbers.inspection import look_at
@@ -136,6 +139,15 @@ def test_nothing_is_recorded_between_steps_and_nothing_changes(watched: Watched)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert all(map(torch.equal, with_watch, model.parameters()))
+
+
+def test_no_tensor_is_kept_alive_after_the_end(watched: Watched) -> None:
+    watched.step()
+    weight = StorageWeakRef(watched.model[0].weight.untyped_storage())
+    watched.watch.stop()
+    del watched.model, watched.optimizer
+    gc.collect()
+    assert weight.expired()
 
 
 def test_it_does_not_begin_inside_of_another_mode(watched: Watched) -> None:
