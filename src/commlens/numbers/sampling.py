@@ -21,7 +21,7 @@ from commlens.model.numbers import CheckId
 from commlens.numbers import model_inputs
 from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
-from commlens.numbers.exchange import log_stop
+from commlens.numbers.exchange import Exchange, log_stop
 from commlens.numbers.fsdp_modules import FsdpModules
 from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import Named, reason_to_skip
@@ -73,7 +73,7 @@ class Sampler:
     def after_step(self, optimizer: Any) -> None:
         """Count a step, and compare what must be alike if a check is due."""
         if self.ops is not None and self._is_first(optimizer):
-            exchange = exchange_of(everyone()) if _is_distributed() else None
+            exchange = self._exchange()
             self.ops.end(self._steps + 1, exchange)
             self._compare(optimizer)
             if self._is_due(self._steps + 1) and exchange is not None:
@@ -105,9 +105,7 @@ class Sampler:
             self._steps = followed.steps
             if self.watch is not None:
                 self._look_for_nan(self.watch, optimizer)
-        if not self._is_due(followed.steps) or not _is_distributed():
-            return
-        exchange = exchange_of(everyone())
+        exchange = self._exchange() if self._is_due(followed.steps) else None
         if exchange is None:
             return
         looked: list[Looked] = []
@@ -145,7 +143,7 @@ class Sampler:
     def _next_step(self, step: int) -> list[Output]:
         """Begin a step of the first optimizer. Return the outputs of the step that has ended."""
         outputs = self._outputs.take()
-        if self._is_due(step):
+        if self._is_due(step) and not self.off:
             self._outputs.start()
         else:
             self._outputs.stop()
@@ -155,9 +153,8 @@ class Sampler:
 
     def _look_for_nan(self, watch: NanWatch, optimizer: Any) -> None:
         """Report where NaN came up, when a parameter has it."""
-        if watch.event is not None and _is_distributed():
-            exchange = exchange_of(everyone())
-            if has_nan_parameter(optimizer) and exchange is not None:
+        if watch.event is not None and (exchange := self._exchange()) is not None:
+            if has_nan_parameter(optimizer):
                 exchange.send(CheckId(NAN, 1), Inspection(first_nan=watch.event))
                 self.watch = None
                 return
@@ -173,7 +170,7 @@ class Sampler:
             return
         self._noted = step
         ranks = ranks_of()
-        exchange = exchange_of(everyone()) if _is_distributed() else None
+        exchange = self._exchange()
         if exchange is None or len(ranks) < 2:
             return
         kept_by = (Replicas(ranks, "different"),)
@@ -186,6 +183,16 @@ class Sampler:
         ]
         if any(tensor.numel() > 1 for tensor in tensors):
             exchange.send(CheckId(BATCH, step), Inspection(looked))
+
+    def _exchange(self) -> Exchange | None:
+        """Return the exchange of all ranks; None if there is nobody to compare with. Where it has
+        ended by an error, which it has logged, nothing is measured any more.
+        """
+        exchange = exchange_of(everyone()) if _is_distributed() else None
+        if exchange is None or exchange.is_running:
+            return exchange
+        self.stop()
+        return None
 
     def _is_due(self, step: int) -> bool:
         return step == 1 or step % self.plan.every == 0

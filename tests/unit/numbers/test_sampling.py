@@ -16,18 +16,29 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.model.number_checks import NumberChecks
+from commlens.model.numbers import CheckId
 from commlens.numbers import sampling
+from commlens.numbers.inspection import Inspection
 from commlens.numbers.sampling import Sampler
 
 
+class Sent(SimpleNamespace):
+    """An exchange that keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(is_running=True, inspections=[])
+
+    def send(self, _check: CheckId, inspection: Inspection) -> None:
+        self.inspections.append(inspection)
+
+
 @pytest.fixture(autouse=True)
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The checks that rank 0 of 2 sends."""
-    checks: list[Any] = []
-    exchange = SimpleNamespace(send=lambda check, inspection: checks.append(inspection))
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+    """What rank 0 of 2 sends."""
+    exchange = Sent()
     monkeypatch.setattr(sampling, "exchange_of", lambda ranks: exchange)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield checks
+    yield exchange
     dist.destroy_process_group()
 
 
@@ -43,7 +54,7 @@ def train(parameters: list[Any]) -> None:
 
 
 def test_an_optimizer_that_trains_copies_is_told_once(
-    caplog: pytest.LogCaptureFixture, sent: list[Any]
+    caplog: pytest.LogCaptureFixture, sent: Sent
 ) -> None:
     model = nn.Linear(4, 4)
     train([each.detach().double() for each in model.parameters()])
@@ -53,14 +64,26 @@ def test_an_optimizer_that_trains_copies_is_told_once(
         " this optimizer are not compared. commlens.check_numbers(model) compares those of the"
         " model."
     ]
-    assert [each.read()[0] for each in sent] == [[], [], []]
+    assert [each.read()[0] for each in sent.inspections] == [[], [], []]
 
 
 def test_the_parameters_of_a_model_are_compared(
-    caplog: pytest.LogCaptureFixture, sent: list[Any]
+    caplog: pytest.LogCaptureFixture, sent: Sent
 ) -> None:
     model = nn.Linear(4, 4)
     train(list(model.parameters()))
     assert caplog.records == []
-    [table] = sent[-1].read()[0]
+    [table] = sent.inspections[-1].read()[0]
     assert {each.name for each in table.measures} >= {"weight", "bias", "lr of group 0"}
+
+
+def test_nothing_is_measured_after_the_end_of_the_exchange(sent: Sent) -> None:
+    [weight] = nn.Linear(4, 4, bias=False).parameters()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    sampler = Sampler(NumberChecks(every=1))
+    sampler.after_step(optimizer)
+    sent.is_running = False
+    sampler.after_step(optimizer)
+    assert sampler.off
+    assert not sampler._outputs._is_on
+    assert len(sent.inspections) == 1
