@@ -205,12 +205,13 @@ def _of_nccl(path: str, sources: Sources) -> dict[str, str]:
     """Return the adapter nearest to each GPU in a file of NCCL's topology."""
     from xml.etree import ElementTree  # only where there is such a file
 
-    try:
-        content = Path(path).read_bytes() if path else b""
-        root = ElementTree.fromstring(content) if 0 < len(content) < _SIZE_MAX else None
-    except (OSError, ElementTree.ParseError, RecursionError):
+    if not path:
         return {}
-    if root is None:
+    try:
+        with Path(path).open("rb") as file:
+            root = ElementTree.fromstring(file.read(_SIZE_MAX))
+    # LookupError, ValueError: of an encoding that the parser does not know
+    except (OSError, ElementTree.ParseError, LookupError, ValueError, RecursionError):
         return {}
     gpus: dict[str, _Path] = {}
     nics: dict[str, _Path] = {}

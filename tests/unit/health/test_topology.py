@@ -67,7 +67,16 @@ def test_the_topology_of_nccl_tells_the_adapter_of_each_gpu(tmp_path: Path):
     assert named.nic_of_gpu == {GPUS[0]: "mlx5_1", GPUS[1]: "mlx5_0"}
 
 
-@pytest.mark.parametrize("content", ["", "<system>", "no XML", "<a/>"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "<system>",
+        "no XML",
+        "<a/>",
+        *(f'<?xml version="1.0" encoding="{each}"?><a/>' for each in ("none", "gbk")),
+    ],
+)
 def test_a_damaged_file_of_nccl_tells_nothing(tmp_path: Path, content: str):
     NodeFiles(tmp_path, gpus=2)
     (tmp_path / "topology.xml").write_text(content)
