@@ -90,7 +90,6 @@ class Buffer:
     memory: Memory
     written: bool  # by the collective
     described: str  # "float32[4,8]"
-    device: Any
 
 
 @dataclass(frozen=True)
@@ -264,9 +263,7 @@ class BufferWatch:
             memory = memory_of(operand.tensor)
             if memory is not None:
                 described = _described(operand.tensor)
-                flight.buffers.append(
-                    Buffer(flight, memory, operand.written, described, operand.tensor.device)
-                )
+                flight.buffers.append(Buffer(flight, memory, operand.written, described))
         return flight
 
     def returned(self, flight: Flight | None, result: Any) -> None:
