@@ -342,8 +342,12 @@ class BufferWatch:
     def _synchronized(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if self._flights:
-            self._safely(self._waited, [each for each in self._flights if each.channel.runs_ahead])
+            self._safely(self._device_synchronized)
         return result
+
+    def _device_synchronized(self) -> None:
+        with _lock:
+            self._waited([each for each in self._flights if each.channel.runs_ahead])
 
     def _writing(self, tensor: Any) -> list[Flight]:
         key = storage_key(tensor) if self._buffers else None
@@ -404,10 +408,11 @@ class BufferWatch:
             self._fail(error)
 
     def _end_old(self) -> None:
-        for flight in list(self._flights):
-            is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
-            if is_freed or self._ops - flight.began > _OPS_MAX:
-                self._end(flight)
+        with _lock:
+            for flight in list(self._flights):
+                is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
+                if is_freed or self._ops - flight.began > _OPS_MAX:
+                    self._end(flight)
 
     def _look(self, operands: Any, op: Any, frame: FrameType | None, channel: Any) -> None:
         """Compare what an op reads and writes with the buffers in flight.

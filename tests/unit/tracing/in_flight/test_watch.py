@@ -137,6 +137,16 @@ def test_it_keeps_no_tensor_and_no_work_alive(watch: BufferWatch) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+def test_an_error_of_ours_does_not_reach_a_synchronization(
+    watch: BufferWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, work = shared()
+    next(iter(watch._flights)).channel = None
+    assert watch._synchronized(lambda: "done") == "done"
+    work.wait()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_flight_of_which_the_tensor_is_gone_ends(watch: BufferWatch) -> None:
     tensor, work = shared()
     poll_natively(work)
