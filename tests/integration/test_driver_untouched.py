@@ -21,15 +21,30 @@ ELSEWHERE = ("launch/environment.py", "tracing/preview/", "scenarios/")
 user's.
 """
 
-HARMLESS = {"is_initialized", "is_current_stream_capturing", "is_built"}
-"""These read a flag; ``is_current_stream_capturing`` is called after ``is_initialized`` only."""
+HARMLESS = {"is_initialized", "is_built", "Event", "Stream"}
+"""These read a flag, or are classes whose methods are patched."""
+
+ONCE_STARTED = {
+    *("is_current_stream_capturing", "current_stream", "default_stream"),
+    *("current_device", "default_generators"),
+}
+"""These do not start a driver that runs: a function that asks ``is_initialized`` may use them."""
 
 
 def asked(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of everything that is taken from torch.cuda, torch.xpu or
-    torch.accelerator.
+    torch.accelerator, and may start a driver.
     """
+    guarded = {
+        part
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and "is_initialized" in ast.unparse(function)
+        for part in ast.walk(function)
+        if isinstance(part, ast.Attribute) and part.attr in ONCE_STARTED
+    }
     for node in ast.walk(tree):
+        if node in guarded:
+            continue
         if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Attribute, ast.Name)):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
             if owner in ("cuda", "xpu", "accelerator"):
@@ -70,6 +85,19 @@ def test_the_search_finds_what_it_looks_for() -> None:
         (3, "an import"),
         (4, "device_count"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "may_start"),
+    [
+        ("return torch.cuda.is_initialized() and torch.cuda.current_device()", False),
+        ("return torch.cuda.current_device()", True),
+        ("return torch.cuda.is_initialized() and torch.cuda.device_count()", True),
+    ],
+)
+def test_a_function_may_ask_a_driver_that_runs(line: str, may_start: bool) -> None:
+    names = {name for _, name in asked(ast.parse(f"def ask():\n    {line}\n"))}
+    assert bool(names - HARMLESS) is may_start
 
 
 WATCHED = """

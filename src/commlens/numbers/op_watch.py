@@ -285,7 +285,7 @@ class OpWatch:
         device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
         if given is None:
             given = torch.default_generator
-            if device.type == "cuda":
+            if device.type == "cuda" and torch.cuda.is_initialized():
                 index = torch.cuda.current_device() if device.index is None else device.index
                 given = torch.cuda.default_generators[index]
         return self._hash(given.get_state())

@@ -478,7 +478,7 @@ class BufferWatch:
 
     def _is_on_another_stream(self, device: Any) -> bool:
         """Return whether ops on a device run beside its default stream."""
-        if device.type != "cuda" or self._preview:
+        if device.type != "cuda" or self._preview or not torch.cuda.is_initialized():
             return False
         return bool(torch.cuda.current_stream(device) != torch.cuda.default_stream(device))
 
