@@ -79,7 +79,7 @@ class Hazards:
         """Write all into the box, and log those that no other rank of this node has logged."""
         candidates: list[tuple[HazardKind, int, int, str]] = [
             ("never-waited", times, stack, "")
-            for stack, times in self._recorder.unwaited_works().items()
+            for stack, times in sorted(self._recorder.unwaited_works().items())
         ]
         candidates += [
             ("not-a-member", times, stack, "") for stack, times in self._not_a_member.items()
