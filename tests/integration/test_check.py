@@ -111,6 +111,27 @@ def reduces_one_tensor_twice() -> None:
         work.wait()
 
 
+def makes_groups_again_and_again() -> None:
+    begin()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(4), group=dist.new_group())
+
+
+def destroys_the_groups_it_makes() -> None:
+    begin()
+    for _ in range(20):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(4), group=group)
+        dist.destroy_process_group(group)
+
+
+def test_groups_that_pile_up_are_a_hazard() -> None:
+    (finding,) = checked(makes_groups_again_and_again).findings
+    assert isinstance(finding.cause, LatentFault)
+    assert (finding.cause.what, finding.cause.times) == ("many-groups", 20)
+    assert not checked(destroys_the_groups_it_makes).findings
+
+
 @pytest.mark.parametrize("fake_tensors", [False, True])
 def test_a_touch_of_a_buffer_in_flight_is_a_hazard(fake_tensors: bool) -> None:
     verdict = checked(touches_before_the_wait, fake_tensors=fake_tensors)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from commlens.blackbox import layout as L
+from commlens.tap.made_groups import MadeGroups
 
 if TYPE_CHECKING:
     from commlens.model.collective import Stack
@@ -26,7 +27,6 @@ _FOUND_MAX: Final = 64  # stacks in a box
 _OF_BUFFERS_MAX: Final = 16
 _PRINTED_MAX: Final = 5
 _OPEN_MAX: Final = 4096
-_MANY_GROUPS: Final = 16  # of the same ranks, alive, made by one line
 
 
 class Unwaited:
@@ -62,7 +62,7 @@ class Hazards:
         self._recorder = recorder
         self.of_buffers: Callable[[], list[Hazard]] = list  # of the watch, where one runs
         self._not_a_member: Counter[int] = Counter()
-        self._groups: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._groups = MadeGroups()
 
     def not_a_member(self) -> None:
         """Note a call with a group that this rank is not in; torch warns of it and does nothing."""
@@ -70,7 +70,7 @@ class Hazards:
 
     def group_made(self, ranks: Any) -> None:
         """Note that a group was made."""
-        self._groups[self._stack(), tuple(ranks)] += 1
+        self._groups.note(self._stack(), ranks)
 
     def _stack(self) -> int:
         return int(self._recorder.stacks.position(sys._getframe(2)))
@@ -85,9 +85,7 @@ class Hazards:
             ("not-a-member", times, stack, "") for stack, times in self._not_a_member.items()
         ]
         candidates += [
-            ("many-groups", times, stack, _ranks_text(ranks))
-            for (stack, ranks), times in self._groups.items()
-            if times >= _MANY_GROUPS and _alive(ranks) >= _MANY_GROUPS
+            ("many-groups", many.times, many.maker, many.ranks) for many in self._groups.many()
         ]
         of_buffers = self.of_buffers()
         if not candidates and not of_buffers:
@@ -158,17 +156,6 @@ def _log_once(folder: Path, hazard: Hazard) -> None:
 
     if _claim(folder, " ".join(map(str, hazard.lines))):
         log.warning("commlens: %s", hazard_phrase(hazard))
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"{min(ranks)}-{max(ranks)}"
-
-
-def _alive(ranks: tuple[int, ...]) -> int:
-    from torch.distributed import distributed_c10d as c10d
-
-    wanted = sorted(ranks)
-    return sum(sorted(of) == wanted for of in c10d._world.pg_group_ranks.values())
 
 
 def _claim(folder: Path, name: str) -> bool:

@@ -42,6 +42,7 @@ from commlens.tap.interned_args import (
     noted_reduce_ops,
     reduce_op_code,
 )
+from commlens.tap.made_groups import MadeGroups, ManyGroups
 from commlens.tracing.attribution.stacks import kind_of_file
 from commlens.tracing.patches import Patches, called_by_torch
 
@@ -125,6 +126,8 @@ class SequenceRecorder:
         self._unwaited: dict[int, Stack] = {}  # indices of asynchronous ops
         self._futures: list[int] = []  # indices of ops whose future was taken
         self._not_a_member: dict[Stack, int] = {}
+        self._made = MadeGroups()
+        self._many_groups: list[ManyGroups] = []  # when the default group was destroyed
         self._channels: dict[tuple[TapChannel, str | None], Channel] = {}
         # Shared, so that they are written only once for all events.
         self._described: dict[tuple[InternedArgs, int | None], CollectiveArgs] = {}
@@ -422,6 +425,7 @@ class SequenceRecorder:
                 "" if description == "undefined" else description,
                 self._mesh,
             )
+            self._made.note(self._stack(sys._getframe(1)), ranks)
         return original(*args, **kwargs)
 
     def _split(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -509,6 +513,8 @@ class SequenceRecorder:
         name = "" if is_last else str(getattr(group, "group_name", ""))
         self._add(Leave(name, self._stack(sys._getframe(1))))
         self.groups.before_destroy()
+        if is_last:
+            self._many_groups += self._made.many()
         self.left = self.left or is_last
         return original(group)
 
@@ -540,7 +546,9 @@ class SequenceRecorder:
     # --- what was found
 
     def found_hazards(self) -> list[Hazard]:
-        """Return the latent faults: Works never waited for, calls on groups of others."""
+        """Return the latent faults: Works never waited for, calls on groups of others, groups that
+        pile up. What the program may still do if it goes on is none.
+        """
         unwaited: dict[Stack, int] = {}
         for stack in self._unwaited.values():
             unwaited[stack] = unwaited.get(stack, 0) + 1
@@ -548,9 +556,15 @@ class SequenceRecorder:
             ("never-waited", unwaited if not self.cut_off else {}),
             ("not-a-member", self._not_a_member),
         )
-        return [
+        hazards = [
             Hazard(kind, times, stack) for kind, found in kinds for stack, times in found.items()
         ]
+        if not self.cut_off:
+            hazards += [
+                Hazard("many-groups", many.times, many.maker, many.ranks)
+                for many in self._many_groups
+            ]
+        return hazards
 
     def stack_of_traceback(self, trace: TracebackType | None) -> Stack:
         """Return the stack at which an exception was raised, innermost first."""
