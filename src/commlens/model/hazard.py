@@ -17,6 +17,7 @@ Operand = Literal["input", "output"]
 # The last one calls the former where a mode of torch.overrides is entered.
 _C10D = ("distributed_c10d.py", "c10d_logger.py", "torch/overrides.py")
 _FUNCTIONAL = "_functional_collectives.py"
+_MODES = "/torch/_ops.py"  # runs the op of a c10d call for a dispatch mode
 _TORCH = "/torch/"
 
 
@@ -66,7 +67,11 @@ class Hazard(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         if self.touch is not None:  # then torch's own calls are left out from the first
             return user_frame(self.stack)
-        frames = [frame for frame in self.stack if frame.kind is not FrameKind.COMMLENS]
+        frames = [
+            frame
+            for frame in self.stack
+            if frame.kind is not FrameKind.COMMLENS and not frame.file.endswith(_MODES)
+        ]
         if not frames or not frames[0].file.endswith(_C10D):
             return None
         caller = next((frame for frame in frames if not frame.file.endswith(_C10D)), None)

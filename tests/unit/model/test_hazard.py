@@ -16,6 +16,9 @@ def test_calls_of_torch_itself_have_no_line() -> None:
     assert Hazard("never-waited", 1, (C10D, fsdp, USER)).source is None
     assert Hazard("never-waited", 1, (reducer, USER)).source is None
     assert Hazard("never-waited", 1, (C10D, USER)).source == USER
+    of_a_mode = Frame("/lib/torch/_ops.py", 1095, "__call__", FrameKind.TORCH)
+    assert Hazard("never-waited", 1, (of_a_mode, C10D, USER)).source == USER
+    assert Hazard("never-waited", 1, (of_a_mode, fsdp, USER)).source is None
 
 
 def test_a_touch_has_the_innermost_line_of_the_program() -> None:
