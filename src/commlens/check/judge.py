@@ -9,6 +9,7 @@ from typing import NamedTuple
 from commlens.check import words
 from commlens.check.branches import doubtful as doubtful_decisions
 from commlens.check.branches import merged
+from commlens.check.files import changing
 from commlens.check.records import logs_of
 from commlens.check.rules import RULES, Rules
 from commlens.check.schedule import Outcome, schedule
@@ -17,6 +18,7 @@ from commlens.diagnosis.examine import ExaminedJob, examine_logs
 from commlens.model.ranklog import End
 from commlens.model.verdict import Verdict
 
+_NO_FILE = FileNotFoundError.__name__
 _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
 
 
@@ -83,9 +85,10 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
 
 
 def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
-    """Return what the program had to guess, and the values by which ranks may have gone other ways
-    than in a real run, or by which the culprits may have failed: an assertion about a value that
-    other ranks send fails in a run of one rank alone.
+    """Return what the program had to guess, and the values and files by which ranks may have gone
+    other ways than in a real run, or by which the culprits may have failed: in a run of one rank
+    alone, an assertion about a value that other ranks send fails, and a file that they write is
+    not there.
     """
     states = outcome.ranks
     guesses = [guess for state in states.values() for guess in state.sequence.guesses]
@@ -94,11 +97,16 @@ def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
         [len(state.ops) if state.blocked_in else math.inf for state in states.values()],
     )
     failed = [states[rank].sequence for rank in culprits]
-    decisions = [
-        each
-        for sequence in failed
-        if sequence.end is not End.CLEAN
-        for each in sequence.decisions
-        if not each.forced
+    failed = [sequence for sequence in failed if sequence.end is not End.CLEAN]
+    decisions = [each for sequence in failed for each in sequence.decisions if not each.forced]
+    looks = changing([state.sequence.looks for state in states.values()])
+    return [
+        *guesses,
+        *(Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])),
+        *(Guess("file", (frame,)) for frame in looks),
+        *(
+            Guess("file", sequence.exception_stack)
+            for sequence in failed
+            if (sequence.exception or "").startswith(_NO_FILE)
+        ),
     ]
-    return guesses + [Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlens.check.branches import Answers, Choice
+from commlens.check.files import Files
 from commlens.check.objects import Need, Shared, SharedObjects
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
@@ -78,6 +79,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
         fake_tensors=plan.fake_tensors,
     )
     objects = world.objects = SharedObjects(rank, shared, recorder)
+    files = Files()
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
     values = Values(plan.world_size, plan.choices, shared.answers)
@@ -85,6 +87,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     with world:
         _patch_system()
         SharedStore(recorder, objects).install(Patches())
+        files.install(Patches())
         recorder.attach()
         buffers.start()
         values.__enter__()  # stays: nothing but this run happens in the process
@@ -101,6 +104,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     sequence.events = recorder.events
     sequence.steps = recorder.steps
     sequence.backend = recorder.backend
+    sequence.looks = files.looks
     sequence.left = recorder.left
     sequence.cut_off = recorder.cut_off
     sequence.guesses = recorder.guesses

@@ -21,6 +21,7 @@ GuessKind = Literal[
     "store",  # a key of the store that other ranks write
     "poll",  # whether a collective has completed
     "source",  # whose message a receive from any source took
+    "file",  # a file that other ranks write
     "thread",  # several threads issue collectives: their order may differ in each run
 ]
 
@@ -87,6 +88,13 @@ class Guess(msgspec.Struct, frozen=True):
         return user_frame(self.stack)
 
 
+class FileLook(msgspec.Struct, frozen=True):
+    """The program looked whether a file exists."""
+
+    found: bool
+    frame: Frame
+
+
 class RankSequence(msgspec.Struct):
     """The sequence of one rank, and its end."""
 
@@ -103,6 +111,7 @@ class RankSequence(msgspec.Struct):
     cut_off: bool = False  # ended by us after the requested number of steps
     guesses: list[Guess] = []
     decisions: list[Decision] = []  # lines that asked for values that are not known
+    looks: dict[str, FileLook] = {}  # for files, by path
     hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for
     problem: str = ""  # why there is no complete sequence, in a sentence: a time limit, a crash
 

@@ -19,6 +19,7 @@ _GUESSES = {
     "store": "asks for a key of the store that several ranks may write",
     "poll": "asks whether a collective has completed",
     "source": "uses the number of the rank whose message a receive from any rank took",
+    "file": "needs a file that another rank may write",
     "thread": "issues collectives from several threads",
 }
 

@@ -9,7 +9,7 @@ from sequences import Player, play
 
 from commlens.check.branches import Decision, Moment
 from commlens.check.judge import judge
-from commlens.check.sequence import Guess
+from commlens.check.sequence import FileLook, Guess
 from commlens.model.collective import Frame
 from commlens.model.hazard import Hazard
 from commlens.model.verdict import Verdict
@@ -215,3 +215,26 @@ def test_ranks_that_ask_at_different_moments_prove_nothing_if_they_came_so_far(
         )
         sequence.decisions = [decision]
     assert judge(sequences).verdict.is_fault is is_fault
+
+
+def one_misses_a_file(rank: Player) -> None:
+    if rank.rank == 2:
+        rank.raises("FileNotFoundError: [Errno 2] No such file or directory: 'part1.pt'")
+    else:
+        rank.collective()
+
+
+def test_a_file_that_is_not_there_may_be_written_by_others() -> None:
+    verdict = verdict_on(3, one_misses_a_file)
+    assert verdict.kind == "undetermined"
+    assert "file" in verdict.explanation
+
+
+def test_a_fault_is_not_proven_if_ranks_wrote_files_for_others() -> None:
+    sequences = play(3, one_more)
+    for rank, sequence in sequences.items():
+        look = FileLook(rank > 0, Frame("/home/me/train.py", 5, "main"))
+        sequence.looks = {"/last.pt": look}
+    verdict = judge(sequences).verdict
+    assert verdict.kind == "undetermined"
+    assert "train.py:5" in verdict.explanation
