@@ -118,10 +118,10 @@ def _request(op: Collective) -> Hashable:
     """Return what a call asks for."""
     group = op.channel.group
     if op.op == "new_group":
-        return group.ranks
+        return group.all_ranks
     if op.op != "init_process_group":
         return op.module
-    return len(group.ranks), meeting_port(op) or op.module, group.backend
+    return len(group.all_ranks), meeting_port(op) or op.module, group.backend
 
 
 def meeting_port(op: Collective) -> str:
@@ -164,8 +164,8 @@ def _difference(
     if usual.op != "new_group":
         return None
     next_of_most, next_of_odd = (_next_ranks(context, usual, side) for side in sides[:2])
-    follows = odd.channel.group.ranks in next_of_most
-    precedes = usual.channel.group.ranks in next_of_odd
+    follows = odd.channel.group.all_ranks in next_of_most
+    precedes = usual.channel.group.all_ranks in next_of_odd
     if follows and precedes:
         return "order"
     if follows:
@@ -178,7 +178,7 @@ def _next_ranks(context: Context, call: Collective, side: list[int]) -> set[tupl
     incarnation, number = call.channel.group.incarnation, call.sequence_number + 1
     made = [op for rank in side for op in context.job.views[rank].log.setups if op.op == call.op]
     return {
-        op.channel.group.ranks
+        op.channel.group.all_ranks
         for op in made
         if (op.channel.group.incarnation, op.sequence_number) == (incarnation, number)
     }

@@ -146,11 +146,15 @@ def _asked(op: Collective) -> str:
     """Return what a call asks for, in the words of reports."""
     group = op.channel.group
     if op.op == "new_group":
-        return f"ranks {list(group.ranks)}" if len(group.ranks) <= 8 else ranks_phrase(group.ranks)
+        return (
+            f"ranks {list(group.all_ranks)}"
+            if len(group.all_ranks) <= 8
+            else ranks_phrase(group.all_ranks)
+        )
     if op.op != "init_process_group":
         return op.module or "an unknown mesh"
     port = meeting_port(op)
     at = f" at port {port}" if port else f" at {op.module}" if op.module else ""
-    return f"{count(len(group.ranks), 'rank')}{at}" + (
+    return f"{count(len(group.all_ranks), 'rank')}{at}" + (
         f" with {group.backend}" if group.backend else ""
     )

@@ -154,7 +154,7 @@ def _left_nothing(context: Context, found: FoundUnrecorded) -> Words:
 
 def _not_started(context: Context, found: FoundUnrecorded) -> Words:
     ranks, op = found.cause.ranks, most_waited(found.edges).op
-    subject, size = ranks_phrase(ranks), len(op.channel.group.ranks)
+    subject, size = ranks_phrase(ranks), len(op.channel.group.all_ranks)
     waiting = sorted({edge.rank for edge in found.edges})
     return Words(
         summary=(
@@ -177,8 +177,8 @@ def _fewer_than_expected(context: Context, found: FoundUnrecorded) -> Words:
     ranks, op = found.cause.ranks, most_waited(found.edges).op
     return Words(
         summary=(
-            f"{_they_wait(context, found)} for {len(op.channel.group.ranks)} ranks, like all with a"
-            f" record; there is no record of {ranks_phrase(ranks)}"
+            f"{_they_wait(context, found)} for {len(op.channel.group.all_ranks)} ranks, like all"
+            f" with a record; there is no record of {ranks_phrase(ranks)}"
         ),
         explanation=phrases.waiting(context, found.edges),
         next_step=(
@@ -243,7 +243,7 @@ def _origin_of_size(log: RankLog, op: Collective) -> str:
     """Say where the number of ranks comes from: the launcher, the environment, or the call; empty
     if that is not recorded.
     """
-    size, known = len(op.channel.group.ranks), log.size_in_environment
+    size, known = len(op.channel.group.all_ranks), log.size_in_environment
     if known is None:
         return ""
     if known == size:

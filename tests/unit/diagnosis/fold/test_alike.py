@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+import starting_ranks
 from builders import START, Die, Job, S, Stay, Step, all_reduce
 from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps import SLOW, Item, applies, with_fault
 from random_steps import steps as random_steps
+from starting_ranks import groups, init
+from starting_ranks import rank as starting_rank
 from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -185,3 +188,25 @@ def test_a_verdict_on_a_few_ranks_that_counts_is_that_on_all(
         assert found.some.culprits == found.full.culprits
         assert (found.some.kind, found.some.why) == (found.full.kind, found.full.why)
         assert found.some.victims == found.full.victims
+
+
+def test_groups_that_ranks_make_are_said_with_all_their_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 32
+    monkeypatch.setattr(starting_ranks, "WORLD", size)
+
+    def one(number: int) -> RankLog:
+        odd = number == 13
+        made = groups(range(size - odd))
+        log = starting_rank(number, init(), *made, inside=odd, issued="" if odd else "all_reduce")
+        log.host = f"n{number // NODE}"
+        return log
+
+    found = fold(list(map(one, range(size))))
+    assert found.counts and found.alike.others
+    assert (found.some.summary, found.some.explanation) == (
+        found.full.summary,
+        found.full.explanation,
+    )
+    assert "ranks 0-30" in found.full.summary
