@@ -12,7 +12,7 @@ export function Hardware({ page }: { page: VerdictPage }) {
   return (
     <Section id="hardware" title="What changed in the hardware">
       <p class="about">
-        Changes since the first look at each node, in the order of their times (UTC{day && `, ${day}`}). What has two times happened between them.
+        Changes since the first look at each node, in the order of their times (UTC{day && `, ${day}`}). A change with two times happened between them.
         {table.left_out && ` ${table.left_out}.`}
       </p>
       <div class="table-scroll" tabIndex={0} role="group" aria-label="Changes of the hardware">

@@ -1,4 +1,5 @@
 import { Section } from "../shared/page";
+import { count } from "../shared/words";
 import type { Compared, DivergedTensor, VerdictPage } from "./data";
 import { RankLink } from "./parts";
 
@@ -35,8 +36,8 @@ export function Numbers({ page }: { page: VerdictPage }) {
           </tbody>
         </table>
       </div>
-      {more > 0 && <p class="dim">{more} more tensors differ.</p>}
-      {leftOut > 0 && <p class="dim">{leftOut} more ranks are not shown.</p>}
+      {more > 0 && <p class="dim">{count(more, "more tensor differs", "more tensors differ")}.</p>}
+      {leftOut > 0 && <p class="dim">{count(leftOut, "more rank is not shown", "more ranks are not shown")}.</p>}
       <History checks={cause.history ?? []} />
     </Section>
   );
@@ -69,7 +70,7 @@ function History({ checks }: { checks: Compared[] }) {
       <ol class="checks">
         {checks.map((check) => (
           <li key={check.step} class={check.differing ? "differs" : ""}>
-            step {check.step}: {check.differing ? `${check.differing} differ` : "equal"}
+            step {check.step}: {check.differing ? count(check.differing, "differs", "differ") : "equal"}
           </li>
         ))}
       </ol>
