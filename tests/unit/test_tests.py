@@ -218,7 +218,7 @@ NOT_YET = {
         watch/mismatches/record_reader watch/mismatches/report watch/mismatches/signatures
     """,
     "unit/watch/nodes/test_exchange.py": """
-        watch/nodes/ask watch/nodes/looks watch/nodes/lost_store watch/nodes/meeting_places
+        watch/nodes/looks watch/nodes/lost_store watch/nodes/meeting_places
     """,
     "unit/watch/nodes/test_remote_evidence.py": """
         watch/snapshot
