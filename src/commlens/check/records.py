@@ -83,6 +83,7 @@ def _log(
             ended_ns=_at(state.ended_at),
             seen_ns=now,
         )
+    came_to_the_cut = sequence.cut_off and state.ended_at > 0 and not state.blocked_in
     main = next((op.issue_thread for op in (*setups, *ops)), 1)
     return RankLog(
         rank=sequence.rank,
@@ -103,7 +104,7 @@ def _log(
         left=state.has_ended and sequence.left,
         exception=sequence.exception if state.has_ended else None,
         exception_stack=sequence.exception_stack if state.has_ended else (),
-        hazards=sequence.hazards if state.has_ended else [],
+        hazards=sequence.hazards if state.has_ended or came_to_the_cut else [],
         initialised=any(op.state is State.COMPLETED for op in setups),
         observation=observation,
         script=script,

@@ -156,8 +156,11 @@ def test_a_fault_of_other_ranks_is_proven_all_the_same() -> None:
     assert judge(sequences).verdict.kind == "mismatch/op"
 
 
-def test_hazards_are_no_fault() -> None:
+@pytest.mark.parametrize("cut_off", [False, True], ids=["to the end", "by --steps"])
+def test_hazards_are_no_fault(cut_off: bool) -> None:
     sequences = play(2, legal)
+    for sequence in sequences.values():
+        sequence.cut_off = cut_off
     stack = (
         Frame("/torch/distributed/distributed_c10d.py", 1, "isend"),
         Frame("/home/me/train.py", 4, "main"),
