@@ -152,6 +152,7 @@ def test_there_is_none_in_a_legal_program(
     assert told(ended.stderr) == []
 
 
+@NATIVE_FIRST
 def test_verification_finds_what_touches_a_buffer_before_the_wait(
     tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
 ) -> None:

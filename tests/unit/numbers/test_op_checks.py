@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import number_ops
 import torch
+from chosen import long
 from number_ops import AT, ODD
 
 from commlens.testing import run_on_ranks
@@ -23,7 +24,11 @@ def run(fault: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("fault", "departure"),
-    [("gradient", "other-inputs"), ("lr", "other-arguments"), ("outside", "changed-outside")],
+    [
+        ("gradient", "other-inputs"),
+        long("lr", "other-arguments"),
+        long("outside", "changed-outside"),
+    ],
 )
 def test_the_op_the_rank_and_the_step(fault: str, departure: str) -> None:
     [(found, culprits, step, ops)] = run(fault)[0]["found"]
