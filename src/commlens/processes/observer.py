@@ -26,6 +26,7 @@ _COUNTS_EVERY_S: Final = 0.4
 # is alive
 _CHATTER: Final = 1024
 _SWAPS: Final = 10.0  # memory pressure, percent
+_STARVED: Final = 0.6  # of the time, without a core
 
 _Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
 
@@ -66,6 +67,9 @@ class _Subject:
     classify: Classify
     samples: deque[_Sample] = field(default_factory=deque)
     counts: deque[_Counts] = field(default_factory=deque)
+    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and for how long each thread was
+    # ready to run and had no core
+    core_waits: deque[tuple[int, dict[int, int]]] = field(default_factory=deque)
     sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
     unsent: int = 0
     # (CLOCK_MONOTONIC ns, seconds so far)
@@ -137,8 +141,12 @@ class Observer:
                 (now, counters.throttled_s if counters.throttled_s is not None else -1.0)
             )
             _forget(subject.throttled, now - self._window_ns)
-        if self._use_py_spy and self._watchdog_is_silent(subject):
-            self._start_py_spy(subject)
+        if self._watchdog_is_silent(subject):
+            if not subject.core_waits or now - subject.core_waits[-1][0] > _COUNTS_EVERY_S * 1e9:
+                subject.core_waits.append((now, process.cpu_waits_ns(subject.pid)))
+                _forget(subject.core_waits, now - self._window_ns)
+            if self._use_py_spy:
+                self._start_py_spy(subject)
 
     def _count(self, subject: _Subject, reaped_cpu_s: float, now: int) -> _Counts:
         """Read the counters of a process, its children and their connections."""
@@ -176,6 +184,7 @@ class Observer:
         for subject in self._subjects.values():
             subject.samples.clear()
             subject.counts.clear()
+            subject.core_waits.clear()
             subject.throttled.clear()
             subject.stacks = None
             subject.pending = None
@@ -332,7 +341,9 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     if _silent_s(last.pulse, now) <= SILENT_S:
         return False
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
-    if not since or any(sample.state in "TtDZX" for sample in since) or _is_starved(since):
+    if not since or any(sample.state in "TtDZX" for sample in since):
+        return False
+    if _is_starved(since) or _a_thread_is_starved(subject, last.pulse.heartbeat_ns):
         return False
     return (_throttled_fraction(subject) or 0.0) <= 0.5
 
@@ -348,6 +359,20 @@ def _is_starved(samples: list[_Sample]) -> bool:
         and runnable >= 0.3
         and samples[-1].cpu_s - samples[0].cpu_s < 0.5 * runnable * span_s
     )
+
+
+def _a_thread_is_starved(subject: _Subject, since_ns: int) -> bool:
+    """Return whether a thread was ready to run for most of the time and got no core: it may be the
+    watchdog thread. One that waits for the GIL sleeps.
+    """
+    waits = [one for one in subject.core_waits if one[0] >= since_ns]
+    if len(waits) < 2:
+        return False
+    (began_ns, before), (ended_ns, after) = waits[0], waits[-1]
+    longest = max(
+        (wait - before[each] for each, wait in after.items() if each in before), default=0
+    )
+    return longest > _STARVED * (ended_ns - began_ns)
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:

@@ -371,5 +371,20 @@ def cpu_wait_ns(pid: int) -> int | None:
     """Return for how long the main thread was ready to run and had no CPU, in ns since its start:
     the second field of schedstat.
     """
-    fields = (read_text(f"/proc/{pid}/schedstat") or "").split()
+    return _cpu_wait_ns(f"/proc/{pid}/schedstat")
+
+
+def cpu_waits_ns(pid: int) -> dict[int, int]:
+    """Return the same for each thread of a process, by thread id."""
+    waits: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            wait = _cpu_wait_ns(f"{thread}/schedstat")
+            if wait is not None:
+                waits[int(thread.name)] = wait
+    return waits
+
+
+def _cpu_wait_ns(path: str) -> int | None:
+    fields = (read_text(path) or "").split()
     return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None

@@ -144,6 +144,35 @@ def test_stopped_is_not_holding_the_gil(child: subprocess.Popen[str]) -> None:
     assert (seen.proc_state, seen.stopped_fraction, seen.holds_gil) == ("T", 1.0, False)
 
 
+def spin(core: int, nice: int) -> subprocess.Popen[str]:
+    """Start a process of which one thread spins on a core, while its main thread sleeps."""
+    code = (
+        f"import os, threading, time\nos.sched_setaffinity(0, {{{core}}})\nos.nice({nice})\n"
+        "def spin():\n    while True: pass\n"
+        "threading.Thread(target=spin, daemon=True).start()\nprint('up', flush=True)\n"
+        "time.sleep(60)"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    started.stdout.readline()
+    return started
+
+
+def test_a_thread_without_a_core_is_not_kept_out_by_the_gil() -> None:
+    core = min(os.sched_getaffinity(0))
+    with spin(core, 19) as starved, spin(core, 0) as neighbour:
+        observer = observer_of(starved)
+        silent = time.monotonic_ns() - 3 * SECOND
+        for _ in range(3):
+            observer.sample(starved.pid, pulse(heartbeat_ns=silent))
+            time.sleep(0.5)
+        observer.sample(starved.pid, pulse(heartbeat_ns=silent))
+        seen = observer.observe(starved.pid)
+        starved.kill()
+        neighbour.kill()
+    assert seen.holds_gil is False
+
+
 def test_a_running_process_without_heartbeats_holds_the_gil(child: subprocess.Popen[str]) -> None:
     observer = observer_of(child)
     silent = time.monotonic_ns() - 3 * SECOND
