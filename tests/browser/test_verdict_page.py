@@ -111,7 +111,8 @@ def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
         "Evidence",
         "Ranks",
     ]
-    # The graph: the root cause is marked, and arrows lead there.
+    # The graph, shown once it is laid out: the root cause is marked, and arrows lead there.
+    page.wait_for_selector(".node.root")
     assert page.locator(".node.root").count() == 1
     assert "rank 5" in page.inner_text(
         ".node.root"
