@@ -268,6 +268,7 @@ def test_a_disagreement_and_a_cycle(open_page: OpenPage, tmp_path: Path):
     assert odd.count() == 1 and "float32[24]" in odd.inner_text()
     assert "shape differs" in page.inner_text("#issued tr.fault th")
     page = open_page(write(tmp_path, Job(4).run(swapped).logs()))
+    page.wait_for_selector("path.edge", state="attached")
     assert page.locator("path.edge").count() == 2, "each waits for the other"
 
 
