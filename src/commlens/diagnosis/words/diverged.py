@@ -182,15 +182,21 @@ def _extent(cause: Diverged) -> str:
         return ""
     if not cause.differing:
         return ""
-    equal = [_KIND_NAMES[kind] for kind in cause.equal_kinds]
+    one = cause.differing == 1
+    whose = "its" if one else "the first one's"
     unequal = [_KIND_NAMES[kind] for kind in cause.unequal_kinds]
-    parts = []
-    if equal:
-        parts.append(f"its {joined(equal)} {'was' if len(equal) == 1 else 'were'} equal")
-    if unequal:
-        parts.append(f"its {joined(unequal)} {'was' if len(unequal) == 1 else 'were'} not")
-    about = f" {capital(', '.join(parts))}." if parts else ""
-    return f"{cause.differing} of {count(cause.compared, 'tensor')}.{about}"
+    equal = [_KIND_NAMES[kind] for kind in cause.equal_kinds]
+    return "".join(
+        (
+            f"{cause.differing} of {count(cause.compared, 'tensor')}",
+            " differs" if one else " differ",
+            f", and {whose} {joined(unequal)} with it" if unequal else "",
+            f"; {whose} {joined(equal)} {'is' if len(equal) == 1 else 'are'} equal"
+            if equal
+            else "",
+            ".",
+        )
+    )
 
 
 def _element(cause: Diverged) -> str:

@@ -39,7 +39,10 @@ def test_the_rank_the_tensor_and_the_steps() -> None:
     assert said.summary == (
         f"rank 3's exp_avg of {NORM} differs from ranks 0-2 since step 400 (equal at step 300)"
     )
-    assert said.explanation == "1 of 4 tensors. Its gradient was equal, its parameter was not."
+    assert (
+        said.explanation
+        == "1 of 4 tensors differs, and its parameter with it; its gradient is equal."
+    )
 
 
 def test_a_whole_verdict() -> None:
