@@ -232,7 +232,7 @@ class Counter(nn.Module):
         self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Centre."""
+        """Subtract the mean of the batch."""
         with torch.no_grad():
             self.mean.lerp_(x.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
             self.seen += len(x)

@@ -375,7 +375,9 @@ def cpu_wait_ns(pid: int) -> int | None:
 
 
 def cpu_waits_ns(pid: int) -> dict[int, int]:
-    """Return the same for each thread of a process, by thread id."""
+    """Return for how long each thread of a process was ready to run and had no CPU, in ns since
+    its start, by thread id.
+    """
     waits: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

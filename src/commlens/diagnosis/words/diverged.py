@@ -120,7 +120,7 @@ def _summary(cause: Diverged) -> str:
 
 
 def _first_op(cause: Diverged) -> str:
-    """Return when values part, with an op."""
+    """Return the step in which values part, and the op after which they do."""
     ran = next(side for side in (*cause.ops[1:], cause.ops[0]) if side.op is not None)
     if cause.why == "op-output":
         return f"in step {cause.step}"
