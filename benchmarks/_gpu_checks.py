@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,9 +43,33 @@ class SkippedError(Exception):
     """A check cannot run here; the text says why."""
 
 
+class Pair:
+    """Whether two ranks can share the GPU: the healthy job of two ranks tells, and the checks of
+    such jobs wait for it.
+    """
+
+    PATIENCE_S = 90.0
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._reason = "no healthy job of two ranks was run"
+
+    def tell(self, reason: str) -> None:
+        """Say why they cannot; an empty text: they can."""
+        self._reason = reason
+        self._told.set()
+
+    def reason(self) -> str:
+        """Wait for the healthy job, and return why two ranks cannot share the GPU: empty if they
+        can.
+        """
+        self._told.wait(self.PATIENCE_S)
+        return self._reason
+
+
 @dataclass
 class Bench:
-    """What the checks run on."""
+    """What the checks of one lane run on."""
 
     processes: Processes
     scratch: Path
@@ -53,8 +77,12 @@ class Bench:
     backend: str = "nccl"
     quick: bool = False
     limit_s: float = 60.0  # of the check that runs now
-    # why two ranks cannot share the GPU; empty: they can
-    pair: str = "no healthy job of two ranks was run"
+    two_ranks: Pair = field(default_factory=Pair)  # of all lanes
+
+    @property
+    def pair(self) -> str:
+        """Why two ranks cannot share the GPU; empty: they can."""
+        return self.two_ranks.reason()
 
     @property
     def is_dry(self) -> bool:
@@ -111,6 +139,13 @@ class Check:
     limit_s: float
     measure: Callable[[Bench], Finds]
     judge: Callable[[Finds], Judged]
+    # Lanes run side by side, and the checks of one lane one after another; those of ALONE run last,
+    # when nothing else does.
+    lane: str = "one rank"
+
+
+ALONE = "alone"
+HEALTHY_PAIR = "pair, healthy"
 
 
 # --- the engine and the facts
@@ -341,7 +376,7 @@ def check_pair(case: str, stall_s: float) -> Callable[[Bench], Finds]:
         }
         if case == "healthy":
             well = finds["ended_well"] == 2 and ended.status == 0
-            bench.pair = "" if well else f"the healthy job {ended.reason}"
+            bench.two_ranks.tell("" if well else f"the healthy job {ended.reason}")
             if not well:
                 raise NoResultError(bench.pair, hung=ended.status is None)
         return finds
@@ -541,7 +576,7 @@ def judge_driver(finds: Finds) -> Judged:
     )
 
 
-def graph_check(way: str) -> Check:
+def graph_check(way: str, lane: str) -> Check:
     """Return the check of CUDA graphs."""
     return Check(
         f"graph, {way}",
@@ -549,88 +584,58 @@ def graph_check(way: str) -> Check:
         45,
         lambda bench: bench.rank("graph", way),
         judge_graph,
+        lane,
     )
 
 
-def ring_check(way: str) -> Check:
+def ring_check(way: str, lane: str) -> Check:
     """Return the check of the ring buffer."""
     claim = (
         "Behind a kernel of 8 s, the ring buffer begins with a collective in flight, and all"
         f" complete afterwards ({way} engine)"
     )
-    return Check(f"ring, {way}", claim, 45, lambda bench: bench.rank("ring", way), judge_ring)
+    return Check(f"ring, {way}", claim, 45, lambda bench: bench.rank("ring", way), judge_ring, lane)
+
+
+def states_check(way: str, lane: str) -> Check:
+    """Return the check of the states of collectives behind a long kernel."""
+    claim = (
+        "A collective behind a long kernel is in flight, then completed as torch's recorder tells"
+        f" ({way} engine)"
+    )
+    return Check(f"states, {way}", claim, 50, check_states(way), judge_states(way), lane)
 
 
 CHECKS: list[Check] = [
     Check(
-        "engine", "commlens build-native gives the native engine", 170, build_engine, judge_engine
+        "engine",
+        "commlens build-native gives the native engine",
+        200,
+        build_engine,
+        judge_engine,
+        "native engine",
     ),
+    states_check("native", "native engine"),
+    graph_check("native", "native engine"),
+    ring_check("native", "native engine"),
+    graph_check("bare", "native engine"),
     Check(
         "facts",
         "The claims about NCCL on which commlens builds hold",
-        120,
+        200,
         check_facts,
         judge_facts,
+        "facts",
     ),
-    *(
-        Check(
-            f"states, {way}",
-            "A collective behind a long kernel is in flight, then completed as torch's recorder"
-            f" tells ({way} engine)",
-            50,
-            check_states(way),
-            judge_states(way),
-        )
-        for way in ENGINES
-    ),
-    Check(
-        "CPU share",
-        "How busy the main thread is while it waits for the device",
-        45,
-        lambda bench: bench.rank("cpu_share"),
-        judge_cpu,
-    ),
-    Check(
-        "pair, healthy",
-        "Two ranks share one GPU, each as a host of its own, and nothing is reported",
-        60,
-        check_pair("healthy", 20),
-        judge_healthy,
-    ),
-    Check(
-        "pair, asleep", "A rank that sleeps is named", 45, check_pair("asleep", 4), judge_fault([1])
-    ),
-    Check(
-        "pair, skipped",
-        "A rank that skips a collective is named",
-        45,
-        check_pair("skipped", 4),
-        judge_fault([1]),
-    ),
-    Check(
-        "pair, size", "Sizes that differ are reported", 45, check_pair("size", 4), judge_fault(None)
-    ),
-    Check(
-        "pair, order",
-        "Two groups in another order are a cycle",
-        45,
-        check_pair("order", 4),
-        judge_fault([1]),
-    ),
-    Check(
-        "pair, timeout",
-        "After NCCL's timeout and abort, the rank that did not come is named",
-        60,
-        check_pair("timeout", 60),
-        judge_fault([1]),
-    ),
-    *(graph_check(way) for way in ENGINES),
+    states_check("python", "one rank"),
+    graph_check("python", "one rank"),
     Check(
         "blocking wait",
         "With TORCH_NCCL_BLOCKING_WAIT, collectives are recorded",
         40,
         check_states("python", TORCH_NCCL_BLOCKING_WAIT="1"),
         judge_states("python", learns=False),
+        "one rank",
     ),
     Check(
         "recorder off",
@@ -638,6 +643,7 @@ CHECKS: list[Check] = [
         40,
         check_states("python", TORCH_FR_BUFFER_SIZE="0", TORCH_NCCL_TRACE_BUFFER_SIZE="0"),
         judge_states("python", learns=False),
+        "one rank",
     ),
     Check(
         "timing",
@@ -645,17 +651,16 @@ CHECKS: list[Check] = [
         40,
         check_states("python", {"timing": True}, TORCH_NCCL_ENABLE_TIMING="1"),
         judge_timing,
+        "one rank",
     ),
-    ring_check("python"),
-    Check(
-        "cost", "What recording adds to a call that issues a collective", 90, check_cost, judge_cost
-    ),
+    ring_check("python", "one rank"),
     Check(
         "watcher",
         "The watcher process does not use the GPU",
         45,
         lambda bench: bench.rank("watcher", settings={"watched": False}),
         judge_watcher,
+        "processes",
     ),
     Check(
         "driver",
@@ -663,6 +668,7 @@ CHECKS: list[Check] = [
         45,
         lambda bench: bench.rank("driver"),
         judge_driver,
+        "processes",
     ),
     Check(
         "fork",
@@ -670,6 +676,7 @@ CHECKS: list[Check] = [
         45,
         lambda bench: bench.rank("fork"),
         judge_fork,
+        "processes",
     ),
     Check(
         "torch's dump",
@@ -677,8 +684,71 @@ CHECKS: list[Check] = [
         60,
         check_torch_dump,
         judge_torch_dump,
+        "processes",
     ),
-    ring_check("native"),
-    graph_check("bare"),
+    Check(
+        HEALTHY_PAIR,
+        "Two ranks share one GPU, each as a host of its own, and nothing is reported",
+        75,
+        check_pair("healthy", 20),
+        judge_healthy,
+        "two ranks",
+    ),
+    Check(
+        "pair, asleep",
+        "A rank that sleeps is named",
+        60,
+        check_pair("asleep", 4),
+        judge_fault([1]),
+        "two ranks",
+    ),
+    Check(
+        "pair, skipped",
+        "A rank that skips a collective is named",
+        60,
+        check_pair("skipped", 4),
+        judge_fault([1]),
+        "two ranks",
+    ),
+    Check(
+        "pair, size",
+        "Sizes that differ are reported",
+        60,
+        check_pair("size", 4),
+        judge_fault(None),
+        "two ranks, more",
+    ),
+    Check(
+        "pair, order",
+        "Two groups in another order are a cycle",
+        60,
+        check_pair("order", 4),
+        judge_fault([1]),
+        "two ranks, more",
+    ),
+    Check(
+        "pair, timeout",
+        "After NCCL's timeout and abort, the rank that did not come is named",
+        75,
+        check_pair("timeout", 60),
+        judge_fault([1]),
+        "two ranks, more",
+    ),
+    Check(
+        "CPU share",
+        "How busy the main thread is while it waits for the device",
+        45,
+        lambda bench: bench.rank("cpu_share"),
+        judge_cpu,
+        ALONE,
+    ),
+    Check(
+        "cost",
+        "What recording adds to a call that issues a collective",
+        90,
+        check_cost,
+        judge_cost,
+        ALONE,
+    ),
 ]
-"""In the order in which they run: those that matter most come first."""
+"""Those of one lane run in this order: those that matter most come first."""

@@ -10,6 +10,7 @@
     python benchmarks/gpu_check.py --device cpu --backend gloo --quick
 
 Each check runs in processes of its own with a limit, so none that fails or hangs stops the others.
+Lanes of checks run side by side, and what measures time runs alone afterwards.
 Results are written as they come: one line of JSON each to FILE with the ending .jsonl, a summary to
 .md, and all to FILE. Without a GPU, nothing is measured.
 """
@@ -23,12 +24,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _gpu_checks import CHECKS, Bench, Check, NoResultError, SkippedError
+from _gpu_checks import ALONE, CHECKS, HEALTHY_PAIR, Bench, Check, NoResultError, SkippedError
 from _gpu_machine import REPOSITORY, Processes, install, prepare
 from _report import Goal, Report, arguments, command
 
@@ -75,30 +78,30 @@ class Run:
     machine: dict[str, Any]
     json_path: Path | None
     results: list[Result] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self, check: Check, left_s: float) -> Result:
-        """Run one check. Never raises."""
+    def check(self, check: Check, left_s: float, bench: Bench) -> Result:
+        """Run one check on the bench of its lane. Never raises."""
         began = time.monotonic()
         if left_s < 10:
             result = Result(check.name, check.claim, "no time", "there was no time left")
         else:
-            self.bench.limit_s = min(check.limit_s, left_s)
-            result = self._measured(check)
+            bench.limit_s = min(check.limit_s, left_s)
+            result = self._measured(check, bench)
         result.seconds = round(time.monotonic() - began, 1)
         with contextlib.suppress(Exception):
-            self.bench.processes.end_all()
-        self.results.append(result)
-        self.write()
+            bench.processes.end_all()
+        with self._lock:
+            self.results.append(result)
+            self.write()
         return result
 
-    def _measured(self, check: Check) -> Result:
+    def _measured(self, check: Check, bench: Bench) -> Result:
         finds: dict[str, Any] = {}
         try:
-            finds = check.measure(self.bench)
+            finds = check.measure(bench)
             right, words = check.judge(finds)
-            status = (
-                "dry run" if self.bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
-            )
+            status = "dry run" if bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
         except SkippedError as why:
             status, words = "skipped", str(why)
         except NoResultError as why:
@@ -195,40 +198,72 @@ def run(given: argparse.Namespace) -> int:
             given.backend,
             given.quick,
         )
-        with ended_with_us(bench.processes):
-            asked = bench.processes.run([sys.executable, "-W", "ignore", "-c", MACHINE], 120)
-            machine = {
-                "installed": installed,
-                **(asked.result or {"torch": f"unknown: {asked.reason}"}),
-            }
-            if not bench.is_dry and not (machine.get("gpu") and machine.get("has_nccl")):
-                why = "this torch has no NCCL" if machine.get("gpu") else "this torch sees no GPU"
-                return nothing_measured(
-                    why if "unknown" not in machine["torch"] else machine["torch"],
-                    machine,
-                    given.json,
-                )
-            print(about(machine, is_dry=bench.is_dry), flush=True)
-            if given.json is not None:
-                given.json.with_suffix(".jsonl").unlink(missing_ok=True)
-            running = Run(bench, machine, given.json)
-            running.write()
-            for check in CHECKS:
-                if given.only and not any(check.name.startswith(name) for name in given.only):
-                    continue
-                result = running.check(check, given.limit - RESERVE_S - (time.monotonic() - began))
-                print(
-                    f"{result.status:8} {result.seconds:5.1f} s  {check.name}:"
-                    f" {result.words[:400]}",
-                    flush=True,
-                )
+        asked = bench.processes.run([sys.executable, "-W", "ignore", "-c", MACHINE], 120)
+        machine = {
+            "installed": installed,
+            **(asked.result or {"torch": f"unknown: {asked.reason}"}),
+        }
+        if not bench.is_dry and not (machine.get("gpu") and machine.get("has_nccl")):
+            why = "this torch has no NCCL" if machine.get("gpu") else "this torch sees no GPU"
+            return nothing_measured(
+                why if "unknown" not in machine["torch"] else machine["torch"],
+                machine,
+                given.json,
+            )
+        print(about(machine, is_dry=bench.is_dry), flush=True)
+        if given.json is not None:
+            given.json.with_suffix(".jsonl").unlink(missing_ok=True)
+        running = Run(bench, machine, given.json)
+        running.write()
+        chosen = [
+            check
+            for check in CHECKS
+            if not given.only or any(check.name.startswith(name) for name in given.only)
+        ]
+        if not any(check.name == HEALTHY_PAIR for check in chosen):
+            bench.two_ranks.tell("no healthy job of two ranks was run")
+        run_lanes(running, chosen, began + given.limit - RESERVE_S)
     if bench.is_dry:
         return 1 if any(one.status in ("hung", "failed") for one in running.results) else 0
     return 0
 
 
+def run_lanes(running: Run, checks: list[Check], until: float) -> None:
+    """Run the lanes side by side, then the checks that want to be alone."""
+    lanes: dict[str, list[Check]] = {}
+    for check in checks:
+        lanes.setdefault(check.lane, []).append(check)
+    last = lanes.pop(ALONE, [])
+    benches = {
+        lane: replace(
+            running.bench,
+            processes=Processes(running.bench.processes.environ, running.bench.scratch),
+        )
+        for lane in [*lanes, ALONE]
+    }
+
+    def run_lane(lane: str, checks: list[Check]) -> None:
+        for check in checks:
+            result = running.check(check, until - time.monotonic(), benches[lane])
+            print(
+                f"{result.status:8} {result.seconds:5.1f} s  {check.name}: {result.words[:400]}",
+                flush=True,
+            )
+
+    with ended_with_us([bench.processes for bench in benches.values()]):
+        threads = [
+            threading.Thread(target=run_lane, args=(lane, checks), daemon=True)
+            for lane, checks in lanes.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run_lane(ALONE, last)
+
+
 @contextlib.contextmanager
-def ended_with_us(processes: Processes) -> Any:
+def ended_with_us(all_processes: list[Processes]) -> Iterator[None]:
     """End all processes of the checks when this one ends, also by SIGTERM."""
 
     def leave(number: int, _: Any) -> None:
@@ -238,7 +273,8 @@ def ended_with_us(processes: Processes) -> Any:
     try:
         yield
     finally:
-        processes.end_all()
+        for processes in all_processes:
+            processes.end_all()
 
 
 def nothing_measured(why: str, machine: dict[str, Any], json_path: Path | None) -> int:

@@ -136,12 +136,15 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs(bench: Bench, tmp_pat
 
     here = running(bench, tmp_path / "out.json")
     began = time.monotonic()
-    assert here.check(Check("hangs", "", 30, hang, lambda finds: (True, "")), 30).status == "hung"
+    assert (
+        here.check(Check("hangs", "", 30, hang, lambda finds: (True, "")), 30, bench).status
+        == "hung"
+    )
     assert time.monotonic() - began < 15
     assert bench.processes.end_all() == 0
     assert (
         here.check(
-            Check("runs", "", 30, lambda bench: {"a": 1}, lambda finds: (True, "well")), 30
+            Check("runs", "", 30, lambda bench: {"a": 1}, lambda finds: (True, "well")), 30, bench
         ).status
         == "dry run"
     )
@@ -155,11 +158,13 @@ def test_no_error_of_a_check_stops_the_others(bench: Bench) -> None:
     here = running(bench)
     outcomes = [
         here.check(
-            Check("measure", "", 9, lambda bench: {"a": 1 / 0}, lambda finds: (True, "")), 30
+            Check("measure", "", 9, lambda bench: {"a": 1 / 0}, lambda finds: (True, "")), 30, bench
         ),
-        here.check(Check("judge", "", 9, lambda bench: {}, lambda finds: (True, finds["b"])), 30),
-        here.check(Check("skip", "", 9, skip, lambda finds: (True, "")), 30),
-        here.check(Check("late", "", 9, skip, lambda finds: (True, "")), 3),
+        here.check(
+            Check("judge", "", 9, lambda bench: {}, lambda finds: (True, finds["b"])), 30, bench
+        ),
+        here.check(Check("skip", "", 9, skip, lambda finds: (True, "")), 30, bench),
+        here.check(Check("late", "", 9, skip, lambda finds: (True, "")), 3, bench),
     ]
     assert [one.status for one in outcomes] == ["failed", "failed", "skipped", "no time"]
     assert "ZeroDivisionError" in outcomes[0].words and "KeyError: 'b'" in outcomes[1].words
@@ -220,8 +225,11 @@ def test_the_results_are_written_to_the_page_and_kept(
             lambda finds: (True, "issued | completed"),
         ),
         30,
+        bench,
     )
-    here.check(Check("share", "How busy", 9, lambda bench: {}, lambda finds: (None, "100%")), 30)
+    here.check(
+        Check("share", "How busy", 9, lambda bench: {}, lambda finds: (None, "100%")), 30, bench
+    )
     assert gpu_check.write(tmp_path / "gpu.json") == 0
     section = page.read_text().split("## On a GPU")[1].split("\n## ")[0]
     assert "a card, driver 1, CUDA 13.0, NCCL 2.28, torch 2.11.0+cu130" in section
