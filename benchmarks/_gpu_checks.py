@@ -171,44 +171,38 @@ def judge_engine(finds: Finds) -> Judged:
     )
 
 
-def check_facts(bench: Bench) -> Finds:
-    """Run the file of claims about NCCL, if it is there."""
-    if not FACTS.exists():
-        raise SkippedError(f"{FACTS.relative_to(REPOSITORY)} does not exist")
-    if bench.is_dry:
-        raise SkippedError("the claims are checked on an emulation by the tests")
-    found = bench.folder() / "facts.json"
-    ended = bench.processes.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(FACTS),
-            "--backend",
-            bench.backend,
-            "--json",
-            str(found),
-        ],
-        bench.limit_s,
-    )
-    with contextlib.suppress(OSError, ValueError):
-        return {
-            "facts": json.loads(found.read_text(encoding="utf-8")),
-            "output": ended.out[-3000:],
-            "status": ended.status,
-        }
-    raise NoResultError(ended.reason, hung=ended.status is None)
+def check_facts(ranks: int) -> Callable[[Bench], Finds]:
+    """Return the check of the claims about NCCL that need so many ranks."""
+
+    def measure(bench: Bench) -> Finds:
+        if not FACTS.exists():
+            raise SkippedError(f"{FACTS.relative_to(REPOSITORY)} does not exist")
+        if bench.is_dry:
+            raise SkippedError("the claims are checked on an emulation by the tests")
+        if ranks > 1 and bench.pair:
+            raise SkippedError(f"two ranks do not share this GPU: {bench.pair}")
+        found = bench.folder() / "facts.json"
+        program = [sys.executable, "-W", "ignore", str(FACTS), "--backend", bench.backend]
+        ended = bench.processes.run(
+            [*program, "--ranks", str(ranks), "--json", str(found)], bench.limit_s
+        )
+        with contextlib.suppress(OSError, ValueError):
+            return {
+                "facts": json.loads(found.read_text(encoding="utf-8")),
+                "output": ended.out[-3000:],
+                "status": ended.status,
+            }
+        raise NoResultError(ended.reason, hung=ended.status is None)
+
+    return measure
 
 
 def judge_facts(finds: Finds) -> Judged:
-    """Return how it ended; its own report says which claims hold."""
-    return (
-        finds["status"] == 0,
-        (
-            f"exit status {finds['status']};"
-            f" {(finds['output'].strip().splitlines() or ['no output'])[-1][:200]}"
-        ),
-    )
+    """Return whether all claims hold, and which do not."""
+    rows = finds["facts"]["facts"]
+    wrong = [row["name"] for row in rows if not row["holds"]]
+    words = f"{len(rows) - len(wrong)} of {len(rows)} hold"
+    return not wrong, words + (f"; not {', '.join(wrong)}" if wrong else "")
 
 
 # --- states
@@ -623,9 +617,17 @@ CHECKS: list[Check] = [
         "facts",
         "The claims about NCCL on which commlens builds hold",
         200,
-        check_facts,
+        check_facts(1),
         judge_facts,
         "facts",
+    ),
+    Check(
+        "facts, two ranks",
+        "The claims about NCCL that need two ranks hold",
+        200,
+        check_facts(2),
+        judge_facts,
+        "facts, two ranks",
     ),
     states_check("python", "one rank"),
     graph_check("python", "one rank"),

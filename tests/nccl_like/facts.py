@@ -3,7 +3,7 @@ real GPU.
 
     # on the emulation
     python tests/nccl_like/facts.py
-    # on real NCCL: one rank on one GPU, or --ranks 2 on two GPUs
+    # on real NCCL, each rank on a GPU of its own; two on one GPU, if there is one only
     python tests/nccl_like/facts.py --backend nccl --json FILE
     # write the table in docs/nccl.md from the results of both
     python tests/nccl_like/facts.py --write
@@ -793,16 +793,19 @@ def main() -> int:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="run only checks of at most so many ranks (with nccl: 1 unless given)",
+        nargs="+",
+        default=[1, 2],
+        help="run only checks with so many ranks",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the answers here")
     parser.add_argument("--write", action="store_true", help="write the table in docs/nccl.md")
     arguments = parser.parse_args()
-    limit = arguments.ranks or (1 if arguments.backend == "nccl" else 99)
     prepare(arguments.backend)
     rows = []
     for chosen in FACTS:
-        left_out = chosen.ranks > limit or (chosen.only_emulated and arguments.backend == "nccl")
+        left_out = chosen.ranks not in arguments.ranks or (
+            chosen.only_emulated and arguments.backend == "nccl"
+        )
         unwanted = arguments.only and not any(part in chosen.name for part in arguments.only)
         if left_out or unwanted:
             continue

@@ -75,6 +75,8 @@ class Here:
         self.is_real = backend == "nccl"
         self.backend_name = backend
         if self.is_real:
+            if torch.cuda.device_count() < ranks:
+                os.environ.update(one_gpu_for_all(rank))
             torch.cuda.set_device(rank % torch.cuda.device_count())
             self.device = torch.device("cuda", torch.cuda.current_device())
         else:
@@ -157,6 +159,22 @@ class Here:
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, self.rank), dist.P2POp(dist.irecv, into, self.rank)]
         )
+
+
+def one_gpu_for_all(rank: int) -> dict[str, str]:
+    """Return the variables with which NCCL lets several ranks use one GPU: each claims to be
+    another host, and they talk over loopback.
+    """
+    return {
+        "NCCL_HOSTID": f"host-of-rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
