@@ -532,7 +532,9 @@ def judge_cost(finds: Finds) -> Judged:
 
 
 def judge_watcher(finds: Finds) -> Judged:
-    """Return whether the watcher holds no device open, and has no context by nvidia-smi."""
+    """Return whether the watcher has no context on the GPU by nvidia-smi. NVML, through which it
+    reads counters, holds devices open.
+    """
     smi = finds.get("nvidia_smi")
     listed = (
         [line for line in smi if line.split(",")[0].strip() == str(finds["watcher"])]
@@ -541,10 +543,10 @@ def judge_watcher(finds: Finds) -> Judged:
     )
     loaded = finds.get("libraries") or "no library of CUDA"
     words = (
-        f"the watcher holds {finds['devices'] or 'no device'} and has loaded {loaded}; nvidia-smi:"
-        f" {smi}"
+        f"the watcher holds {finds['devices'] or 'no device'} and has loaded {loaded};"
+        f" {'listed' if listed else 'not listed'} by nvidia-smi: {smi}"
     )
-    return finds["is_running"] and not finds["devices"] and not listed, words
+    return finds["is_running"] and isinstance(smi, list) and not listed, words
 
 
 def judge_fork(finds: Finds) -> Judged:
@@ -658,7 +660,7 @@ CHECKS: list[Check] = [
     ring_check("python", "one rank"),
     Check(
         "watcher",
-        "The watcher process does not use the GPU",
+        "The watcher process has no context on the GPU",
         45,
         lambda bench: bench.rank("watcher", settings={"watched": False}),
         judge_watcher,
@@ -717,6 +719,14 @@ CHECKS: list[Check] = [
         "Sizes that differ are reported",
         60,
         check_pair("size", 4),
+        judge_fault(None),
+        "two ranks, more",
+    ),
+    Check(
+        "pair, few",
+        "Sizes that differ are reported also where NCCL ends with a wrong result",
+        60,
+        check_pair("few", 4),
         judge_fault(None),
         "two ranks, more",
     ),
