@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 FACTS = REPOSITORY / "tests" / "nccl_like" / "facts.py"
 ENGINES = {"python": "Recorder", "native": "NativeRecorder"}
 BY_TORCH = "native-recorder"
+ENQUEUED = "enqueued"  # the device has not started it
 KERNEL_S = 3.0
 
 
@@ -257,16 +258,12 @@ def shown(states: list[Finds]) -> str:
 
 
 def judge_timing(finds: Finds) -> Judged:
-    """Return whether durations were recorded."""
-    durations = [one["duration_us"] for one in finds["after"]]
-    return (
-        None,
-        (
-            "durations"
-            f" {', '.join('none' if each is None else f'{each:.0f} us' for each in durations)};"
-            f" after the end {shown(finds['after'])}"
-        ),
-    )
+    """Return whether what waited behind the kernel was known not to have started, and was complete
+    afterwards.
+    """
+    words = f"before its end {shown(finds['during'])}, after it {shown(finds['after'])}"
+    waited = all((one["state"], one["how"]) == ("issued", ENQUEUED) for one in finds["during"])
+    return waited and all(one["state"] == "completed" for one in finds["after"]), words
 
 
 def judge_cpu(finds: Finds) -> Judged:
@@ -651,7 +648,7 @@ CHECKS: list[Check] = [
     ),
     Check(
         "timing",
-        "With TORCH_NCCL_ENABLE_TIMING, durations are recorded",
+        "With TORCH_NCCL_ENABLE_TIMING, it is known what the device has not started",
         40,
         check_states("python", {"timing": True}, TORCH_NCCL_ENABLE_TIMING="1"),
         judge_timing,
