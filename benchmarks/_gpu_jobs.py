@@ -1,0 +1,206 @@
+"""More checks of gpu_check.py: training jobs of two ranks with one fault, on one GPU.
+
+Their program is _gpu_program.py. What the ranks and the library printed is kept, since nobody can
+look at the machine afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
+
+PROGRAM = HERE / "_gpu_program.py"
+KEPT = 3000  # characters of each end of an output
+OUR_LINES = re.compile(r"^(commlens: .*|VERDICT .*)", re.MULTILINE)
+VERDICT_PARTS = (
+    "kind",
+    "why",
+    "culprits",
+    "victims",
+    "confidence",
+    "certain",
+    "summary",
+    "explanation",
+    "source",
+    "group",
+    "collective",
+    "evidence",
+    "missing_evidence",
+    "looked_at",
+)
+
+
+def shortened(text: str) -> str:
+    """Return both ends of a long text."""
+    if len(text) <= 2 * KEPT:
+        return text
+    return f"{text[:KEPT]}\n[... {len(text) - 2 * KEPT} characters ...]\n{text[-KEPT:]}"
+
+
+def line_of(mark: str) -> str:
+    """Return the place of a marked line of the program, as a verdict names it."""
+    lines = PROGRAM.read_text(encoding="utf-8").splitlines()
+    found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# LINE {mark}")]
+    return f"{PROGRAM.name}:{found[0]}"
+
+
+def need_two_ranks(bench: Bench) -> None:
+    """Skip the check where two ranks cannot share the GPU."""
+    if bench.pair:
+        raise SkippedError(f"two ranks do not share this GPU: {bench.pair}")
+
+
+def parts(verdict: Finds) -> Finds:
+    """Return what is kept of a verdict."""
+    return {name: verdict.get(name) for name in VERDICT_PARTS}
+
+
+def texts_of(folder: Path, *patterns: str) -> dict[str, str]:
+    """Return the text files in a folder, shortened."""
+    return {
+        str(path.relative_to(folder)): shortened(path.read_text("utf-8", "replace"))
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+        if path.is_file() and path.stat().st_size
+    }
+
+
+# --- under commlens launch
+
+
+def launched(case: str, model: str, *options: str, **environ: str) -> Callable[[Bench], Finds]:
+    """Return the check of a job under ``commlens launch``."""
+
+    def measure(bench: Bench) -> Finds:
+        need_two_ranks(bench)
+        folder = bench.folder()
+        verdicts, moments, logs = folder / "verdicts", folder / "moments", folder / "logs"
+        noted = f"cat >> {shlex.quote(str(verdicts))}; date +%s.%N >> {shlex.quote(str(moments))}"
+        given: dict[str, str] = {
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000",
+            "COMMLENS_BOX_DIR": str(folder / "boxes"),
+            "COMMLENS_DUMP_DIR": str(folder / "dumps"),
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
+        command = ["launch", "--standalone", "--nproc-per-node", "2", "--on-verdict", noted]
+        # Each rank's output goes to a file of its own, too.
+        command += ["--log-dir", str(logs), "--tee", "3", *options]
+        program = [str(PROGRAM), case, model, bench.device, bench.backend, str(folder)]
+        ended = bench.commlens(*command, *program, **given)
+        finds = {
+            "status": ended.status,
+            "seconds": ended.seconds,
+            "ended_well": ended.out.count("ended well"),
+            "verdicts": read_verdicts(verdicts),
+            "after_s": after_s(folder / "struck", moments),
+            "our_lines": OUR_LINES.findall(unprefixed(ended.err)),
+            "out": shortened(ended.out),
+            "err": shortened(ended.err),
+            "ranks": texts_of(logs, "**/stderr.log"),
+        }
+        if case == "healthy" and finds["ended_well"] != 2:
+            raise NoResultError(ended.reason, hung=ended.status is None)
+        return finds
+
+    return measure
+
+
+def unprefixed(text: str) -> str:
+    """Return torchrun's output without ``[rank0]:`` before each line."""
+    return re.sub(r"^\[\w+\]:", "", text, flags=re.MULTILINE)
+
+
+def read_verdicts(path: Path) -> list[Finds]:
+    """Return the verdicts that the hook wrote down."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [parts(json.loads(line)["verdict"]) for line in lines if line.strip()]
+    return []
+
+
+def after_s(struck: Path, moments: Path) -> float | None:
+    """Return the seconds between the fault and the first verdict."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        first = float(moments.read_text(encoding="utf-8").split()[0])
+        return first - float(struck.read_text(encoding="utf-8"))
+    return None
+
+
+def judge_healthy(finds: Finds) -> Judged:
+    """Return whether the job ended well, and commlens said nothing."""
+    said = "; ".join(finds["our_lines"]) or "nothing"
+    return (
+        finds["ended_well"] == 2
+        and finds["status"] == 0
+        and not finds["verdicts"]
+        and not finds["our_lines"],
+        f"ended well in {finds['seconds']:.0f} s; commlens said: {said}",
+    )
+
+
+def judge_named(mark: str | None) -> Callable[[Finds], Judged]:
+    """Return the judge of a verdict that must name rank 1, and its marked line if there is one."""
+
+    def judge(finds: Finds) -> Judged:
+        if not finds["verdicts"]:
+            return False, f"no verdict; status {finds['status']} after {finds['seconds']:.0f} s"
+        first, place = finds["verdicts"][0], line_of(mark) if mark else ""
+        late = f"{finds['after_s']:.1f} s" if finds["after_s"] is not None else "unknown"
+        words = (
+            f"after {late}: {first['kind']} ({first['why']}), culprits {first['culprits']}, at"
+            f" {first['source']}, confidence {first['confidence']}: {first['summary']}"
+        )
+        return first["culprits"] == [1] and place in str(first["source"]), words
+
+    return judge
+
+
+ABORT = ("--on-stall", "abort", "--on-mismatch", "abort")
+# torchrun then leaves the other rank some seconds to meet the failure, so that we see its error.
+PATIENT = ("--monitor-interval", "6")
+
+MODELS = [
+    Check(
+        "model, DDP",
+        "A transformer trains with DDP on two ranks, and commlens says nothing",
+        60,
+        launched("healthy", "ddp"),
+        judge_healthy,
+        "jobs",
+    ),
+    Check(
+        "model, FSDP2",
+        "A transformer trains with fully_shard on two ranks, and commlens says nothing",
+        60,
+        launched("healthy", "fsdp"),
+        judge_healthy,
+        "jobs",
+    ),
+    Check(
+        "model, FSDP2, skipped",
+        "A rank that skips a layer's forward under fully_shard is named",
+        80,
+        launched("skipped", "fsdp", *ABORT),
+        judge_named("backward"),
+        "jobs",
+    ),
+    Check(
+        "model, FSDP2, asleep",
+        "A rank that sleeps in its data loader is named, with the line",
+        60,
+        launched("asleep", "fsdp", *ABORT, "--stall-timeout", "5"),
+        judge_named("asleep"),
+        "jobs",
+    ),
+]
+
+
+CHECKS: list[Check] = [*MODELS]
+"""Those of one lane run in this order."""
