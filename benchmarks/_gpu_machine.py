@@ -221,10 +221,18 @@ class Processes:
 
     def _kill_all(self) -> int:
         killed = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        return killed
+
+    def pids(self) -> list[int]:
+        """Return the processes with our mark."""
+        found = []
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != os.getpid():
                 with contextlib.suppress(OSError):
                     if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                        os.kill(int(folder.name), signal.SIGKILL)
-                        killed += 1
-        return killed
+                        found.append(int(folder.name))
+        return found
