@@ -10,12 +10,19 @@ import contextlib
 import json
 import re
 import shlex
+import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
+from _gpu_machine import Ended
+from _gpu_rank import open_devices
 
 PROGRAM = HERE / "_gpu_program.py"
+USER_PROGRAM = HERE / "_gpu_user_program.py"
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
 KEPT = 3000  # characters of each end of an output
 OUR_LINES = re.compile(r"^(commlens: .*|VERDICT .*)", re.MULTILINE)
 VERDICT_PARTS = (
@@ -93,7 +100,7 @@ def launched(case: str, model: str, *options: str, **environ: str) -> Callable[[
         # Each rank's output goes to a file of its own, too.
         command += ["--log-dir", str(logs), "--tee", "3", *options]
         program = [str(PROGRAM), case, model, bench.device, bench.backend, str(folder)]
-        ended = bench.commlens(*command, *program, **given)
+        ended = bench.commlens(*command, *program, limit_s=None, **given)
         finds = {
             "status": ended.status,
             "seconds": ended.seconds,
@@ -201,6 +208,196 @@ MODELS = [
     ),
 ]
 
+ERRORS = [
+    Check(
+        "error, killed",
+        "A rank that is killed in the middle of a job is named",
+        50,
+        launched("killed", "fsdp", *PATIENT),
+        judge_named(None),
+        "jobs",
+    ),
+    Check(
+        "error, out of memory",
+        "A rank that runs out of the device's memory is named, with the line",
+        50,
+        launched("oom", "ddp"),
+        judge_named("oom"),
+        "jobs",
+    ),
+    Check(
+        "error, assert",
+        "A rank with a device-side assert is named",
+        50,
+        launched("assert", "fsdp", *PATIENT),
+        judge_named(None),
+        "jobs",
+    ),
+]
 
-CHECKS: list[Check] = [*MODELS]
+
+# --- trace, preview, check
+
+
+def watched(bench: Bench, run: Callable[[], Ended]) -> tuple[Ended, Finds]:
+    """Run something, and look meanwhile what its processes hold open and have loaded."""
+    held: dict[str, list[str]] = {}
+    loaded: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            for pid in bench.processes.pids():
+                if found := open_devices(pid):
+                    held[str(pid)] = found
+                with contextlib.suppress(OSError):
+                    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+                    loaded.update(name for name in ("libcuda.so", "libnvidia-ml") if name in maps)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        ended = run()
+    finally:
+        over.set()
+        thread.join(5)
+    return ended, {"devices": held, "loaded": sorted(loaded)}
+
+
+def calls_of(bench: Bench, trace: Path) -> Finds:
+    """Return the calls by op in a trace, as ``commlens view`` counts them."""
+    viewed = bench.commlens("view", str(trace), "--json", limit_s=30)
+    with contextlib.suppress(ValueError, KeyError):
+        return {one["name"]: one["calls"] for one in json.loads(viewed.out)["by_op"]}
+    return {"no summary": viewed.reason}
+
+
+def check_trace(bench: Bench) -> Finds:
+    """Trace one rank, show its trace in each form, and print CommDebugMode's tables."""
+    folder = bench.folder()
+    ended = bench.processes.run(
+        [
+            *TORCHRUN,
+            *("--nproc-per-node", "1", "-m", "commlens", "trace"),
+            *("-o", str(folder / "traces"), str(USER_PROGRAM), "tables"),
+        ],
+        bench.limit_s - 15,
+        OMP_NUM_THREADS="1",
+    )
+    trace, page = folder / "traces" / "trace-rank0.json", folder / "page.html"
+    shown = bench.commlens("view", str(trace), limit_s=30)
+    paged = bench.commlens("view", str(trace), "-o", str(page), limit_s=30)
+    return {
+        "status": ended.status,
+        "out": shortened(ended.out),
+        "err": shortened(ended.err),
+        "total": re.findall(r"--- total (\d+)", ended.out),
+        "calls": calls_of(bench, trace),
+        "view": shortened(shown.out or shown.reason),
+        "page": page.stat().st_size if page.exists() else paged.reason,
+        "first_events": trace.read_text(encoding="utf-8")[:4000] if trace.exists() else "",
+    }
+
+
+def judge_trace(finds: Finds) -> Judged:
+    """Return whether the program ended well, and the counts are right."""
+    is_right = (
+        finds["status"] == 0
+        and "ended well" in finds["out"]
+        and finds["calls"].get("all_reduce") == 7
+        and isinstance(finds["page"], int)
+    )
+    return is_right, f"status {finds['status']}; {finds['calls']}; page of {finds['page']} bytes"
+
+
+def check_preview(bench: Bench) -> Finds:
+    """Preview two ranks of eight: the first, and one with a GPU that the machine does not have."""
+    finds: Finds = {}
+    for rank in ("0", "3"):
+        trace = bench.folder() / "trace.json"
+        command = ["preview", "--world-size", "8", "--rank", rank, "-o", str(trace)]
+        run = partial(bench.commlens, *command, str(USER_PROGRAM), limit_s=30)
+        ended, seen = watched(bench, run)
+        finds[rank] = {
+            "status": ended.status,
+            "seconds": ended.seconds,
+            "calls": calls_of(bench, trace),
+            "out": shortened(ended.out),
+            "err": shortened(ended.err),
+            **seen,
+        }
+    return finds
+
+
+def judge_preview(finds: Finds) -> Judged:
+    """Return whether both previews counted right without the GPU."""
+    words = "; ".join(
+        f"rank {rank}: status {one['status']}, {one['calls']}, held {one['devices'] or 'no device'},"
+        f" loaded {one['loaded'] or 'no driver'}"
+        for rank, one in finds.items()
+    )
+    is_right = all(
+        one["status"] == 0 and one["calls"].get("all_reduce") == 6 and not one["devices"]
+        for one in finds.values()
+    )
+    return is_right, words
+
+
+def check_check(bench: Bench) -> Finds:
+    """Check a world of four ranks."""
+    command = ["check", "--world-size", "4", "--steps", "3", "--json", str(USER_PROGRAM)]
+    ended, seen = watched(bench, lambda: bench.commlens(*command))
+    finds = {
+        "status": ended.status,
+        "seconds": ended.seconds,
+        "out": shortened(ended.out),
+        "err": shortened(ended.err),
+        "verdict": {},
+        **seen,
+    }
+    with contextlib.suppress(ValueError):
+        finds["verdict"] = parts(json.loads(ended.out))
+    return finds
+
+
+def judge_check(finds: Finds) -> Judged:
+    """Return whether nothing was found, and the GPU was left alone."""
+    words = (
+        f"status {finds['status']}: {finds['verdict'].get('summary')},"
+        f" {finds['verdict'].get('looked_at')}; held {finds['devices'] or 'no device'}, loaded"
+        f" {finds['loaded'] or 'no driver'}"
+    )
+    is_right = finds["status"] == 0 and finds["verdict"].get("kind") == "healthy"
+    return is_right and not finds["devices"], words
+
+
+TOOLS = [
+    Check(
+        "preview",
+        "A preview of a program for GPUs counts right, and does not open the GPU",
+        70,
+        check_preview,
+        judge_preview,
+        "tools",
+    ),
+    Check(
+        "check",
+        "commlens check proves a program for GPUs, and does not open the GPU",
+        60,
+        check_check,
+        judge_check,
+        "tools",
+    ),
+    Check(
+        "trace",
+        "commlens trace of one rank on CUDA counts right",
+        60,
+        check_trace,
+        judge_trace,
+        "tools",
+    ),
+]
+
+
+CHECKS: list[Check] = [*MODELS, *ERRORS, *TOOLS]
 """Those of one lane run in this order."""
