@@ -6,12 +6,16 @@ look at the machine afterwards.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
 import shlex
+import socket
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -399,5 +403,233 @@ TOOLS = [
 ]
 
 
-CHECKS: list[Check] = [*MODELS, *ERRORS, *TOOLS]
+# --- jobs without commlens
+
+
+def attached(*, dumps: bool) -> Callable[[Bench], Finds]:
+    """Return the check of a job under plain torchrun that hangs.
+
+    Args:
+        dumps: torch's recorder has a pipe by which it is asked for a dump. Otherwise NCCL's RAS
+            service is asked, before the hang and in it.
+    """
+
+    def measure(bench: Bench) -> Finds:
+        need_two_ranks(bench)
+        folder = bench.folder()
+        port = free_port()
+        environ = {"OMP_NUM_THREADS": "1", "NCCL_RAS_ADDR": f"localhost:{port}"}
+        if dumps:
+            environ |= recorder_environ(folder)
+            environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(folder / "pipe")
+        command = [*TORCHRUN, "--nproc-per-node", "2", str(PROGRAM), "attach", "fsdp"]
+        command += [bench.device, bench.backend, str(folder)]
+        ended: list[Ended] = []
+        job = threading.Thread(
+            target=lambda: ended.append(bench.processes.run(command, bench.limit_s, **environ)),
+            daemon=True,
+        )
+        job.start()
+        finds: Finds = {}
+        try:
+            look(bench, folder, None if dumps else port, finds)
+        finally:
+            bench.processes.end_all()
+            job.join(10)
+        if dumps:
+            finds["diagnosed"] = diagnosed(bench, folder / "dumps")
+            finds["dumps"] = packed(folder / "dumps")
+        finds["err"] = shortened(ended[0].err) if ended else ""
+        return finds
+
+    return measure
+
+
+def look(bench: Bench, folder: Path, port: int | None, finds: Finds) -> None:
+    """Look at the job before it hangs and in the hang."""
+    for rank in (0, 1):
+        wait_for(folder / f"ready-{rank}", 40)
+    pid = (folder / "ready-0").read_text(encoding="utf-8")
+    if port is not None:
+        finds["ras_healthy"] = ask_ras(bench, port)
+    (folder / "go").touch()
+    wait_for(folder / "struck", 20)
+    time.sleep(3)
+    if port is not None:
+        finds["ras_hung"] = ask_ras(bench, port)
+        finds["stacks"] = shortened(said(bench, "stacks", pid))
+        finds["stacks_native"] = shortened(said(bench, "stacks", "--native", pid))
+    shown = bench.commlens("attach", "--json", "--stacks", pid, limit_s=25)
+    finds["attach_status"], finds["attach_out"] = shown.status, shortened(shown.out or shown.reason)
+    finds["verdict"] = {}
+    with contextlib.suppress(ValueError):
+        # --stacks prints more behind the JSON
+        finds["verdict"] = parts(json.JSONDecoder().raw_decode(shown.out.lstrip())[0])
+
+
+def said(bench: Bench, *arguments: str) -> str:
+    """Return the output of the command line."""
+    ended = bench.commlens(*arguments, limit_s=20)
+    return str(ended.out or ended.reason)
+
+
+def wait_for(path: Path, limit_s: float) -> None:
+    """Wait until a file exists and is not empty.
+
+    Raises:
+        NoResultError: it does not appear.
+    """
+    until = time.monotonic() + limit_s
+    while not (path.exists() and path.stat().st_size):
+        if time.monotonic() > until:
+            raise NoResultError(f"{path.name} did not appear within {limit_s:.0f} s", hung=True)
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    """Return a port that was free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+ASK_AS_COMMLENS = """
+import json, msgspec
+from commlens.health import ras
+print(json.dumps(msgspec.to_builtins(ras.ask())))
+"""
+
+
+def ask_ras(bench: Bench, port: int) -> Finds:
+    """Return what NCCL's RAS service answers in text and in JSON, and what commlens reads in it."""
+    read = bench.processes.run(
+        [sys.executable, "-W", "ignore", "-c", ASK_AS_COMMLENS],
+        20,
+        NCCL_RAS_ADDR=f"localhost:{port}",
+    )
+    return {
+        "text": shortened(ras_answer(port, as_json=False)),
+        "json": shortened(ras_answer(port, as_json=True)),
+        "read": read.result or read.reason,
+    }
+
+
+def ras_answer(port: int, *, as_json: bool) -> str:
+    """Return NCCL's raw answer, with its greetings, or why there is none."""
+    asked = ["CLIENT PROTOCOL 2", "TIMEOUT 2"]
+    asked += ["SET FORMAT json"] if as_json else []
+    answer = b""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+            for line in asked:
+                connection.sendall(f"{line}\n".encode())
+                answer += connection.recv(4096)
+            connection.sendall(b"VERBOSE STATUS\n")
+            connection.settimeout(6)
+            while received := connection.recv(65536):
+                answer += received
+    except OSError as error:
+        return f"{answer.decode('utf-8', 'replace')}[{type(error).__name__}: {error}]"
+    return answer.decode("utf-8", "replace")
+
+
+def judge_attached(finds: Finds) -> Judged:
+    """Return whether rank 1 and its line were named."""
+    verdict, ras = finds["verdict"], finds.get("ras_hung", {}).get("read", "not asked")
+    words = (
+        f"{verdict.get('kind')} ({verdict.get('why')}), culprits {verdict.get('culprits')}, at"
+        f" {verdict.get('source')}, confidence {verdict.get('confidence')}:"
+        f" {verdict.get('summary')}; RAS: {ras}"
+    )
+    if "diagnosed" in finds:
+        words += f"; torch's dumps: {finds['diagnosed'].get('summary')}"
+    is_named = verdict.get("culprits") == [1]
+    return is_named and (
+        "diagnosed" in finds or line_of("asleep") in str(verdict.get("source"))
+    ), words
+
+
+# --- torch's own dumps
+
+
+def recorder_environ(folder: Path) -> dict[str, str]:
+    """Return the variables with which torch's recorder dumps into a folder."""
+    (folder / "dumps").mkdir()
+    target = str(folder / "dumps" / "nccl_trace_rank_")
+    return {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": target,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": target,
+    }
+
+
+def diagnosed(bench: Bench, folder: Path) -> Finds:
+    """Return the verdict on dumps."""
+    ended = bench.commlens("diagnose", str(folder), "--json", limit_s=30)
+    with contextlib.suppress(ValueError):
+        return parts(json.loads(ended.out))
+    return {"summary": ended.reason}
+
+
+def packed(folder: Path) -> dict[str, str]:
+    """Return the files of a folder, each packed by zlib and base64."""
+    return {
+        path.name: base64.b64encode(zlib.compress(path.read_bytes(), 9)).decode()
+        for path in sorted(folder.glob("*"))
+        if path.is_file()
+    }
+
+
+def check_timeout(bench: Bench) -> Finds:
+    """Let NCCL's own timeout end a job, and diagnose what torch's recorder dumped."""
+    folder = bench.folder()
+    environ = recorder_environ(folder)
+    finds = launched("timeout", "fsdp", "--stall-timeout", "300", *PATIENT, **environ)(bench)
+    finds["diagnosed"] = diagnosed(bench, folder / "dumps")
+    finds["dumps"] = packed(folder / "dumps")
+    return finds
+
+
+def judge_timeout(finds: Finds) -> Judged:
+    """Return whether the dumps name rank 1."""
+    verdict = finds["diagnosed"]
+    words = (
+        f"dumps {', '.join(finds['dumps']) or 'none'}: {verdict.get('kind')}, culprits"
+        f" {verdict.get('culprits')}: {verdict.get('summary')}; the job"
+        f" ended with {finds['status']} after {finds['seconds']:.0f} s"
+    )
+    return verdict.get("culprits") == [1], words
+
+
+OUTSIDE = [
+    Check(
+        "attach",
+        "commlens attach names the rank that sleeps in a job that it does not record",
+        95,
+        attached(dumps=False),
+        judge_attached,
+        "tools",
+    ),
+    Check(
+        "attach, dumps",
+        "commlens attach asks torch's recorder through its pipe, and the dumps name the rank",
+        80,
+        attached(dumps=True),
+        judge_attached,
+        "tools",
+    ),
+    Check(
+        "torch's dumps, timeout",
+        "After NCCL's timeout, the dumps of torch's recorder name the rank that did not come",
+        75,
+        check_timeout,
+        judge_timeout,
+        "jobs",
+    ),
+]
+
+
+CHECKS: list[Check] = [*MODELS, *OUTSIDE, *ERRORS, *TOOLS]
 """Those of one lane run in this order."""

@@ -4,7 +4,7 @@ _gpu_jobs.py run it.
     torchrun --nproc-per-node 2 benchmarks/_gpu_program.py CASE MODEL cuda|cpu BACKEND FOLDER
 
 CASE names the fault, or is "healthy"; MODEL is "ddp" or "fsdp". The moment of a fault is written to
-FOLDER/struck, as time.time().
+FOLDER/struck, as time.time(). With "attach", the ranks wait for FOLDER/go before it.
 """
 
 from __future__ import annotations
@@ -119,6 +119,14 @@ def strike(case: str, model: Any, batch: Any, device: str, torch: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for_bench(folder: Path, rank: int) -> None:
+    """Tell our pid, and wait until the job may go on, so that it can be looked at while it is well."""
+    (folder / f"ready-{rank}").write_text(str(os.getpid()), encoding="utf-8")
+    until = time.monotonic() + 30
+    while not (folder / "go").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
 def train(case: str, kind: str, device: str, folder: Path, torch: Any) -> None:
     """Train some steps."""
     import torch.distributed as dist
@@ -132,7 +140,9 @@ def train(case: str, kind: str, device: str, folder: Path, torch: Any) -> None:
         is_struck = step == FAULT_STEP and rank == CULPRIT and case != "healthy"
         if is_struck:
             (folder / "struck").write_text(str(time.time()), encoding="utf-8")
-        is_asleep = is_struck and case in ("asleep", "timeout")
+        if case == "attach" and step == FAULT_STEP - 1:
+            wait_for_bench(folder, rank)
+        is_asleep = is_struck and case in ("asleep", "timeout", "attach")
         batch = data.load_batch(300.0 if is_asleep else 0.0)
         if is_struck:
             strike(case, model, batch, device, torch)
