@@ -216,7 +216,7 @@ ERRORS = [
     Check(
         "error, killed",
         "A rank that is killed in the middle of a job is named",
-        50,
+        70,
         launched("killed", "fsdp", *PATIENT),
         judge_named(None),
         "jobs",
@@ -224,7 +224,7 @@ ERRORS = [
     Check(
         "error, out of memory",
         "A rank that runs out of the device's memory is named, with the line",
-        50,
+        70,
         launched("oom", "ddp"),
         judge_named("oom"),
         "jobs",
@@ -232,7 +232,7 @@ ERRORS = [
     Check(
         "error, assert",
         "A rank with a device-side assert is named",
-        50,
+        70,
         launched("assert", "fsdp", *PATIENT),
         judge_named(None),
         "jobs",
@@ -315,14 +315,16 @@ def judge_trace(finds: Finds) -> Judged:
 
 
 def check_preview(bench: Bench) -> Finds:
-    """Preview two ranks of eight: the first, and one with a GPU that the machine does not have."""
+    """Preview two ranks of eight: the first, and one with a GPU that the machine does not have; and
+    this one with all GPUs hidden.
+    """
     finds: Finds = {}
-    for rank in ("0", "3"):
+    for name, environ in (("0", {}), ("3", {}), ("3, hidden", {"CUDA_VISIBLE_DEVICES": ""})):
         trace = bench.folder() / "trace.json"
-        command = ["preview", "--world-size", "8", "--rank", rank, "-o", str(trace)]
-        run = partial(bench.commlens, *command, str(USER_PROGRAM), limit_s=30)
+        command = ["preview", "--world-size", "8", "--rank", name[0], "-o", str(trace)]
+        run = partial(bench.commlens, *command, str(USER_PROGRAM), limit_s=30, **environ)
         ended, seen = watched(bench, run)
-        finds[rank] = {
+        finds[name] = {
             "status": ended.status,
             "seconds": ended.seconds,
             "calls": calls_of(bench, trace),
@@ -334,7 +336,7 @@ def check_preview(bench: Bench) -> Finds:
 
 
 def judge_preview(finds: Finds) -> Judged:
-    """Return whether both previews counted right without the GPU."""
+    """Return whether all previews counted right without the GPU."""
     words = "; ".join(
         f"rank {rank}: status {one['status']}, {one['calls']}, held {one['devices'] or 'no device'},"
         f" loaded {one['loaded'] or 'no driver'}"
@@ -379,7 +381,7 @@ TOOLS = [
     Check(
         "preview",
         "A preview of a program for GPUs counts right, and does not open the GPU",
-        70,
+        90,
         check_preview,
         judge_preview,
         "tools",
@@ -520,12 +522,12 @@ def ras_answer(port: int, *, as_json: bool) -> str:
     asked += ["SET FORMAT json"] if as_json else []
     answer = b""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+        with socket.create_connection(("localhost", port), timeout=2) as connection:
             for line in asked:
                 connection.sendall(f"{line}\n".encode())
                 answer += connection.recv(4096)
             connection.sendall(b"VERBOSE STATUS\n")
-            connection.settimeout(6)
+            connection.settimeout(9)
             while received := connection.recv(65536):
                 answer += received
     except OSError as error:

@@ -122,7 +122,7 @@ def strike(case: str, model: Any, batch: Any, device: str, torch: Any) -> None:
 def wait_for_bench(folder: Path, rank: int) -> None:
     """Tell our pid, and wait until the job may go on, so that it can be looked at while it is well."""
     (folder / f"ready-{rank}").write_text(str(os.getpid()), encoding="utf-8")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not (folder / "go").exists() and time.monotonic() < until:
         time.sleep(0.05)
 
