@@ -5,13 +5,15 @@ numbers in its memory.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError
+from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
 
 MAX_POWER_W = 2000
+FAULT_STEP, TENSOR = 4, "1.linear1.weight"
 SAME = (
     "index",
     "name",
@@ -137,6 +139,153 @@ def judge_doctor(finds: Finds) -> Judged:
     return None, f"status {finds['status']}, {len(lines)} lines; the last: {lines[-1:]}"
 
 
+# --- the numbers in a device's memory
+
+
+def judge_digests(finds: Finds) -> Judged:
+    """Return whether equal bytes have equal hashes on the device and on the CPU."""
+    wrong, lone = finds["wrong"], finds["lone"]
+    is_right = lone.get("position") == 654_321 and lone.get("bit") == 20
+    speeds = "; ".join(
+        f"{name}: {one['all_ms']:.1f} ms ({one['gb_per_s']:.0f} GB/s), call {one['call_ms']:.1f} ms,"
+        f" peak {one['peak_mb']:.0f} MB, left {one['left_mb']:.1f} MB"
+        for name, one in finds["speed"].items()
+    )
+    return not wrong and is_right, (
+        f"{len(finds['compared'])} tensors, wrong: {'; '.join(wrong)[:300] or 'none'}; errors"
+        f" {finds['errors'] or 'none'}; one bit changed: {lone}; {speeds}"
+    )
+
+
+def judge_waits(finds: Finds) -> Judged:
+    """Return whether a check begins, and a step goes on, while the device is busy. The first check
+    may wait: it loads kernels.
+    """
+    limit = finds["kernel_s"] / 3
+    words = ", ".join(
+        f"{name}: begun in {one['call_s'] * 1000:.1f} ms, the next step launched after"
+        f" {one['step_called_s'] * 1000:.1f} ms, the device done after {one['done_s']:.2f} s, read"
+        f" with {one['read_cpu_s']:.2f} s of CPU time"
+        for name, one in ((each, finds[each]) for each in ("first", "second", "third"))
+    )
+    alone = finds["alone"]
+    right = (
+        all(finds[name]["call_s"] < limit for name in ("second", "third"))
+        and not any(finds["warnings"][name] for name in ("second", "third"))
+        and alone["all_s"] < limit
+        and not alone["warnings"]
+    )
+    return right, (
+        f"{finds['tensors']} tensors; {words}; the hook of a step without a check"
+        f" {alone['hook_us']:.1f} us; torch warned: {finds['warnings']}"
+    )
+
+
+def check_cost(bench: Bench) -> Finds:
+    """Let two ranks take turns in training, with and without checks."""
+    rounds = 3 if bench.quick or bench.is_dry else 20
+    program = [str(HERE / "_gpu_numbers.py"), "cost", bench.device, str(rounds)]
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+    ended = bench.processes.run(
+        [*torchrun, "--standalone", "--nproc-per-node", "2", *program],
+        bench.limit_s,
+        OMP_NUM_THREADS="1",
+    )
+    if ended.result is None or ended.status != 0:
+        raise NoResultError(ended.reason, hung=ended.status is None)
+    return ended.result
+
+
+def judge_cost(finds: Finds) -> Judged:
+    """Return what a check adds to a step."""
+    if finds["is_off"]:
+        return False, "the checks have ended by themselves"
+    bare, added = finds["medians"]["bare"]["all_ms"], finds["added_ms"]
+    words = ", ".join(
+        f"{name} {one['all_ms']:.2f} ms (launched in {one['called_ms']:.2f} ms, {added[name]:+.2f}"
+        f" ms in pairs, peak {finds['peak_mb'][name]:.0f} MB)"
+        for name, one in finds["medians"].items()
+    )
+    share = (added["check"] + 99 * added["not due"]) / 100 / bare
+    return None, (
+        f"{finds['parameters'] / 1e6:.0f} million parameters, {finds['rounds']} rounds: {words}; at"
+        f" every 100th step {share:+.2%}"
+    )
+
+
+def check_job(case: str, how: str, backend: str = "") -> Callable[[Bench], Finds]:
+    """Return the check of a job of two ranks whose numbers are compared.
+
+    Args:
+        case: ``healthy`` or ``fault``.
+        how: the setting ``check_numbers``.
+        backend: other than the one that is checked.
+    """
+
+    def measure(bench: Bench) -> Finds:
+        if not backend and bench.pair:
+            raise SkippedError(f"two ranks do not share this GPU: {bench.pair}")
+        folder = bench.folder()
+        log, topology = folder / "verdicts.jsonl", folder / "topology.xml"
+        ended = bench.commlens(
+            "launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--check-numbers",
+            how,
+            "--on-verdict",
+            f"cat >> {shlex.quote(str(log))}",
+            "--dump-dir",
+            str(folder / "dumps"),
+            str(HERE / "_gpu_numbers.py"),
+            "train",
+            case,
+            bench.device,
+            backend or bench.backend,
+            COMMLENS_BOX_DIR=str(folder / "boxes"),
+            NCCL_TOPO_DUMP_FILE=str(topology),
+            OMP_NUM_THREADS="1",
+        )
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
+        if ended.status != 0 and not text:
+            raise NoResultError(ended.reason, hung=ended.status is None)
+        return {
+            "status": ended.status,
+            "seconds": ended.seconds,
+            "ended_well": ended.out.count("ended well"),
+            "verdicts": [json.loads(line)["verdict"] for line in text.splitlines()][:3],
+            "topology": topology.read_text()[:6000] if topology.exists() else "",
+            "out": ended.out[-1500:],
+            "err": ended.err[-4000:],
+        }
+
+    return measure
+
+
+def judge_quiet(finds: Finds) -> Judged:
+    """Return whether a healthy job ended well, and nothing was said."""
+    quiet = not finds["verdicts"] and "commlens: " not in finds["err"]
+    return quiet and finds["ended_well"] == 2, (
+        f"{finds['ended_well']} ranks ended well in {finds['seconds']:.0f} s,"
+        f" {len(finds['verdicts'])} verdicts; {finds['err'][-200:] if not quiet else ''}"
+    )
+
+
+def judge_parted(step: int, tensor: str) -> Callable[[Finds], Judged]:
+    """Return the judge of a verdict on one element that became another in a step."""
+
+    def judge(finds: Finds) -> Judged:
+        if not finds["verdicts"]:
+            return False, f"no verdict in {finds['seconds']:.0f} s, status {finds['status']}"
+        first = finds["verdicts"][0]
+        words = f"{first.get('kind')}, culprits {first.get('culprits')}: {first.get('summary')}"
+        names_it = tensor in words and f"step {step}" in words
+        return first.get("kind") == "diverged" and names_it, words
+
+    return judge
+
+
 CHECKS: list[Check] = [
     Check(
         "health",
@@ -161,5 +310,69 @@ CHECKS: list[Check] = [
         check_doctor,
         judge_doctor,
         lane="health",
+    ),
+    Check(
+        "numbers, digests",
+        "The same bytes have the same hash on the device and on the CPU",
+        60,
+        lambda bench: inside(bench, "_gpu_numbers.py", "digests"),
+        judge_digests,
+        lane="numbers",
+    ),
+    Check(
+        "numbers, waits",
+        "A check of the numbers waits for no kernel",
+        45,
+        lambda bench: {**inside(bench, "_gpu_numbers.py", "waits"), "kernel_s": 1.5},
+        judge_waits,
+        lane="numbers",
+    ),
+    Check(
+        "numbers, fault",
+        "One wrong element of a DDP parameter is found, with its step",
+        60,
+        check_job("fault", "every 1 steps"),
+        judge_parted(FAULT_STEP, TENSOR),
+        lane="numbers",
+    ),
+    Check(
+        "numbers, healthy",
+        "Of a healthy DDP job whose numbers are compared, nothing is said",
+        60,
+        check_job("healthy", "every 1 steps,nan"),
+        judge_quiet,
+        lane="numbers",
+    ),
+    Check(
+        "numbers, fault, gloo",
+        "The same with gloo and tensors on the device",
+        60,
+        check_job("fault", "every 1 steps", "gloo"),
+        judge_parted(FAULT_STEP, TENSOR),
+        lane="numbers",
+    ),
+    Check(
+        "numbers, every op",
+        "Of a healthy job whose ops are compared, nothing is said",
+        60,
+        check_job("healthy", "every-op", "gloo"),
+        judge_quiet,
+        lane="numbers",
+    ),
+    Check(
+        "numbers, every op, fault",
+        "The op before which an element became another is named",
+        60,
+        check_job("fault", "every-op", "gloo"),
+        judge_parted(FAULT_STEP, TENSOR),
+        lane="numbers",
+    ),
+    Check(
+        "numbers, cost",
+        "What comparing numbers adds to a step",
+        60,
+        check_cost,
+        judge_cost,
+        lane="alone",
     ),
 ]
