@@ -232,8 +232,7 @@ def check_job(case: str, how: str, backend: str = "") -> Callable[[Bench], Finds
             "--standalone",
             "--nproc-per-node",
             "2",
-            "--check-numbers",
-            how,
+            f"--check-numbers={how}",
             "--on-verdict",
             f"cat >> {shlex.quote(str(log))}",
             "--dump-dir",
@@ -254,13 +253,18 @@ def check_job(case: str, how: str, backend: str = "") -> Callable[[Bench], Finds
             "status": ended.status,
             "seconds": ended.seconds,
             "ended_well": ended.out.count("ended well"),
-            "verdicts": [json.loads(line)["verdict"] for line in text.splitlines()][:3],
+            "verdicts": [slim(json.loads(line)["verdict"]) for line in text.splitlines()][:3],
             "topology": topology.read_text()[:6000] if topology.exists() else "",
             "out": ended.out[-1500:],
             "err": ended.err[-4000:],
         }
 
     return measure
+
+
+def slim(verdict: Finds) -> Finds:
+    """Return a verdict without the findings, which say the same once more."""
+    return {name: value for name, value in verdict.items() if name != "findings"}
 
 
 def judge_quiet(finds: Finds) -> Judged:
