@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
+from _gpu_checks import ALONE, HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
 
 MAX_POWER_W = 2000
 FAULT_STEP, TENSOR = 4, "1.linear1.weight"
@@ -377,6 +377,6 @@ CHECKS: list[Check] = [
         60,
         check_cost,
         judge_cost,
-        lane="alone",
+        lane=ALONE,
     ),
 ]
