@@ -97,6 +97,11 @@ class Gpus:
             found |= self._nvidia.processes()
         return found
 
+    def close(self) -> None:
+        """Let go of the devices. Nothing can be read any more."""
+        if isinstance(self._nvidia, _Nvml):
+            self._nvidia.close()
+
     def _from_file(self) -> Values:
         return gpus_in_csv(word(self._root / SMI_FILE))
 
@@ -160,6 +165,11 @@ class _Nvml:
                 for process in library.nvmlDeviceGetComputeRunningProcesses(gpu):
                     found[process.pid] = address
         return found
+
+    def close(self) -> None:
+        """End the library, which holds the devices open."""
+        with contextlib.suppress(self._library.NVMLError):
+            self._library.nvmlShutdown()
 
 
 def _nvml() -> Callable[[], Values] | None:

@@ -218,6 +218,8 @@ class Sampler:
         """Close what is open."""
         if self._kernel_log is not None:
             self._kernel_log.close()
+        if self.gpus is not None:
+            self.gpus.close()
 
 
 class Monitor:

@@ -98,6 +98,12 @@ class _Library:
     """NVML's functions, of two GPUs of which the second is lost, as a driver of 2024 offers them."""
 
     NVMLError = _NvmlError
+    is_open = True
+
+    def nvmlShutdown(self) -> None:
+        if not self.is_open:
+            raise _NvmlError("Uninitialized")
+        self.is_open = False
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -138,6 +144,14 @@ def test_nvml_leaves_out_what_a_gpu_or_driver_lacks() -> None:
         }
     }
     assert nvml.processes() == {4121: "0000:4f:00.0"}
+
+
+def test_nvml_is_ended_once_and_for_all() -> None:
+    library = _Library()
+    nvml = gpus._Nvml(library)
+    nvml.close()
+    assert not library.is_open
+    nvml.close()
 
 
 SMI = """#!/bin/sh
