@@ -23,7 +23,7 @@ from typing import Any
 Finds = dict[str, Any]
 
 KERNEL_S = 1.5
-FAULT_STEP, FAULTY_RANK, ELEMENT = 4, 1, 37
+FAULT_STEP, DRAW_STEP, FAULTY_RANK, ELEMENT = 4, 6, 1, 37
 STEPS = 8
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -198,51 +198,86 @@ def sync(torch: Any, on_gpu: bool) -> None:
 def waits(given: Finds) -> Finds:
     """Begin checks behind a long kernel, in a process that has made none before, and time the calls
     and the thread that reads.
+
+    The driver takes about a thousand kernels ahead: a call that launches more waits for room. The
+    small model stays below that; of the large one it is only told.
     """
     import torch
 
+    on_gpu, nn = given["device"] == "cuda", torch.nn
+    small = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.Linear(64, 1000))
+    large = transformer(torch, 2, 64 if on_gpu else 32)
+    finds: Finds = {}
+    for size, model in {"small": small, "large": large}.items():
+        model = model.to(given["device"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        inputs = torch.randint(0, 1000, (8, 64 if on_gpu else 8), device=given["device"])
+
+        def step(model: Any = model, optimizer: Any = optimizer, inputs: Any = inputs) -> None:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        step()
+        busy = kernel(torch, on_gpu)
+        finds[size] = {
+            name: wait_once(torch, model, optimizer, step, busy, on_gpu)
+            for name in ("first", "second", "third")
+        }
+        finds[size]["bare"] = bare_step(torch, step, busy, on_gpu)
+        if size == "small":
+            finds["alone"] = after_step_alone(torch, step, optimizer, busy, on_gpu)
+        finds[size]["launches"] = launches(torch, model, optimizer, on_gpu)
+    return finds
+
+
+def wait_once(torch: Any, model: Any, optimizer: Any, step: Any, busy: Any, on_gpu: bool) -> Finds:
+    """Begin a check behind a kernel, then launch another step."""
     from commlens.numbers.inspection import Inspection, look_at
     from commlens.numbers.replicas import Model
 
-    on_gpu = given["device"] == "cuda"
-    model = transformer(torch, 2, 256).to(given["device"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    inputs = torch.randint(0, 1000, (8, 64), device=given["device"])
-
-    def step() -> None:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    step()
-    busy = kernel(torch, on_gpu)
     whole = Model([model], (0, 1))
-    finds: Finds = {"warnings": {}, "tensors": len(list(look_at(whole, optimizer)))}
-    for name in ("first", "second", "third"):
-        sync(torch, on_gpu)
-        busy(KERNEL_S)
-        began, cpu = time.perf_counter(), time.thread_time()
-        with sync_warnings(torch, on_gpu) as heard:
-            inspection = Inspection(look_at(whole, optimizer))
-        call_s, call_cpu_s = time.perf_counter() - began, time.thread_time() - cpu
-        read = Reading(inspection)
-        step()
-        step_s = time.perf_counter() - began
-        sync(torch, on_gpu)
-        done_s = time.perf_counter() - began
-        read.join(20)
-        finds[name] = {
-            "call_s": call_s,
-            "call_cpu_s": call_cpu_s,
-            "step_called_s": step_s,
-            "done_s": done_s,
-            "read_s": read.wall_s,
-            "read_cpu_s": read.cpu_s,
-            "tables": read.tables,
+    sync(torch, on_gpu)
+    busy(KERNEL_S)
+    began, cpu = time.perf_counter(), time.thread_time()
+    with sync_warnings(torch, on_gpu) as heard:
+        inspection = Inspection(look_at(whole, optimizer))
+    call_s, call_cpu_s = time.perf_counter() - began, time.thread_time() - cpu
+    read = Reading(inspection)
+    step()
+    step_s = time.perf_counter() - began
+    sync(torch, on_gpu)
+    done_s = time.perf_counter() - began
+    read.join(20)
+    return {
+        "call_s": call_s,
+        "call_cpu_s": call_cpu_s,
+        "step_called_s": step_s,
+        "done_s": done_s,
+        "read_s": read.wall_s,
+        "read_cpu_s": read.cpu_s,
+        "tensors": read.tensors,
+        "warnings": heard[:8],
+    }
+
+
+def launches(torch: Any, model: Any, optimizer: Any, on_gpu: bool) -> Finds:
+    """Count the kernels and copies that a check launches, by torch's profiler."""
+    from commlens.numbers.inspection import Inspection, look_at
+    from commlens.numbers.replicas import Model
+
+    if not on_gpu:
+        return {}
+    try:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            Inspection(look_at(Model([model], (0, 1)), optimizer)).read()
+            torch.cuda.synchronize()
+        return {
+            each.key: each.count for each in profiled.key_averages() if each.key.startswith("cu")
         }
-        finds["warnings"][name] = heard[:8]
-    finds["bare"] = bare_step(torch, step, busy, on_gpu)
-    finds["alone"] = after_step_alone(torch, step, optimizer, busy, on_gpu)
-    return finds
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 class Reading(threading.Thread):
@@ -252,14 +287,14 @@ class Reading(threading.Thread):
         super().__init__(daemon=True)
         self._inspection = inspection
         self.wall_s = self.cpu_s = -1.0
-        self.tables = 0
+        self.tensors = 0
         self.start()
 
     def run(self) -> None:
         """Read them."""
         began, cpu = time.perf_counter(), time.thread_time()
         tables, _ = self._inspection.read()
-        self.tables = sum(len(table.measures) for table in tables)
+        self.tensors = sum(len(table.measures) for table in tables)
         self.wall_s, self.cpu_s = time.perf_counter() - began, time.thread_time() - cpu
 
 
@@ -357,7 +392,7 @@ def cost(device: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    layers, width, batch = (12, 768, (16, 256)) if on_gpu else (1, 32, (2, 8))
+    layers, width, batch = (12, 768, (8, 256)) if on_gpu else (1, 32, (2, 8))
     model = transformer(torch, layers, width).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs = torch.randint(0, 1000, batch, device=device)
@@ -459,10 +494,44 @@ def train(case: str, device: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
+def train_tensor_parallel(device: str, backend: str) -> None:
+    """Train with tensor parallel and dropout; rank 1 draws one random number more in a step."""
+    from _gpu_pair import ready
+
+    torch = ready(device, backend, timeout_s=60.0)
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    nn = torch.nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64))
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    model = parallelize_module(model.to(device), init_device_mesh(device, (2,)), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(8, 64, device=device)
+    for step in range(1, STEPS + 1):
+        if step == DRAW_STEP and dist.get_rank() == FAULTY_RANK:
+            torch.rand(1, device=device)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.2)
+    sync(torch, device == "cuda")
+    print(f"rank {dist.get_rank()} ended well", flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Do what the first argument names."""
     what = sys.argv[1]
-    if what == "train":
+    if what == "train" and sys.argv[2] == "generator":
+        train_tensor_parallel(*sys.argv[3:5])
+    elif what == "train":
         train(*sys.argv[2:5])
     elif what == "cost":
         cost(sys.argv[2], int(sys.argv[3]))
