@@ -20,7 +20,7 @@ import _gpu_checks
 import _gpu_machine
 import gpu_check
 import run_all
-from _gpu_checks import CHECKS, Bench, Check, NoResultError, SkippedError
+from _gpu_checks import Bench, Check, NoResultError, SkippedError
 from _gpu_machine import Ended, Processes
 
 from conftest import REPOSITORY
@@ -94,7 +94,7 @@ def test_a_dry_run_goes_through_the_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert machine["torch"].startswith("2.")
     assert {one["check"]: one["status"] for one in results} == {
-        check.name: "dry run" for check in CHECKS if check.name.startswith(tuple(only))
+        check.name: "dry run" for check in gpu_check.CHECKS if check.name.startswith(tuple(only))
     }
     assert all(one["finds"] and one["words"] for one in results)
     report = json.loads((tmp_path / "dry.json").read_text())
