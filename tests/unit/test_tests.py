@@ -58,7 +58,7 @@ NOT_YET = {
         tap/cuda_graphs
     """,
     "integration/test_preview.py": """
-        commands/preview reports/trace_short tracing/preview/cuda
+        commands/preview reports/trace_short
         tracing/preview/dtensor_caches tracing/preview/objects tracing/preview/pipelining
         tracing/preview/preview tracing/preview/store
         tracing/preview/world

@@ -142,6 +142,7 @@ def _preview(
 
     worker.check_program(program, module=arguments.module)
     try:
+        from commlens.tracing.preview.cuda import hidden_gpus
         from commlens.tracing.preview.preview import Preview, check_world
     except ImportError as missing:
         raise MissingDependency.torch("commlens preview", missing) from None
@@ -162,7 +163,8 @@ def _preview(
     )
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     try:
-        trace = runner.run(arguments.rank)
+        with hidden_gpus():
+            trace = runner.run(arguments.rank)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
     error = runner.error

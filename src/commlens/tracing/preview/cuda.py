@@ -1,15 +1,18 @@
-"""Previews of GPU programs on a machine without GPUs: ``cuda`` becomes the CPU, and queries about
-GPUs get plausible answers.
+"""Previews of GPU programs: ``cuda`` becomes the CPU, and queries about GPUs get plausible answers,
+also on a machine with GPUs.
 
-Only the program gets these answers; torch's own code sees the real machine. Tried on torch 2.6.0,
+Only the program gets these answers; torch's own code sees the real machine, whose GPUs can be
+hidden from it. Tried on torch 2.6.0,
 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +68,22 @@ class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def hidden_gpus() -> Iterator[None]:
+    """Hide the machine's GPUs from torch's own code, for a process that needs none afterwards: the
+    driver remembers what it saw when it was started.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
 class FakeCuda:
     """Fake GPUs, while installed."""
 
@@ -72,11 +91,6 @@ class FakeCuda:
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._mode = _CudaIsCpu()
-
-    @staticmethod
-    def wanted() -> bool:
-        """Check that the machine has no GPU."""
-        return not torch.cuda.is_available()
 
     def install(self, patches: Patches) -> None:
         """Replace the queries about GPUs."""

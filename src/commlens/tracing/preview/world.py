@@ -60,7 +60,7 @@ class FakeWorld:
         self.objects = Objects(rank, {} if learned is None else learned, stop_at)
         self.tensors = FakeTensors() if fake_tensors else None
         self.before_destroy: Any = None  # called before the groups are destroyed
-        self._cuda = FakeCuda(self.local_rank, self.local_world_size) if FakeCuda.wanted() else None
+        self._cuda = FakeCuda(self.local_rank, self.local_world_size)
         self._futures = _Futures()
         self._patches = Patches()
         self._cleanup = contextlib.ExitStack()
@@ -119,9 +119,8 @@ class FakeWorld:
         # compiled code issues the same collectives, but takes minutes to compile
         if hasattr(torch.compiler, "set_stance"):
             later(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
-        if self._cuda is not None:
-            self._cuda.install(self._patches)
-            later(self._cuda.remove)
+        self._cuda.install(self._patches)
+        later(self._cuda.remove)
         later(self._destroy_groups)
         if self.tensors is not None:
             self.tensors.install(self._patches)
