@@ -33,6 +33,7 @@ from typing import Any
 
 import _gpu_checks
 import _gpu_jobs
+import _gpu_scenarios
 import _gpu_values
 from _gpu_checks import (
     ALONE,
@@ -46,7 +47,7 @@ from _gpu_checks import (
 from _gpu_machine import REPOSITORY, Processes, install, prepare
 from _report import Goal, Report, arguments, command
 
-CHECKS = [*_gpu_checks.CHECKS, *_gpu_jobs.CHECKS, *_gpu_values.CHECKS]
+CHECKS = [*_gpu_checks.CHECKS, *_gpu_jobs.CHECKS, *_gpu_scenarios.CHECKS, *_gpu_values.CHECKS]
 LIMIT_S = 540.0
 ON_NCCL = FACTS.with_name("facts_on_nccl.json")
 RESERVE_S = 6.0  # for the end: the last lines are written, and processes ended

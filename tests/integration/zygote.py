@@ -171,6 +171,8 @@ if os.environ.get("NCCL_LIKE") == "1":
     import nccl_like  # torch's entry point would have called it, too, before that of commlens
 
     nccl_like.register(take_over=True)
+if "ZYGOTE_RUNS_FIRST" in os.environ:  # a script that prepares the rank
+    runpy.run_path(os.environ["ZYGOTE_RUNS_FIRST"])
 if os.environ.get("COMMLENS") == "1":
     # torch's entry point would have done this at the end of `import torch`
     import commlens_autoload
