@@ -15,10 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 from torch.distributed import distributed_c10d
+from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
 
 DEVICE, BACKEND = os.environ["GPU_CHECK_DEVICE"], os.environ["GPU_CHECK_BACKEND"]
 GLOO_OR_DEFAULT = ("gloo", "undefined", "None")
+
+
+def of_torch(module: Any, function: Any) -> Any:
+    """Let the frames of a function count as torch's, so that no verdict names its lines."""
+    function.__code__ = function.__code__.replace(co_filename=module.__file__)
+    return function
 
 
 class Everything(DeviceContext):
@@ -35,12 +42,6 @@ class Everything(DeviceContext):
         ):
             return func(*args, **given).to(self.device)
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def of_torch(module: Any, function: Any) -> Any:
-    """Let the frames of a function count as torch's, so that no verdict names its lines."""
-    function.__code__ = function.__code__.replace(co_filename=module.__file__)
-    return function
 
 
 def use_backend() -> None:
@@ -72,6 +73,7 @@ def use_device() -> None:
 
     device_mesh.init_device_mesh = dist.init_device_mesh = of_torch(device_mesh, init_device_mesh)
     torch.Tensor.numpy = of_torch(torch, numpy)
+    of_torch(_device, Everything.__torch_function__)
     context = Everything(DEVICE)
     context.__enter__()
 
