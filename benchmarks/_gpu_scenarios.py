@@ -169,6 +169,7 @@ def _run(job: Job, folder: Path, device: str, backend: str, limit_s: float) -> F
         script.write_text(generate(job.seed, STALL_S["soak"], NCCL_LIKE).source, encoding="utf-8")
         arguments = [str(script)]
     stall_s = STALL_S["waits" if scenario.waits else job.group]
+    limit_at = time.time() + limit_s
     result = jobs.run_job(
         scenario,
         job.ranks,
@@ -178,6 +179,8 @@ def _run(job: Job, folder: Path, device: str, backend: str, limit_s: float) -> F
         timeout_s=limit_s,
         arguments=arguments,
     )
+    # at its limit the job is killed, and the watcher may tell of that
+    result.said = [(at, what) for at, what in result.said if at < limit_at]
     judge = judge_soak if job.group == "soak" else judge_scenario
     outcome, words, expected = judge(job, result)
     finds = {
