@@ -56,7 +56,12 @@ _SMI_RECENT: Final = frozenset(
 )
 """Fields that some drivers do not know."""
 
-_RENAMED: Final = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+_RENAMED: Final = {
+    "clocks_event_reasons.active": "clocks_throttle_reasons.active",
+    "clocks.current.sm": "clocks.sm",
+}
+"""Column -> the field that was asked for, where the command names it otherwise (driver 580)."""
+
 _TEXTS: Final = frozenset({"name", "address"})
 
 

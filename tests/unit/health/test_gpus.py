@@ -30,6 +30,38 @@ def test_a_table_of_nvidia_smi() -> None:
     assert second["remap_failed"] == 1.0 and "ecc_uncorrected" not in second
 
 
+OF_AN_H200 = """index, pci.bus_id, name, temperature.gpu, power.draw [W], utilization.gpu [%], \
+clocks.current.sm [MHz], clocks_event_reasons.active, ecc.errors.uncorrected.volatile.total, \
+ecc.errors.corrected.volatile.total, remapped_rows.uncorrectable, remapped_rows.failure, \
+retired_pages.double_bit.count, pcie.link.gen.current, pcie.link.gen.max, pcie.link.width.current, \
+pcie.link.width.max
+0, 00000000:00:06.0, NVIDIA H200, 43, 266.24 W, 100 %, 1980 MHz, 0x0000000000000000, 0, 0, 0, No, \
+[N/A], 5, 5, 16, 16
+"""
+"""What driver 580 answers: it names two columns otherwise than the fields that were asked for."""
+
+
+def test_a_table_of_an_h200() -> None:
+    found = gpus_in_csv(OF_AN_H200)["0000:00:06.0"]
+    assert found == {
+        "index": 0.0,
+        "name": "NVIDIA H200",
+        "temperature_c": 43.0,
+        "power_w": 266.24,
+        "used_percent": 100.0,
+        "clock_mhz": 1980.0,
+        "throttle_reasons": 0.0,
+        "ecc_uncorrected": 0.0,
+        "ecc_corrected": 0.0,
+        "rows_remapped": 0.0,
+        "remap_failed": 0.0,
+        "pcie_generation": 5.0,
+        "pcie_generation_max": 5.0,
+        "pcie_width": 16.0,
+        "pcie_width_max": 16.0,
+    }
+
+
 @pytest.mark.parametrize("text", ["", "No devices were found\n", "a, b\n\n1\n"])
 def test_a_table_without_gpus(text: str) -> None:
     assert gpus_in_csv(text) == {} and processes_in_csv(text) == {}
