@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,11 +103,9 @@ class PreviewCommand:
                 f"File already exists, will not overwrite without --force: {arguments.output}"
             )
         network = _network(arguments)
-        trace, error = _preview(
-            program,
-            arguments,
-            network.ranks_per_node if network is not None else arguments.ranks_per_node or 8,
-        )
+        ranks_per_node = network.ranks_per_node if network else arguments.ranks_per_node or 8
+        with hidden_gpus():  # before torch is imported
+            trace, error = _preview(program, arguments, ranks_per_node)
         if arguments.output:
             trace.data.script = " ".join(program)
             trace.save(arguments.output)
@@ -135,6 +134,22 @@ class PreviewCommand:
         return EXIT_PROGRAM_FAILED
 
 
+@contextlib.contextmanager
+def hidden_gpus() -> Iterator[None]:
+    """Hide the machine's GPUs from torch's own code, for a process that needs none afterwards: the
+    driver remembers what it saw when it was started.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
 def _preview(
     program: list[str], arguments: argparse.Namespace, ranks_per_node: int
 ) -> tuple[Trace, BaseException | None]:
@@ -142,7 +157,6 @@ def _preview(
 
     worker.check_program(program, module=arguments.module)
     try:
-        from commlens.tracing.preview.cuda import hidden_gpus
         from commlens.tracing.preview.preview import Preview, check_world
     except ImportError as missing:
         raise MissingDependency.torch("commlens preview", missing) from None
@@ -163,8 +177,7 @@ def _preview(
     )
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     try:
-        with hidden_gpus():
-            trace = runner.run(arguments.rank)
+        trace = runner.run(arguments.rank)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
     error = runner.error

@@ -6,9 +6,7 @@ import os
 
 import pytest
 
-pytest.importorskip("torch")
-
-from commlens.tracing.preview.cuda import hidden_gpus
+from commlens.commands.preview import hidden_gpus
 
 
 @pytest.mark.parametrize("visible", [None, "0,1"])

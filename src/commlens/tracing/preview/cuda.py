@@ -9,10 +9,8 @@ hidden from it. Tried on torch 2.6.0,
 from __future__ import annotations
 
 import contextlib
-import os
 import types
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,22 +64,6 @@ class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
         elif func in _TO and any(type(each) is int for each in args):
             args = tuple(["cpu" if type(each) is int else each for each in args])
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def hidden_gpus() -> Iterator[None]:
-    """Hide the machine's GPUs from torch's own code, for a process that needs none afterwards: the
-    driver remembers what it saw when it was started.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if visible is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 class FakeCuda:
