@@ -36,6 +36,11 @@ _LAUNCHERS: Final = re.compile(
     r"/accelerate/(accelerator|launchers|optimizer|data_loader|state|utils|commands)\b|/transformers/(trainer\w*|models|generation)\b|"
     r"/deepspeed/(runtime|launcher|comm|pipe|utils|checkpoint|moe|ops)/|/(torch_extensions|\.triton/cache)/"
 )
+_OUR_OWN: Final = re.compile(
+    r"/commlens/(tap|capture|verification|tracing|numbers|launch)/[\w/]+\.py$"
+)
+"""What stands in stacks of a rank that is recorded, wherever commlens is installed."""
+
 _TYPED: Final = ("<string>", "<stdin>", "<input>", "<console>", "<ipython-input")
 
 
@@ -118,6 +123,8 @@ def frame_kind(file: str, prefixes: KindPrefixes) -> FrameKind:
             return {"torch": FrameKind.TORCH, "commlens": own}.get(
                 inside.split("/")[0], FrameKind.LIBRARY
             )
+    if _OUR_OWN.search(file):
+        return FrameKind.COMMLENS
     if file.startswith("<"):
         return FrameKind.USER if file.startswith(_TYPED) else FrameKind.LIBRARY
     if _STDLIB.search(file):

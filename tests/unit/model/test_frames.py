@@ -36,6 +36,10 @@ RAY = "/v/lib/python3.12/site-packages/ray/_private/worker.py"
         ("<string>", "user"),
         ("<decorator-gen-3>", "library"),
         ("/v/lib/python3.12/site-packages/torch/nn/modules/module.py", "torch"),
+        # as torch's own dumps name them, where commlens is installed from its repository
+        ("/home/me/commlens/src/commlens/tap/tap.py", "commlens"),
+        ("/home/me/commlens/src/commlens/tracing/attribution/stacks.py", "commlens"),
+        ("/home/me/commlens/train.py", "user"),
         ("/tmp/torchinductor_me/ab/cabc.py", "torch"),
         ("<eval_with_key>.3", "torch"),
         ("/usr/lib/python3.12/threading.py", "python"),
