@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,15 +247,12 @@ def judge_states(way: str, *, learns: bool = True) -> Callable[[Finds], Judged]:
 
 
 def shown(states: list[Finds]) -> str:
-    """Return the states of several collectives in words: ``all_gather issued``, ``all_reduce
-    completed (native-recorder)``.
-    """
-    words = [
-        f"{one['op']} {one['state']}"
-        + (f" ({one['how']})" if one["how"] not in ("not-yet",) else "")
+    """Return the states of several collectives in words: ``4 issued (native-recorder)``."""
+    counted = Counter(
+        one["state"] + (f" ({one['how']})" if one["how"] not in ("not-yet", "unknown") else "")
         for one in states
-    ]
-    return ", ".join(words) or "nothing recorded"
+    )
+    return ", ".join(f"{count} {name}" for name, count in counted.items()) or "nothing recorded"
 
 
 def judge_timing(finds: Finds) -> Judged:
@@ -538,10 +536,9 @@ def judge_watcher(finds: Finds) -> Judged:
         if isinstance(smi, list)
         else []
     )
-    loaded = finds.get("libraries") or "no library of CUDA"
     words = (
-        f"the watcher holds {finds['devices'] or 'no device'} and has loaded {loaded};"
-        f" {'listed' if listed else 'not listed'} by nvidia-smi: {smi}"
+        f"the watcher is {'' if listed else 'not '}listed by nvidia-smi; NVML holds"
+        f" {', '.join(finds['devices']) or 'no device'}"
     )
     return finds["is_running"] and isinstance(smi, list) and not listed, words
 
