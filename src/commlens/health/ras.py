@@ -248,8 +248,8 @@ def read_text(text: str) -> RasReport:
 def _sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the name of a communicator, what is wrong with it, and the lines about that."""
     found = list(_SECTION.finditer(text))
-    ends = [*(each.start() for each in found[1:]), len(text)]
-    for each, end in zip(found, ends, strict=True):
+    starts = [each.start() for each in found]
+    for each, end in zip(found, [*starts[1:], len(text)], strict=False):
         yield each[1], each[2], text[each.end() : end].splitlines()
 
 

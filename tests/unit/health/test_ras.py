@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from node_files import RasServer, communicator
 
 from commlens.health import ras
-from commlens.model.health import RasRank
+from commlens.model.health import RasRank, RasReport
+
+ANSWERS = Path(__file__).parent / "ras_answers"
 
 TEXT = """NCCL version 2.24.3 compiled with CUDA 12.8
 CUDA runtime version 12080, driver version 12080
@@ -160,3 +164,16 @@ def test_an_answer_that_is_cut_is_none() -> None:
     with RasServer(text="NCCL vers") as server:
         report = ras.ask(server.environment)
     assert not report.answered and "cannot be read" in report.problem
+
+
+@pytest.mark.parametrize(("read", "ending"), [(ras.read_json, "json"), (ras.read_text, "txt")])
+def test_answers_of_a_real_job(read: Callable[[str], RasReport], ending: str) -> None:
+    """NCCL 2.28.9, two ranks under FSDP2 on one H200: while they train, and while rank 1 sleeps."""
+    healthy, hung = (
+        read((ANSWERS / f"{name}.{ending}").read_text()) for name in ("healthy", "hung")
+    )
+    assert healthy.version == hung.version == "2.28.9"
+    assert not any(one.apart or one.behind or one.silent for one in healthy.communicators)
+    (found,) = hung.communicators
+    assert (found.op, found.apart, found.silent) == ("AllGather", True, [])
+    assert found.behind == [RasRank(1, 897, "127.0.0.1")]
