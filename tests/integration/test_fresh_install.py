@@ -106,7 +106,9 @@ def test_the_wheel_serves_all_pythons_and_holds_only_the_package(installed: Run)
         if not name.startswith(("commlens/", "commlens_autoload.py", "commlens-"))
     ]
     assert not [
-        name for name in files if name.endswith((".pyc", ".so")) and "/_entries." not in name
+        name
+        for name in files
+        if name.endswith((".pyc", ".so")) and "/_entries." not in name and "/_senders." not in name
     ]
     for needed in (
         "commlens/py.typed",

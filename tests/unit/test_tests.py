@@ -173,6 +173,9 @@ NOT_YET = {
     "unit/processes/test_observer.py": """
         processes/pyspy
     """,
+    "unit/processes/test_senders.py": """
+        model/sender
+    """,
     "unit/reports/converted/test_perfetto.py": """
         reports/trace_perfetto
     """,
