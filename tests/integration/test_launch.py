@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from chosen import chosen, long
 from launching import Bench, Program
+
+from commlens.processes import senders
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -178,13 +181,15 @@ def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> Non
 def test_a_job_whose_terminal_goes_away(bench: Bench) -> None:
     program = bench.launch("train.py", "sleep")
     program.until("training")
-    os.kill(program.process.pid, signal.SIGHUP)
+    kill = subprocess.Popen(["kill", "-HUP", str(program.process.pid)])
+    assert kill.wait(60) == 0
     assert program.end() != 0
     said = " ".join(program.error.split())
+    sender = f" from kill (pid {kill.pid}, " if senders.AVAILABLE else " and ends the job."
+    assert f"commlens: the launcher received SIGHUP{sender}" in said
     assert (
-        "commlens: the launcher received SIGHUP and ends the job. The system sends SIGHUP to the"
-        " programs of a terminal or an ssh session that goes away. Start the job so that it"
-        " outlives its terminal"
+        " and ends the job. The system sends SIGHUP to the programs of a terminal or an ssh"
+        " session that goes away. Start the job so that it outlives its terminal"
     ) in said
     assert "VERDICT" not in said
 

@@ -16,17 +16,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from commlens.config import Settings
 from commlens.diagnosis.words.long_wait import long_wait
 from commlens.dumps import save
+from commlens.model.sender import Sender
 from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.observer import WINDOW_S, Observer
+from commlens.processes.senders import remember_senders, take_sender
 from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
@@ -229,16 +232,22 @@ class Watcher:
         stops = _STOP_NUMBERS.intersection(numbers)
         if stops and not self._over and self._deaths.first is None:
             self._over = True
+            senders = [(number, take_sender(number)) for number in sorted(stops)]
             self._report_before_stop()
-            self._tell_stop(stops)
+            self._tell_stop(senders)
 
-    def _tell_stop(self, numbers: Iterable[int]) -> None:
-        from commlens.diagnosis.words.next_steps import stopped_line
+    def _tell_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
+        from commlens.diagnosis.words.stopped import stopped_line
 
-        for number in sorted(numbers):
-            self.reporter.say_all(filter(None, [stopped_line(signal_name(number))]))
+        ranks = {member.pid: member.rank for member in self._roster.current()}
+        for number, sender in senders:
+            known = replace(sender, rank=ranks.get(sender.pid)) if sender is not None else None
+            if line := stopped_line(signal_name(number), known, parent=os.getppid()):
+                self.reporter.say(line)
 
     def _tick(self) -> None:
+        if self._launched:
+            remember_senders(_STOP_NUMBERS)
         new = add_new_members(self._roster, self._observer)
         self._health.add(new)
         if new and self._roster.generation > self._generation:

@@ -14,7 +14,6 @@ from commlens.diagnosis.words.known_errors import known_step
 from commlens.matching.error_claims import worker_end
 from commlens.model.collective import Collective, Frame
 from commlens.text import (
-    capital,
     frame_phrase,
     joined,
     key_phrase,
@@ -326,16 +325,6 @@ def outside_step(signal: str) -> str:
         signal,
         "look at the scheduler's log (preemption, time limit), or for the sender of the signal",
     )
-
-
-def stopped_line(signal: str) -> str:
-    """Return a line about a launcher that ends its job because it received a signal; empty for the
-    signals that a person sends from the job's terminal.
-    """
-    if signal not in ("SIGHUP", "SIGTERM"):
-        return ""
-    told = [f"the launcher received {signal} and ends the job.", outside_cause(signal)]
-    return " ".join(filter(None, [*told, f"{capital(outside_step(signal))}."]))
 
 
 def death_step(view: RankView, frame: Frame | None) -> str:

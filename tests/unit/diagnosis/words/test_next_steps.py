@@ -10,7 +10,6 @@ from builders import Die, Job, Stay, Step, all_reduce, recv
 from goldens import hold
 from judging import judge
 
-from commlens.diagnosis.words.next_steps import stopped_line
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation
 
@@ -153,16 +152,3 @@ def test_ranks_that_only_receive_are_told_to_send() -> None:
     verdict = judge(Job(2).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
     hold("cycle/all-receive", verdict)
-
-
-@pytest.mark.parametrize(
-    ("signal", "advice"),
-    [("SIGHUP", "nohup or setsid"), ("SIGTERM", "scheduler's log"), ("SIGINT", None)],
-)
-def test_a_launcher_that_was_stopped(signal: str, advice: str | None) -> None:
-    line = stopped_line(signal)
-    if advice is None:
-        assert line == ""
-    else:
-        assert line.startswith(f"the launcher received {signal} and ends the job. ")
-        assert advice in line
