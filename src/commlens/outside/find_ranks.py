@@ -305,7 +305,11 @@ def script_of(command: str) -> str:
         if _CODE_FOLLOWS.fullmatch(word):
             return INLINE_CODE
         if word == "-m":
-            return " ".join(words[position + 1 :])[:_COMMAND_MAX]
+            return _cut(" ".join(words[position + 1 :]))
         if not word.startswith("-"):
-            return " ".join([word.rpartition("/")[2], *words[position + 1 :]])[:_COMMAND_MAX]
-    return command[:_COMMAND_MAX]
+            return _cut(" ".join([word.rpartition("/")[2], *words[position + 1 :]]))
+    return _cut(command)
+
+
+def _cut(command: str) -> str:
+    return command if len(command) <= _COMMAND_MAX else f"{command[:_COMMAND_MAX]}..."

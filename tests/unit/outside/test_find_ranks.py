@@ -19,6 +19,8 @@ from commlens.outside.find_ranks import script_of, short_command_of
         ("python -c import torch\\nprint(-m) --lr 0.1", "python -c '...'"),
         ("python -u -Bc import torch", "python -c '...'"),
         ("python train.py -c config.yaml", "train.py -c config.yaml"),
+        (f"python train.py {'x' * 71}", f"train.py {'x' * 71}"),
+        (f"python train.py {'x' * 72}", f"train.py {'x' * 71}..."),
     ],
 )
 def test_the_script_of_a_command_line(command, script):
