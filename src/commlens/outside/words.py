@@ -232,8 +232,9 @@ def _sides(job: SeenJob, found: FoundSides) -> Words:
             f"The ranks wait in different calls, so none can complete. {why}{step} {_unmoved(job)}"
         ),
         next_step=(
-            f"find out how rank {odd[0].rank} comes to {frame_phrase(odd[0].line)} while rank"
-            f" {most[0].rank} is at {frame_phrase(most[0].line)}"
+            f"find out how {ranks_and_verb(ranks_of(odd), 'comes', 'come')} to"
+            f" {frame_phrase(odd[0].line)} while {ranks_and_verb(ranks_of(most), 'is', 'are')} at"
+            f" {frame_phrase(most[0].line)}"
         ),
         would_raise_confidence=_MORE,
     )
