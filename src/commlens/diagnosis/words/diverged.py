@@ -60,12 +60,27 @@ def words(cause: Diverged) -> Words:
         explanation=" ".join(filter(None, (_extent(cause), _EXPLAINED[cause.departure](cause)))),
         next_step=_NEXT[cause.departure](cause),
         evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
-        would_raise_confidence=(
-            "The ranks differ, and no majority of them agrees."
-            if not cause.culprits and cause.departure not in ("same-data", "not-finite")
-            else None
-        ),
+        would_raise_confidence=_doubt(cause),
     )
+
+
+def _doubt(cause: Diverged) -> str | None:
+    """Return why it is not sure which ranks are to blame."""
+    if cause.confidence == "high":
+        return None
+    if cause.departure == "same-data":
+        return "Nothing tells which of these ranks should have other data."
+    if cause.departure == "not-finite":
+        return (
+            "Where it came up first was not watched."
+            if cause.culprits
+            else "All ranks have it, so none of them is blamed."
+        )
+    if not cause.culprits:
+        return "The ranks differ, and no majority of them agrees."
+    if cause.blamed_by == "routine":
+        return "No majority agrees: the ranks are blamed whose value did not change."
+    return "That they must agree is inferred from earlier checks, in which they did."
 
 
 def _looked_at(cause: Diverged) -> str:
@@ -389,7 +404,11 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         "look for code that writes to it without torch, such as NumPy or a kernel of your own; if"
         f" there is none, test the memory of {ranks_phrase(_suspects(cause))}"
     ),
-    "unclear": _is("look at the code that changes it between these two steps"),
+    "unclear": lambda cause: (
+        "look at the code that changes it between these two steps"
+        if cause.equal_at is not None
+        else "look at what it is computed from on each of these ranks"
+    ),
 }
 
 

@@ -155,7 +155,7 @@ def test_nan_everywhere() -> None:
     [found] = job.check(400, MODEL, nan)
     assert words(found).summary == f"{NORM} of all ranks has NaN since step 400 (not at step 300)"
     assert "--check-numbers=nan" in words(found).next_step
-    assert words(found).would_raise_confidence is None
+    assert words(found).would_raise_confidence == ("All ranks have it, so none of them is blamed.")
 
 
 def test_the_same_value_on_all_ranks() -> None:
@@ -163,7 +163,9 @@ def test_the_same_value_on_all_ranks() -> None:
         1, {"value ids": 1.0}, source="commlens.must_differ() of ids"
     )
     assert words(found).summary == "ranks 0-3 have the same ids in commlens.must_differ() of ids"
-    assert words(found).would_raise_confidence is None
+    assert words(found).would_raise_confidence == (
+        "Nothing tells which of these ranks should have other data."
+    )
 
 
 def test_a_call_of_the_program() -> None:
@@ -173,6 +175,15 @@ def test_a_call_of_the_program() -> None:
     assert words(found).summary.endswith(
         "differs from ranks 0,2-3 in commlens.check_numbers(), call 2"
     )
+
+
+def test_a_first_call_has_no_earlier_one() -> None:
+    odd = {rank: {"value loss": float(rank)} for rank in (1, 2, 3)}
+    [found] = Job().check(1, {"value loss": 9.0}, odd, source="commlens.must_agree() of loss")
+    said = words(found)
+    assert said.summary.endswith("in commlens.must_agree() of loss")
+    assert said.next_step == "look at what it is computed from on each of these ranks"
+    assert said.would_raise_confidence == "The ranks differ, and no majority of them agrees."
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 292])
