@@ -199,6 +199,10 @@ def _aborted(context: Context, found: FoundMismatch) -> str:
 def _what_would_show(found: FoundMismatch) -> str | None:
     doubt = found.cause.doubt
     if doubt == "undecided":
+        met = next(iter(found.mismatch.ops.values()), None)
+        is_first = found.cause.number == 1 and met is not None and not met.is_point_to_point
+        if is_first and not found.cause.not_seen:
+            return "It is the first of its group: no earlier one shows which side is wrong."
         record = "The other ranks' records, or a" if found.cause.not_seen else "A"
         return f"{record} run with more steps before the fault would show which one is wrong."
     return _DOUBTS[doubt] if doubt is not None else None
