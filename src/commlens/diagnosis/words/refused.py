@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.refused import FoundRefused
 from commlens.diagnosis.words import phrases
@@ -84,7 +86,19 @@ def _disagreement(context: Context, found: FoundRefused) -> Words:
         summary=f"strict verification refused a call on {raised}: {refusal.reason}",
         explanation=f"It was {refusal.operation}.",
         next_step="compare the arguments with which these ranks make this call",
-        evidence=[row.rstrip(":") for row in refusal.table]
-        or phrases.exits(context, found.cause.raised),
+        evidence=_rows(refusal.table) or phrases.exits(context, found.cause.raised),
         would_raise_confidence="The exception's whole text is in the output of these ranks.",
     )
+
+
+def _rows(table: Sequence[str]) -> list[str]:
+    """``["Input shapes of x, process 0: [2]  float32   train.py:21 in main"]``: each row of the
+    exception's table under its heading.
+    """
+    rows, heading = [], ""
+    for line in table:
+        if line.endswith(":"):
+            heading = line[:-1]
+        else:
+            rows.append(f"{heading}, {line[0].lower()}{line[1:]}" if heading else line)
+    return rows

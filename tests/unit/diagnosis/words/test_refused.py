@@ -30,7 +30,8 @@ def test_the_table_of_a_refusal_keeps_its_rows() -> None:
         )
         log.closed, log.observation = True, Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
-    assert verdict.findings[0].evidence == ["Input shapes of x", *TABLE[1:]]
+    rows = [f"Input shapes of x, process {row.removeprefix('Process ')}" for row in TABLE[1:]]
+    assert verdict.findings[0].evidence == rows
     shown = render(verdict).splitlines()
-    for row in TABLE:
-        assert any(line.startswith(f"  - {row.rstrip(':')}") for line in shown), shown
+    for row in rows:
+        assert any(line.startswith(f"  - {row}") for line in shown), shown
