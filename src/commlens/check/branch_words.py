@@ -26,7 +26,8 @@ def verdict(explored: Explored) -> Verdict:
         if explored.classes.surprising and kind == "healthy":
             kind, confidence = "undetermined", "low"
     if explored.choices and found.kind != "healthy":
-        summary = f"{summary} if {_answers(explored.choices)}"
+        if explored.deciding:
+            summary = f"{summary} if {_answers(explored.deciding)}"
     elif len(explored.tried) > 1:
         summary = f"{summary}, {_tried(explored)}"
     elif any(each.certain for each in unanswered):

@@ -41,6 +41,8 @@ class Explored(NamedTuple):
     """The worst of all: a fault, else a run that proves nothing, else the first."""
     choices: Choices
     """Of that run."""
+    deciding: Choices
+    """Those of these answers without which the verdict may be another one."""
     tried: list[Choices]
     combinations: int
     """That there are."""
@@ -72,12 +74,30 @@ def explore(
     checked = worlds[worst].checked
     alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
     combined = number_of_combinations(branches)
-    return Explored(checked, worst, tried, combined, decisions, alone, worlds[worst].classes)
+    deciding = _deciding(worst, worlds) if len(tried) == combined else worst
+    return Explored(
+        checked, worst, deciding, tried, combined, decisions, alone, worlds[worst].classes
+    )
 
 
 def _badness(checked: Checked) -> int:
     verdict = checked.verdict
     return 2 if verdict.is_fault else int(verdict.kind != "healthy")
+
+
+def _deciding(worst: Choices, worlds: Mapping[Choices, World]) -> Choices:
+    """Leave out each answer that changes nothing, whatever the others left out before it are."""
+    found = worlds[worst].checked.verdict.summary
+    deciding = set(worst)
+    for choice in worst:
+        others = deciding - {choice}
+        if all(
+            world.checked.verdict.summary == found
+            for choices, world in worlds.items()
+            if others <= set(choices)
+        ):
+            deciding = others
+    return tuple(choice for choice in worst if choice in deciding)
 
 
 def _alone(

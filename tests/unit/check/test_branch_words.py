@@ -28,7 +28,14 @@ def decision(line: int, how: Any = "truth", **about: Any) -> Decision:
 
 
 def explored(*decisions: Decision, result: Checked | None = None, **about: Any) -> Explored:
-    given: dict[str, Any] = {"choices": (), "tried": [()], "combinations": 1, "alone": []}
+    choices = about.get("choices", ())
+    given: dict[str, Any] = {
+        "choices": (),
+        "deciding": choices,
+        "tried": [()],
+        "combinations": 1,
+        "alone": [],
+    }
     return Explored(result or checked(), decisions=list(decisions), **{**given, **about})
 
 

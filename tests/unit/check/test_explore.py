@@ -61,6 +61,15 @@ def test_the_worst_run_is_returned_with_its_answers() -> None:
     assert len(found.tried) == found.combinations == 4
 
 
+def test_answers_that_change_nothing_are_left_out() -> None:
+    assert explored({1, 2}).deciding == (Choice("a.py", 1, True), Choice("a.py", 2, True))
+    idle = Branch("a.py", 0, (False, True))
+    assert explored({1}, branches=(idle, FIRST)).deciding == (Choice("a.py", 1, True),)
+    assert explored({1}, branches=(FIRST, idle)).deciding == (Choice("a.py", 1, True),)
+    assert explored({0}, branches=(idle,)).deciding == (), "it fails with all answers"
+    assert len(explored({1}, branches=(FIRST, idle), bound=3).deciding) == 2, "not all were tried"
+
+
 def test_a_bound_cuts_the_combinations() -> None:
     found = explored({1, 2}, bound=3)
     assert not found.checked.verdict.is_fault
