@@ -34,6 +34,8 @@ from commlens.text import (
 MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
 MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
 _MIN_GAP_NS = 1_000_000
+# of the line with which multiprocessing starts a process
+_SPAWNED = "<string>:1 <module>"
 
 
 def words(context: Context, found: FoundMissing) -> Words:
@@ -246,7 +248,8 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
             f"rank {view.rank} is in {paths[0].phrase}, {ranks_phrase(absence.waiting)} in"
             f" {paths[1].phrase}."
         ]
-    first, *callers = [frame_phrase(frame) for frame in user_lines(stack.frames)][:4] or [""]
+    first, *lines = [frame_phrase(frame) for frame in user_lines(stack.frames)][:4] or [""]
+    callers = [line for line in lines if line != _SPAWNED]
     return (
         [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."]
         if callers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from builders import Die, Job, Stay, Step, all_reduce, at, collective, recv, training
 from goldens import hold
@@ -26,6 +27,17 @@ def test_asleep_in_the_data_loader(size: int) -> None:
     assert (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 11)
     if size == 4:
         hold("missing/asleep-in-the-data-loader", verdict)
+
+
+def test_the_line_that_starts_a_process_calls_nothing() -> None:
+    logs = Job(4).run(training(at(1, 5, SLEEP))).logs()
+    (stack,) = logs[1].stacks
+    started = Frame("<string>", 1, "<module>")
+    logs[1].stacks = [msgspec.structs.replace(stack, frames=(*stack.frames, started))]
+    evidence = judge(logs).findings[0].evidence
+    assert [text for text in evidence if "called by" in text] == [
+        "train.py:57 load_batch on rank 1 was called by train.py:200 main."
+    ]
 
 
 def test_a_reduce_op_that_is_not_read_yet_is_no_difference() -> None:
