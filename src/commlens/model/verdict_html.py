@@ -70,11 +70,12 @@ def verdict_text(verdict: Any) -> str:
 
 def _sections(verdict: Any) -> list[tuple[str, list[str]]]:
     # a program's hazards stand beside what the verdict is about
-    first = [finding for finding in verdict.findings[:1] if finding.kind != "hazard"]
-    others = verdict.findings[len(first) :]
+    hazards = [finding for finding in verdict.findings if finding.kind == "hazard"]
+    findings = [finding for finding in verdict.findings if finding.kind != "hazard"]
     return [
-        ("Evidence", first[0].evidence if first else []),
-        ("Also found", [_with_ranks(finding) for finding in others]),
+        ("Evidence", findings[0].evidence if findings else []),
+        ("Also found", [_with_ranks(finding) for finding in findings[1:]]),
+        ("Latent faults", [_with_ranks(finding) for finding in hazards]),
         ("Not known", verdict.missing_evidence),
     ]
 

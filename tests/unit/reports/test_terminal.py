@@ -144,7 +144,7 @@ def test_other_causes_and_consequences_are_told_apart() -> None:
 def test_print_lists_a_hazard_of_a_healthy_job() -> None:
     hazard = finding(kind="hazard", root_cause=False, summary="nobody waited for a broadcast")
     healthy = Verdict(kind="healthy", findings=[hazard])
-    assert "Also found\n  - nobody waited for a broadcast" in str(healthy)
+    assert "Latent faults\n  - nobody waited for a broadcast" in str(healthy)
 
 
 def test_long_lists_are_cut_and_say_so() -> None:
