@@ -33,9 +33,11 @@ def verdict_html(verdict: Any) -> str:
         if text
     )
     parts = [_details(title, sentences) for title, sentences in _sections(verdict)]
+    unsure = verdict.findings and verdict.confidence != "high"
+    doubt = verdict.findings[0].would_raise_confidence if unsure else None
+    sure = f"{verdict.confidence}. {doubt}" if doubt else f"{verdict.confidence}."
     looked = (
-        f"<small>Looked at {escape(verdict.looked_at)}. Confidence:"
-        f" {escape(verdict.confidence)}.</small>"
+        f"<small>Looked at {escape(verdict.looked_at)}. Confidence: {escape(sure)}</small>"
         if verdict.looked_at
         else ""
     )

@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from boxes import busy_box
 from builders import Job, Stay, at, training
@@ -76,6 +77,16 @@ def test_what_a_notebook_shows() -> None:
     text = shown(diagnose_logs(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs())).text
     assert "Verdictrank 2 never reached all_reduce #11" in text
     assert "Nextlook at load_batch" in text
+
+
+def test_a_notebook_shows_why_a_verdict_is_not_sure() -> None:
+    verdict = diagnose_logs(Job(2).run(training(at(1, 5, Stay(57, "load_batch")))).logs())
+    doubtful = msgspec.structs.replace(verdict.findings[0], would_raise_confidence="Who knows?")
+    unsure = Verdict.from_findings(
+        [msgspec.structs.replace(doubtful, confidence="low")], looked_at="2 ranks"
+    )
+    assert "Confidence: low. Who knows?" in shown(unsure).text
+    assert "Who knows?" not in shown(Verdict.from_findings([doubtful], looked_at="2 ranks")).text
 
 
 @settings(deadline=None)
