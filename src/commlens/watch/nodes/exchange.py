@@ -36,11 +36,12 @@ from commlens.watch.nodes.beat import (
     unpack_digests,
 )
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
+from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
 from commlens.watch.nodes.states import States, pack_states, unpack_states
-from commlens.watch.nodes.states_tree import LEVEL_S, Collecting, Tree
+from commlens.watch.nodes.states_tree import LEVEL_S, Tree
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
