@@ -5,6 +5,8 @@ lost while they do.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,6 +36,17 @@ def main():
 main()
 """
 
+SLOTS = """
+import sys
+from commlens.watch.nodes.beat import decoded, key
+from commlens.watch.nodes.store_client import StoreClient
+
+client = StoreClient(sys.argv[1], int(sys.argv[2]), answer_s=20.0)
+beats = map(decoded, client.get([key("node", slot) for slot in range(int(sys.argv[3]))]))
+assert client.existing([key("look-states", 0)])
+print("slots", *(f"{beat.slot}={min(beat.ranks)}" for beat in beats), "of the tree", flush=True)
+"""
+
 KILL = """
 import os, signal, sys, time
 from commlens.watch.nodes.beat import decoded, key
@@ -56,16 +69,36 @@ while True:
 """
 
 
-def start(made: list[Node], per_node: int) -> None:
+def start(made: list[Node], per_node: int, stall_timeout: str = "4") -> None:
     script = made[0].folder.parent / "train.py"
     script.write_text(PROGRAM)
     launch(
         made,
         [str(script)],
         per_node=per_node,
-        COMMLENS_STALL_TIMEOUT="4",
-        COMMLENS_TEST_TREE_ARITY="2" if len(made) > 2 else "1",
+        COMMLENS_STALL_TIMEOUT=stall_timeout,
+        COMMLENS_TEST_TREE_ARITY=arity(made),
     )
+
+
+def arity(made: list[Node]) -> str:
+    return "2" if len(made) > 2 else "1"
+
+
+def ask(node: Node, verb: str, made: list[Node]) -> Any:
+    """Return what a command says on a node, as JSON."""
+    said = node.folder / f"{verb}.json"
+    said.unlink(missing_ok=True)
+    commands = [
+        f"{sys.executable} -m commlens {verb} --json > {said}.part",
+        f"mv {said}.part {said}",
+    ]
+    node.start(["sh", "-c", " && ".join(commands)], {"COMMLENS_TEST_TREE_ARITY": arity(made)})
+    end = time.monotonic() + 90
+    while not said.exists():
+        assert time.monotonic() < end, node.output
+        time.sleep(0.1)
+    return json.loads(said.read_text())
 
 
 def until(node: Node, *texts: str, timeout_s: float = 90.0) -> str:
@@ -113,3 +146,33 @@ def test_nobody_is_blamed_for_a_watcher_that_is_killed_when_it_is_asked(
         time.sleep(5)
         said = verdicts(made)
     assert all(verdict["culprits"] in ([], [5]) for verdict in said)
+
+
+@pytest.mark.parametrize(("count", "per_node"), SHAPES)
+def test_commands_learn_of_all_ranks_from_a_few(tmp_path: Path, count: int, per_node: int) -> None:
+    with nodes(count, tmp_path) as made:
+        start(made, per_node, stall_timeout="600")
+        until(made[0], "training")
+        time.sleep(5)  # the wait is in the nodes' values
+        (job,) = ask(made[1], "status", made)
+        assert job["verdict"]["culprits"] == [5], job
+        assert job["verdict"]["victims"] == [0, 1, 2, 3, 4, 6, 7]
+        assert "8 ranks on" in job["job"] and job["other_nodes"] == []
+        assert sorted(rank for row in job["ranks"] for rank in row["ranks"]) == list(range(8))
+        classes = ask(made[1], "stacks", made)
+        assert sorted(rank for each in classes for rank in each["ranks"]) == list(range(8))
+        assert [5] in [each["ranks"] for each in classes]
+        # an inner node of the tree is lost: its children are read in its place
+        script = [sys.executable, "-c", SLOTS, made[0].address, str(PORT), str(count)]
+        made[0].start(script, {})
+        said = until(made[0], "of the tree").partition("slots ")[2].split()
+        first_ranks = dict(map(int, pair.split("=")) for pair in said if "=" in pair)
+        inner = made[first_ranks[1] // per_node]
+        asks = next(node for node in made if node is not inner and node.number)
+        if count > 2 and inner.number:
+            # stopped: were it killed, its ranks would start another one
+            os.kill(inner.processes[0].pid, signal.SIGSTOP)
+            (job,) = ask(asks, "status", made)
+            (line,) = job["other_nodes"]
+            assert line.startswith("Node ") and "did not answer" in line
+            assert f"rank {first_ranks[1]}" in line or f"ranks {first_ranks[1]}-" in line

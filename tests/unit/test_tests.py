@@ -19,7 +19,7 @@ NOT_YET = {
         verification/accelerate
     """,
     "integration/test_attach.py": """
-        commands/attach commands/stacks reports/stacks_terminal
+        commands/attach reports/stacks_terminal
     """,
     "integration/test_background_build.py": """
         launch/background_build
@@ -221,7 +221,7 @@ NOT_YET = {
         watch/mismatches/record_reader watch/mismatches/report watch/mismatches/signatures
     """,
     "unit/watch/nodes/test_exchange.py": """
-        watch/nodes/looks watch/nodes/lost_store watch/nodes/meeting_places
+        watch/nodes/lost_store watch/nodes/meeting_places
     """,
     "unit/watch/nodes/test_remote_evidence.py": """
         watch/snapshot

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.commands.naming_jobs import add_job
 from commlens.errors import CommandError, EvidenceError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
+    from commlens.model.stack_classes import StackClass
+    from commlens.watch.other_nodes import OtherNodes
+
+
+class FoundRanks(NamedTuple):
+    """The ranks of a job with their stacks."""
+
+    logs: Sequence[RankLog]
+    elsewhere: OtherNodes | None = None  # the ranks of other nodes, if the job has more of them
 
 
 class StacksCommand:
@@ -48,8 +57,11 @@ class StacksCommand:
         from commlens.text import count
 
         with working("Reading the ranks' stacks"):
-            logs = find_logs(arguments.job, arguments.job_name, native=arguments.native)
+            found = find_ranks(arguments.job, arguments.job_name, native=arguments.native)
+        logs = found.logs
         classes = merge_stacks(logs, [notable_state(log) for log in logs])
+        if found.elsewhere is not None:
+            classes = with_alike(classes, found.elsewhere)
         if arguments.json:
             import msgspec
 
@@ -57,21 +69,35 @@ class StacksCommand:
             return 0
         script = next((log.script for log in logs if log.script), "the job")
         stand = "stands" if len(logs) == 1 else "stand"
-        print(
-            f"{count(len(logs), 'rank')} of {script} {stand} at {count(len(classes), 'place')}:\n"
-        )
+        ranks = sum(len(each.ranks) for each in classes)
+        print(f"{count(ranks, 'rank')} of {script} {stand} at {count(len(classes), 'place')}:\n")
         print_classes(
             classes,
             most=len(classes) if arguments.all else 20,
             whole=arguments.whole or arguments.native,
         )
+        for line in found.elsewhere.lines if found.elsewhere is not None else ():
+            print(f"\n{line}")
         return 0
 
 
-def find_logs(
-    wanted: str | None, job_name: str | None, *, native: bool = False
-) -> Sequence[RankLog]:
-    """Return the ranks of a job with their stacks: from its black boxes, else with py-spy.
+def with_alike(classes: Sequence[StackClass], elsewhere: OtherNodes) -> list[StackClass]:
+    """Return the classes with the ranks that are known to stand where some of these do, the ones
+    with the fewest ranks first.
+    """
+    import msgspec
+
+    more = {min(each.examined): each.others for each in elsewhere.alike.classes if each.examined}
+    found = []
+    for each in classes:
+        others = [rank for first in more.keys() & each.ranks for rank in more[first]]
+        found.append(msgspec.structs.replace(each, ranks=sorted({*each.ranks, *others})))
+    return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
+
+
+def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
+    """Return the ranks of a job with their stacks: from its black boxes, those of other nodes
+    included, else with py-spy.
 
     Raises:
         CommandError: several jobs match.
@@ -81,6 +107,7 @@ def find_logs(
     from commlens.outside.find_ranks import find_job
     from commlens.outside.look import look_at
     from commlens.watch.jobs import find_jobs
+    from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
     from commlens.watch.snapshot import snapshot
 
     if not native and job_name is None:
@@ -90,21 +117,37 @@ def find_logs(
             jobs = []  # the name may be that of a job that is not recorded
         if len(jobs) == 1:
             logs = snapshot(jobs[0], window_s=0.4)
-            stale = [
-                log for log in logs if log.main_stack is not None and log.current_stack is None
-            ]
-            if not stale:
-                return logs
-            try:  # ranks that run do not record their stacks
-                return [
-                    sample.log
-                    for sample in look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples
-                ]
-            except (CommandError, EvidenceError, MissingDependency):
-                for log in stale:
-                    log.stacks = []
-                return logs
-    return [
-        sample.log
-        for sample in look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples
-    ]
+            here = _with_current_stacks(logs)
+            if not has_other_nodes(logs):
+                return FoundRanks(here)
+            elsewhere = look_at_other_nodes(jobs[0])
+            for log in filter(_is_stale, elsewhere.logs):
+                log.stacks = []
+                log.observation.stacks_note = "it runs; its stack can be read on its node"
+            ranks = [*here, *elsewhere.logs]
+            return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
+    samples = look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples
+    return FoundRanks([sample.log for sample in samples])
+
+
+def _is_stale(log: RankLog) -> bool:
+    return log.main_stack is not None and log.current_stack is None
+
+
+def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
+    """Return the ranks of this node with their stacks as of now: ranks that run do not record
+    them.
+    """
+    from commlens.outside.find_ranks import find_job
+    from commlens.outside.look import look_at
+
+    stale = [log for log in logs if _is_stale(log)]
+    if not stale:
+        return logs
+    try:
+        samples = look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples
+        return [sample.log for sample in samples]
+    except (CommandError, EvidenceError, MissingDependency):
+        for log in stale:
+            log.stacks = []
+        return logs

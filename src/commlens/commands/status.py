@@ -113,14 +113,16 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
 def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.views.status import status_of
     from commlens.dumps.save import dump_name
-    from commlens.watch.nodes.ask import OtherNodes, has_other_nodes, look_at_other_nodes
+    from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
     from commlens.watch.snapshot import snapshot
 
     logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
     if has_other_nodes(logs):
         elsewhere = look_at_other_nodes(job)
         logs = elsewhere.join(logs)
-    return status_of(dump_name([job]), logs, elsewhere.lines)
+    return status_of(
+        dump_name([job]), logs, elsewhere.lines, alike=elsewhere.alike, hosts=elsewhere.hosts
+    )
 
 
 def _print(job: JobStatus, *, everything: bool) -> None:

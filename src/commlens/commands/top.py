@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commlens.diagnosis.views.status import JobStatus
     from commlens.model.ranklog import RankLog
     from commlens.reports.top_screen import Screen, View
-    from commlens.watch.nodes.ask import OtherNodes
+    from commlens.watch.other_nodes import OtherNodes
 
 log = logging.getLogger("commlens")
 
@@ -98,7 +98,7 @@ class _OtherNodes:
         return answer
 
     def _ask(self) -> None:
-        from commlens.watch.nodes.ask import look_at_other_nodes
+        from commlens.watch.other_nodes import look_at_other_nodes
 
         began = time.monotonic()
         try:
@@ -129,21 +129,25 @@ class _Job:
         """Return the job's status: of all nodes as of their last answer, or of this node alone
         until another one has answered.
         """
-        from commlens.watch.nodes.ask import has_other_nodes
+        from commlens.watch.other_nodes import has_other_nodes
 
         logs = self._read_logs()
         if not has_other_nodes(logs):
             return self._status(logs)
         answer = self.other_nodes.take()
         if answer is not None and (answer.logs or answer.lines):
-            self.of_all_nodes = self._status(answer.join(logs), answer.lines)
+            self.of_all_nodes = self._status(answer.join(logs), answer)
         return self.of_all_nodes or self._status(logs)
 
-    def _status(self, logs: Sequence[RankLog], other_nodes: Sequence[str] = ()) -> JobStatus:
+    def _status(self, logs: Sequence[RankLog], elsewhere: OtherNodes | None = None) -> JobStatus:
         from commlens.diagnosis.views.status import status_of
         from commlens.dumps.save import dump_name
+        from commlens.watch.other_nodes import OtherNodes
 
-        return status_of(dump_name([self.folder]), logs, other_nodes)
+        known = elsewhere or OtherNodes()
+        return status_of(
+            dump_name([self.folder]), logs, known.lines, alike=known.alike, hosts=known.hosts
+        )
 
     def _read_logs(self) -> list[RankLog]:
         from commlens.processes.process import Ending

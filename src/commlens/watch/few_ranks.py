@@ -5,7 +5,7 @@ for, node by node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from commlens.diagnosis.fold.alike import (
     Alike,
@@ -17,7 +17,6 @@ from commlens.diagnosis.fold.alike import (
 from commlens.model.ranklog import RankLog
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
-from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.remote_evidence import NodeEvidence, more_records_of_each
 from commlens.watch.nodes.states import States, fit
 
@@ -25,6 +24,27 @@ NODES_MAX: Final = 64
 """With more, it costs more to follow the waits than to read the newest records of all nodes."""
 _ROUNDS_MAX: Final = 4  # in which the waits are followed from node to node
 _UNKNOWN_MAX: Final = 16  # nodes of whose ranks the states are not known
+
+
+class Nodes(Protocol):
+    """The other nodes of a job, which can be asked."""
+
+    @property
+    def others(self) -> list[Beat]:
+        """Those that live."""
+
+    def host(self, slot: int) -> str:
+        """Return a name for a node."""
+
+    def gather_states(self, own: States) -> States | None:
+        """Ask all for the states of their ranks, and join them with ``own``."""
+
+    def gather(
+        self, read: Callable[[int, bytes], Any], *, of: Sequence[int], records: int
+    ) -> tuple[dict[int, Any], list[Beat]]:
+        """Ask some for so many of the newest records of each rank. Returns what ``read`` makes of
+        the answers, by slot, and the nodes that did not answer.
+        """
 
 
 class FewRanks(NamedTuple):

@@ -44,6 +44,7 @@ from commlens.watch.nodes.beat import LAST
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
+from commlens.watch.nodes.states import states_snapshot
 from commlens.watch.reporting import MANY_NODES, Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
@@ -107,7 +108,8 @@ class Watcher:
             os.uname().nodename,
             self._wake,
             Path(settings.dump_dir),
-            lambda: pack_snapshot(self.folders),
+            lambda records: pack_snapshot(self.folders, records),
+            lambda: states_snapshot(self.folders),
         )
         self._health = HealthOfNode(settings)
         evidence = Evidence(

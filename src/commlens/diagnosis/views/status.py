@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
 
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
+from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
+from commlens.diagnosis.fold.state_key import is_small
 from commlens.diagnosis.index.activity import activity_of, quiet_ns
 from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.diagnosis.views.process_words import UNREMARKABLE, process_state, process_words
@@ -72,20 +75,31 @@ class JobStatus(msgspec.Struct):
         return self.verdict.summary
 
 
-def status_of(name: str, logs: Sequence[RankLog], other_nodes: Sequence[str] = ()) -> JobStatus:
+def status_of(
+    name: str,
+    logs: Sequence[RankLog],
+    other_nodes: Sequence[str] = (),
+    *,
+    alike: AlikeRanks = NONE_ALIKE,
+    hosts: Mapping[int, str] = MappingProxyType({}),
+) -> JobStatus:
     """Return the status of a job.
 
     Args:
         name: of the job.
         logs: of its ranks, joined with observations of their processes.
         other_nodes: sentences about the nodes whose ranks are not among these.
+        alike: ranks without a log that are in the state of ranks with one.
+        hosts: of these, by rank.
     """
-    examined = examine_logs(logs)
+    examined = examine_logs(logs, alike=alike)
     waits = _waits(examined)
     rows = [_row(log, waits.get(log.rank, [])) for log in logs]
+    if alike.others:
+        rows += _rows_alike(rows, logs, alike, hosts)
     return JobStatus(
         name,
-        heading(name, logs),
+        heading(name, logs, {rank: hosts.get(rank, "") for rank in alike.others}),
         examined.verdict,
         rows,
         _steps(logs),
@@ -94,16 +108,50 @@ def status_of(name: str, logs: Sequence[RankLog], other_nodes: Sequence[str] = (
     )
 
 
-def heading(name: str, logs: Sequence[RankLog]) -> str:
+def heading(
+    name: str, logs: Sequence[RankLog], alike: Mapping[int, str] = MappingProxyType({})
+) -> str:
     """Return the line above a job's table: ``"train-20261121: 4 ranks on n03, train.py --lr
     0.1"``.
+
+    Args:
+        name: of the job.
+        logs: of its ranks.
+        alike: the hosts of more ranks, which are known to be in the state of some of these.
     """
     world = max((log.world_size for log in logs), default=0)
-    hosts = sorted({log.host for log in logs if log.host})
+    hosts = sorted({*(log.host for log in logs), *alike.values()} - {""})
     script = next((log.script for log in logs if log.script), "")
-    ranks = f"{len(logs)} of {world} ranks" if world > len(logs) else count(len(logs), "rank")
+    known = len(logs) + len(alike)
+    ranks = f"{known} of {world} ranks" if world > known else count(known, "rank")
     where = hosts[0] if len(hosts) == 1 else count(len(hosts), "host")
     return f"{name}: {ranks} on {where}" + (f", {script}" if script else "")
+
+
+def _rows_alike(
+    rows: Sequence[StatusRow],
+    logs: Sequence[RankLog],
+    alike: AlikeRanks,
+    hosts: Mapping[int, str],
+) -> list[StatusRow]:
+    """Return the rows of ranks without a log: those of the ranks in the same state. A small group
+    is not the same one for all of these, nor are the ranks that wait in it.
+    """
+    by_rank = {row.ranks[0]: (row, log) for row, log in zip(rows, logs, strict=True)}
+    found: list[StatusRow] = []
+    for each in alike.classes:
+        known = [by_rank[rank] for rank in sorted(each.examined) if rank in by_rank]
+        if not known:
+            continue
+        row, log = known[0]
+        current = log.current_collective
+        if current is not None and is_small(current.channel.group, log.world_size):
+            row = msgspec.structs.replace(row, collective=row.short_collective, waits_for=[])
+        found += [
+            msgspec.structs.replace(row, ranks=[rank], pid=0, host=hosts.get(rank, ""))
+            for rank in sorted(each.others)
+        ]
+    return found
 
 
 def add_hosts(

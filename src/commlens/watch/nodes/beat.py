@@ -16,7 +16,7 @@ from commlens.watch.nodes.states_tree import Tree
 Digests = dict[str, list[Blocks]]
 """The digests of what a node issued, by channel; only channels with ranks of other nodes."""
 
-_PREFIX: Final = "commlens/5"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/6"  # the number changes with the values' meaning
 
 
 class Request(NamedTuple):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from typing import Final
 
-from commlens.watch.nodes.states import States
+from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.states import States, pack_states, unpack_states
 from commlens.watch.nodes.states_tree import Tree
+
+STATES: Final = "states"
+"""The kind of value that answers the node that reports."""
+LOOK_STATES: Final = "look-states"
+"""The kind of value that answers ``commlens status``."""
 
 
 class Collecting:
@@ -15,6 +24,7 @@ class Collecting:
         request: slot and number of the request.
         tree: of the request.
         slots: of the nodes to collect from.
+        kind: of the values that they store.
         began: ``time.monotonic()`` at which the request was seen.
         until: when there is nothing more to wait for.
         period_s: between two looks of a node at the values of others.
@@ -26,6 +36,7 @@ class Collecting:
         tree: Tree,
         slots: Iterable[int],
         *,
+        kind: str = STATES,
         began: float,
         until: float,
         period_s: float,
@@ -34,6 +45,7 @@ class Collecting:
         self.sum = States({})
         self.has_own = False  # the states of the node that collects were added
         self._tree = tree
+        self._kind = kind
         self._began = began
         self._until = until
         self._period_s = period_s
@@ -47,6 +59,27 @@ class Collecting:
                 self._moved_up.add(slot)
                 self._waits_for.update(self._tree.children(slot))
         return sorted(self._waits_for)
+
+    def add_own(self, states: States) -> None:
+        """Add the states of this node's own ranks."""
+        self.sum.add(states)
+        self.has_own = True
+
+    def read(self, client: Client) -> list[tuple[int, States]]:
+        """Return what nodes have stored since, each with its slot, to be added."""
+        names = [key(self._kind, slot) for slot in self.to_read(time.monotonic())]
+        there = client.existing(names)
+        found: list[tuple[int, States]] = []
+        for name, value in zip(there, client.get(there), strict=True):
+            states = unpack_states(value, self.request)
+            if states is not None:
+                found.append((int(name.rpartition("/")[2]), states))
+        return found
+
+    def store(self, client: Client, slot: int) -> None:
+        """Store the sum, as the answer of the node with this slot."""
+        client.set(key(self._kind, slot), pack_states(self.sum, self.request))
+        client.get([])  # send it
 
     def add(self, slot: int, states: States) -> None:
         """Add what a node stored."""

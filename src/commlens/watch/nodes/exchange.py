@@ -37,33 +37,33 @@ from commlens.watch.nodes.beat import (
 )
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
+from commlens.watch.nodes.known_nodes import LOST_S, KnownNodes, Lost, reporter_of
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
-from commlens.watch.nodes.states import States, pack_states, unpack_states
-from commlens.watch.nodes.states_tree import LEVEL_S, Tree
+from commlens.watch.nodes.periods import (
+    BUSY_PERIOD_S,
+    PERIOD_S,
+    busy_period_s,
+    rest_period_s,
+)
+from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states_tree import GONE_MAX, LEVEL_S, Tree
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
 
 log = logging.getLogger("commlens")
 
-BUSY_PERIOD_S: Final = 0.2  # while evidence is gathered, or a rank has died
 MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store does not answer
 # between comparisons of all nodes' records; doubled each time, because legal differences stay
 EXAMINE_REST_S: Final = 1.0
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
-# with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
-_BUSY_NODES: Final = 512
-_REST_NODES: Final = 625  # with more, so does the period at rest
-_REST_MAX_S: Final = 2.0
 _RETRY_MAX_S: Final = 2.0
 # between two looks at the values of many nodes, while only some of them have been asked
 _READ_ALL_S: Final = 1.5
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
-_GONE_MAX: Final = 256  # slots of nodes that have gone, between those of nodes that live
 
 Answer = TypeVar("Answer")
 
@@ -85,8 +85,9 @@ class Nodes:
         host: this machine's name.
         wake: wakes the watcher; called from the thread when there is something to do.
         folder: the meeting place of nodes that reach no store, if it is shared.
-        look: returns this node's evidence for ``commlens status`` on another node; called in a
-            thread of its own.
+        look: returns this node's evidence for ``commlens status`` on another node, given the
+            number of newest records of each rank; called in a thread of its own.
+        look_at_states: returns the states of this node's ranks; called like ``look``.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class Nodes:
         host: str,
         wake: Callable[[], None],
         folder: Path | None = None,
-        look: Callable[[], bytes] = lambda: b"",
+        look: Callable[[int], bytes] = lambda _: b"",
+        look_at_states: Callable[[], States] = States,
     ) -> None:
-        self._look = look
+        self._look, self._look_at_states = look, look_at_states
         self._host = host
         self._folder = folder
         self._wake = wake
@@ -116,7 +118,7 @@ class Nodes:
         self._bundles = Bundles()
         self._read_all_at = 0.0  # time.monotonic() at which all values were read last
         self._count = 0  # of nodes that ever drew a number
-        self._looks = Looks(self._look, self._poke.set)
+        self._looks = Looks(self._look, self._look_at_states, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
         self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # time.monotonic() of the last line
@@ -400,7 +402,7 @@ class Nodes:
         """
         asked = [beat for beat in self.others if not of or beat.slot in of]
         if timeout_s is None:
-            timeout_s = GATHER_S + self._busy_period_s() - BUSY_PERIOD_S
+            timeout_s = GATHER_S + busy_period_s(self._count) - BUSY_PERIOD_S
         end = time.monotonic() + timeout_s
         with self._lock:
             self._gathering, self._gathered = True, {}
@@ -460,11 +462,11 @@ class Nodes:
         slots = {self._mine.slot, *(beat.slot for beat in self.others)}
         first, count = min(slots), max(self._count, max(slots) + 1)
         gone = tuple(sorted(set(range(first, count)) - slots))
-        if len(gone) > _GONE_MAX:
+        if len(gone) > GONE_MAX:
             return None
         tree = Tree(first, count, gone)
         with self._changed:
-            now, period_s = time.monotonic(), self._busy_period_s()
+            now, period_s = time.monotonic(), busy_period_s(self._count)
             self._mine = msgspec.structs.replace(
                 self._mine, asks=self._mine.asks + 1, asked_nodes=[], asked_tree=tree
             )
@@ -488,7 +490,7 @@ class Nodes:
     def _collecting_for(self, request: Request, now: float) -> Collecting:
         """Return what this node is to collect from the nodes below it. Called with the lock."""
         assert request.tree is not None
-        period_s, slot, tree = self._busy_period_s(), self._mine.slot, request.tree
+        period_s, slot, tree = busy_period_s(self._count), self._mine.slot, request.tree
         until = now + tree.patience_s(slot, period_s)
         return Collecting(
             request[:2], tree, tree.children(slot), began=now, until=until, period_s=period_s
@@ -499,31 +501,19 @@ class Nodes:
         with self._lock:
             collecting, own, from_root = self._collecting, self._own_states, self._from_root
             if collecting is not None and own is not None:
-                collecting.sum.add(own)
+                collecting.add_own(own)
                 self._own_states = None
-                collecting.has_own = True
         for each in filter(None, (collecting, from_root)):
-            self._read_states(client, each)
-        now = time.monotonic()
-        if collecting is not None and collecting.is_complete(now):
-            packed = pack_states(collecting.sum, collecting.request)
-            client.set(key("states", self._mine.slot), packed)
+            for slot, states in each.read(client):
+                with self._lock:
+                    each.add(slot, states)
+        if collecting is not None and collecting.is_complete(time.monotonic()):
+            collecting.store(client, self._mine.slot)
             with self._lock:
                 if self._collecting is collecting:
                     self._collecting = None
-            self._poke.set()  # what was set is sent with the next request
         with self._changed:
             self._changed.notify_all()
-
-    def _read_states(self, client: Client, collecting: Collecting) -> None:
-        slots = collecting.to_read(time.monotonic())
-        there = client.existing([key("states", slot) for slot in slots])
-        for name, value in zip(there, client.get(there), strict=True):
-            states = unpack_states(value, collecting.request)
-            if states is None:
-                continue
-            with self._lock:
-                collecting.add(int(name.rpartition("/")[2]), states)
 
     # --- the thread
 
@@ -617,24 +607,21 @@ class Nodes:
         with self._lock:
             waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
             collects = self._collecting is not None or self._from_root is not None
+            collects = collects or self._looks.is_collecting
             if self._gathering or collects or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
-        rest_s = min(_REST_MAX_S, PERIOD_S * max(1.0, self._count / _REST_NODES))
+        rest_s = rest_period_s(self._count)
         if bundled_by(self._mine.slot, self._count):
             rest_s = PERIOD_S
-        return min(rest_s, self._busy_period_s()) if busy else rest_s
-
-    def _busy_period_s(self) -> float:
-        return BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)
+        return min(rest_s, busy_period_s(self._count)) if busy else rest_s
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
         counter = client.add(key("nodes"), 0)
         count = counter % LOOK
-        self._looks.see(counter)
-        if (look := self._looks.pop()) is not None:
-            client.set(key("look", slot), look)
+        self._looks.see(client, counter, slot, rest_period_s(count))
+        self._looks.store(client, slot)
         with self._lock:
             evidence, self._evidence = self._evidence, None
             self._mine = mine = msgspec.structs.replace(

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.watch.nodes.beat import Beat, News
+from commlens.watch.nodes.periods import PERIOD_S
 
-PERIOD_S: Final = 1.0  # between two values of a node
 LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
 # with more, a node that does not report reads only the values of the reporter and its successor
 READ_ALL_NODES: Final = 32

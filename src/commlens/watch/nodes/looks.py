@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
+
+from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.collecting import LOOK_STATES, Collecting
+from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states_tree import Tree
 
 log = logging.getLogger("commlens")
 
@@ -17,6 +24,24 @@ LOOK: Final = 1 << 32
 """Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it
 without another request.
 """
+_ASKER: Final = -2  # in place of the slot of a node that asks
+_KEPT: Final = 8  # of the newest questions
+_TRIES: Final = 8  # a question is stored just after it is counted
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """What a command asks the nodes for."""
+
+    number: int  # of the look
+    slots: list[int] = []  # of the nodes that are asked; empty: all
+    records: int = 0  # newest records of each rank
+    # of the states of all ranks, in place of records: the tree in which the nodes join them
+    tree: Tree | None = None
+
+    @property
+    def request(self) -> tuple[int, int]:
+        """The request that the states in the tree answer."""
+        return (_ASKER, self.number)
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -26,46 +51,120 @@ class Look(msgspec.Struct, frozen=True):
     evidence: bytes
 
 
+def store_ask(client: Client, ask: Ask) -> None:
+    """Store what is asked; it is sent with the next request."""
+    client.set(_ask_key(ask.number), msgspec.msgpack.encode(ask))
+
+
+def _read_ask(client: Client, number: int) -> Ask | None:
+    """Return what is asked; None if it is not stored yet, or not any more."""
+    for value in client.get(client.existing([_ask_key(number)])):
+        try:
+            ask = msgspec.msgpack.decode(value, type=Ask)
+        except msgspec.DecodeError:
+            return None
+        return ask if ask.number == number else None
+    return None
+
+
+def _ask_key(number: int) -> str:
+    return key("ask", number % _KEPT)
+
+
 class Looks:
     """Takes and keeps this node's answers to ``commlens status``.
 
     Args:
-        take: returns this node's evidence, packed; called in a thread of its own, because it takes
-            a while.
+        take: returns this node's evidence, packed, with so many of the newest records of each rank;
+            called in a thread of its own, because it takes a while.
+        take_states: returns the states of this node's ranks; called like ``take``.
         ready: called in that thread when the answer is there.
     """
 
-    def __init__(self, take: Callable[[], bytes], ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        take: Callable[[int], bytes],
+        take_states: Callable[[], States],
+        ready: Callable[[], None],
+    ) -> None:
         self._take = take
+        self._take_states = take_states
         self._ready = ready
         # of the last look that was seen; -1: none yet, those before are answered by nobody
         self._number = -1
+        self._tries = 0  # to read the next one
         self._thread: threading.Thread | None = None
         self._answer: Look | None = None
+        self._states: States | None = None  # of this node's ranks
+        self._collecting: Collecting | None = None  # from the nodes below in the tree
 
-    def see(self, counter: int) -> None:
-        """Begin to answer if somebody has looked since the last call.
+    @property
+    def is_collecting(self) -> bool:
+        """Whether answers of nodes below in the tree are on their way."""
+        return self._collecting is not None
+
+    def see(self, client: Client, counter: int, slot: int, period_s: float) -> None:
+        """Begin to answer if a command has asked this node since the last call.
 
         Args:
+            client: of the meeting place.
             counter: the counter of nodes.
+            slot: of this node.
+            period_s: between two looks of a node at the values of others.
         """
         number, before = counter // LOOK, self._number
-        if number != before and (self._thread is None or not self._thread.is_alive()):
-            self._number = number
-            if before >= 0:
-                self._thread = threading.Thread(
-                    target=self._look, args=(number,), name="commlens-look", daemon=True
-                )
-                self._thread.start()
+        if number == before or (self._thread is not None and self._thread.is_alive()):
+            return
+        ask = _read_ask(client, number) if before >= 0 else None
+        self._tries += 1
+        if ask is None and before >= 0 and self._tries < _TRIES:
+            return
+        self._number, self._tries = number, 0
+        if ask is None or (ask.slots and slot not in ask.slots):
+            return
+        if (tree := ask.tree) is not None:
+            began = time.monotonic()
+            until = began + tree.patience_s(slot, period_s)
+            self._states = None
+            self._collecting = Collecting(
+                ask.request,
+                tree,
+                tree.children(slot),
+                kind=LOOK_STATES,
+                began=began,
+                until=until,
+                period_s=period_s,
+            )
+        self._thread = threading.Thread(
+            target=self._look, args=(ask,), name="commlens-look", daemon=True
+        )
+        self._thread.start()
 
-    def pop(self) -> bytes | None:
-        """Return the answer, once."""
+    def store(self, client: Client, slot: int) -> None:
+        """Store what is ready: the records of this node's ranks, or the states of all ranks below
+        it in the tree.
+        """
         answer, self._answer = self._answer, None
-        return msgspec.msgpack.encode(answer) if answer is not None else None
+        if answer is not None:
+            client.set(key("look", slot), msgspec.msgpack.encode(answer))
+        collecting = self._collecting
+        if collecting is None:
+            return
+        states, self._states = self._states, None
+        if states is not None:
+            collecting.add_own(states)
+        for other, of_others in collecting.read(client):
+            collecting.add(other, of_others)
+        if collecting.is_complete(time.monotonic()):
+            collecting.store(client, slot)
+            self._collecting = None
 
-    def _look(self, number: int) -> None:
+    def _look(self, ask: Ask) -> None:
         try:
-            self._answer = Look(number, self._take())
+            if ask.tree is not None:
+                self._states = self._take_states()
+            else:
+                self._answer = Look(ask.number, self._take(ask.records))
         except Exception as error:  # never harm the watcher
             log.debug(
                 "commlens: a look at this node's ranks failed: %s: %s", type(error).__name__, error

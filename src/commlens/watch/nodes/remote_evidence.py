@@ -27,7 +27,7 @@ _MORE_RECORDS: Final = RECORDS // 8  # of the culprits' nodes, and of some that 
 _RECORDS_MIN: Final = 16
 _FIRST_RECORDS_MIN: Final = 8
 _EVENTS_SENT: Final = 100  # of a node's hardware, about 150 bytes each
-_LOOK_S: Final = 0.4
+LOOK_S: Final = 0.4  # how long processes are watched for ``commlens status``
 _IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
 
@@ -81,13 +81,13 @@ def pack(
     return msgspec.msgpack.encode(ranks)
 
 
-def pack_snapshot(folders: Sequence[Path]) -> bytes:
-    """Look at this node's ranks now, and pack their newest records for ``commlens status`` on
-    another node.
+def pack_snapshot(folders: Sequence[Path], records: int) -> bytes:
+    """Look at this node's ranks now, and pack so many of the newest records of each for ``commlens
+    status`` on another node.
     """
     with contextlib.closing(Roster(folders)) as roster:
-        observations = observe(roster, Observer(), window_s=_LOOK_S)
-        return pack(roster.current(), observations, HEAD_RECORDS)
+        observations = observe(roster, Observer(), window_s=LOOK_S)
+        return pack(roster.current(), observations, records)
 
 
 def records_of_each(ranks: int) -> int:

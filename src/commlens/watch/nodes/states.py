@@ -4,8 +4,10 @@ state, without a word about the state.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -14,8 +16,10 @@ from commlens.diagnosis.fold.state_key import RECORDS, records_of, state_key
 from commlens.errors import FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
-from commlens.watch.nodes.remote_evidence import newest_records
-from commlens.watch.roster import Member
+from commlens.processes.observer import Observer
+from commlens.watch.nodes.remote_evidence import LOOK_S, newest_records
+from commlens.watch.roster import Member, Roster
+from commlens.watch.snapshot import observe
 
 STATES_MAX: Final = 1024
 """More states are not told apart any more: then all ranks are asked for their records."""
@@ -87,6 +91,13 @@ def states_of(
         else:
             found.by_key[key] = found.by_key.get(key, 0) | 1 << member.rank
     return found
+
+
+def states_snapshot(folders: Sequence[Path]) -> States:
+    """Look at this node's ranks now, and return their states for ``commlens status``."""
+    with contextlib.closing(Roster(folders)) as roster:
+        observations = observe(roster, Observer(), window_s=LOOK_S)
+        return states_of(roster.current(), observations, None)
 
 
 def fit(states: States, logs: Iterable[RankLog]) -> bool:

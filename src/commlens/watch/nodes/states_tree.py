@@ -18,6 +18,8 @@ _OF_TESTS: Final = os.environ.get("COMMLENS_TEST_TREE_ARITY", "")
 ARITY: Final = int(_OF_TESTS or 32)
 TREE_ABOVE: Final = 0 if _OF_TESTS else 16
 """Other nodes of which so many are asked for all their records."""
+GONE_MAX: Final = 256
+"""With more slots of nodes that have gone, between those of nodes that live, there is no tree."""
 FIRST_S: Final = 3.0
 """Within which a node without children answers, not counting the time until it sees the request."""
 LEVEL_S: Final = 2.0  # for each level of the tree below a node

@@ -1,4 +1,4 @@
-"""What ``commlens status`` reads of the nodes of a job."""
+"""What a command reads of the nodes of a job."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ import msgspec
 import pytest
 
 from commlens.watch.nodes import ask
+from commlens.watch.nodes.ask import AskedNodes, newest_beats
 from commlens.watch.nodes.beat import Beat, key
+from commlens.watch.nodes.bundles import bundled_by, store_bundle
+from commlens.watch.nodes.looks import LOOK
 
 
 class Store:
-    """The values of nodes, in memory."""
+    """The values of nodes, in memory, and how many were read."""
 
     def __init__(self, beats: Sequence[Beat]) -> None:
         self.values = {key("node", beat.slot): msgspec.msgpack.encode(beat) for beat in beats}
+        self.values[key("nodes")] = b""
+        self.counter = 3 * LOOK + max(beat.slot for beat in beats) + 1
+        self.read = 0
+
+    def add(self, name: str, amount: int) -> int:
+        self.counter += amount
+        return self.counter
+
+    def set(self, name: str, value: bytes) -> None:
+        self.values[name] = value
 
     def existing(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name in self.values]
 
     def get(self, names: Sequence[str]) -> list[bytes]:
+        self.read += len(names)
         return [self.values[name] for name in names]
 
 
@@ -29,21 +43,26 @@ def beats_of(*slots: int, size: int) -> list[Beat]:
     return [Beat(slot, "a", [slot % size], world_size=size) for slot in slots]
 
 
-@pytest.fixture(autouse=True)
-def four_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "_MOST", 4)
-
-
 def test_the_nodes_that_came_last_are_read() -> None:
     store = Store(beats_of(*range(9), size=3))
-    beats = ask._newest_beats(store, 9)  # type: ignore[arg-type]
-    assert [beat.slot for beat in beats] == [6, 7, 8]
-    assert ask._unread(beats, 9) == ""
+    assert [beat.slot for beat in newest_beats(store, 9)] == [6, 7, 8]  # type: ignore[arg-type]
 
 
-def test_ranks_of_nodes_that_are_too_many_are_told() -> None:
+def test_ranks_of_nodes_that_are_too_many_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "_MOST", 4)
     store = Store(beats_of(*range(6), size=6))
-    beats = ask._newest_beats(store, 6)  # type: ignore[arg-type]
-    assert ask._unread(beats, 6) == (
+    assert AskedNodes(store, [0]).unread == (  # type: ignore[arg-type]
         "Nothing is known of ranks 0-1: only the 4 nodes that came last were asked."
     )
+    assert AskedNodes(Store(beats_of(*range(6), size=3)), [0]).unread == ""  # type: ignore[arg-type]
+
+
+def test_the_values_of_many_nodes_are_read_in_bundles() -> None:
+    store = Store(beats_of(*range(400), size=400))
+    for slot in range(0, 400, 32):
+        own = store.values[key("node", slot)]
+        store_bundle(store, slot, own, bundled_by(slot, 400), 1)  # type: ignore[arg-type]
+    store.read = 0
+    nodes = AskedNodes(store, [7])  # type: ignore[arg-type]
+    assert len(nodes.beats) == 400 and len(nodes.others) == 399
+    assert store.read == 13

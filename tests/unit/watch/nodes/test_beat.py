@@ -67,4 +67,4 @@ def test_what_cannot_be_read_is_no_value() -> None:
     written = msgspec.msgpack.encode(beat)
     assert decoded(written) == beat
     assert decoded(written[:-3]) is None and decoded(b"") is None
-    assert key("node", 3) == "commlens/5/node/3"
+    assert key("node", 3) == "commlens/6/node/3"

@@ -17,9 +17,9 @@ import pytest
 from watch_ranks import member
 
 from commlens.blackbox import layout
-from commlens.watch.nodes import ask as other_nodes
-from commlens.watch.nodes import bundles, known_nodes, meeting_places, states_tree
+from commlens.watch.nodes import ask, bundles, known_nodes, meeting_places, periods, states_tree
 from commlens.watch.nodes import exchange as nodes
+from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
@@ -99,7 +99,7 @@ def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
     kill(killed)
     late = meet(2)
     assert eventually(lambda: late.others), "the one that was killed may still live"
-    time.sleep(2 * known_nodes.PERIOD_S)
+    time.sleep(2 * periods.PERIOD_S)
     assert late.take_news() == []
     assert late.dead_elsewhere == []
     assert late.gather(as_it_is, timeout_s=0.1)[0] == {}
@@ -134,9 +134,9 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(
             if (request := node.take_request()) is not None:
                 node.answer(request, evidence[node._mine.slot])
 
-    ask = threading.Thread(target=lambda: found.append(first.gather(as_it_is, timeout_s=15)))
+    asking = threading.Thread(target=lambda: found.append(first.gather(as_it_is, timeout_s=15)))
     found: list[Any] = []
-    ask.start()
+    asking.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
 
@@ -160,9 +160,9 @@ def test_the_reporter_reads_bundles_and_what_a_lost_node_would_have_bundled(
     first, *others = [meet(rank) for rank in range(8)]
     monkeypatch.setattr(StoreClient, "get", note)
     assert eventually(lambda: len(first.others) == 7)
-    time.sleep(3 * known_nodes.PERIOD_S)
+    time.sleep(3 * periods.PERIOD_S)
     read.clear()
-    time.sleep(3 * known_nodes.PERIOD_S)
+    time.sleep(3 * periods.PERIOD_S)
     neighbour = key("node", 5 if first._mine.slot == 4 else 4)
     assert read and neighbour not in read
     bundler = next((node for node in others if node._mine.slot == 3), None)
@@ -234,13 +234,13 @@ def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:
     first, quick, slow = meet(0), meet(1), meet(2)
     assert eventually(lambda: len(first.others) == 2 and quick.others and slow.others)
     read: list[bytes] = []
-    ask = threading.Thread(
+    asking = threading.Thread(
         target=lambda: found.append(
             first.gather(lambda slot, content: read.append(content) or content.decode())
         )
     )
     found: list[Any] = []
-    ask.start()
+    asking.start()
     quick.answer(eventually(quick.take_request), b"quick")
     assert eventually(lambda: read == [b"quick"]) and not found
     slow.answer(eventually(slow.take_request), b"slow")
@@ -285,7 +285,7 @@ def test_an_answer_to_an_earlier_request_is_none_to_the_next(
         other.update(dump="old")
     other.answer(request, b"old")
     again = eventually(lambda: (taken := other.take_request()) and taken.number == 2 and taken)
-    time.sleep(2 * nodes.BUSY_PERIOD_S)
+    time.sleep(2 * periods.BUSY_PERIOD_S)
     assert {other._mine.slot: b"old"} not in found[1:]
     other.answer(again, b"new")
     for thread in threads:
@@ -293,43 +293,63 @@ def test_an_answer_to_an_earlier_request_is_none_to_the_next(
     assert found[-1] == {other._mine.slot: b"new"}
 
 
-def test_status_reads_the_other_nodes_without_taking_part(
+def test_a_command_asks_the_other_nodes_without_taking_part(
     meet: Meet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = meet(0), meet(1)
     assert eventually(lambda: here.others and there.others)
     there.update(dead=[1])
-    monkeypatch.setattr(other_nodes, "places", nodes.places)
-    members: Any = [SimpleNamespace(rank=0, restart=0)]
-    lines = eventually(
-        lambda: [
-            line
-            for line in other_nodes.other_node_lines(other_nodes.read_beats(members).beats, [0])
-            if "died" in line
-        ]
+    (place,) = nodes.places([], None)
+    client = place.open(lambda _: False)
+    asked = eventually(
+        lambda: (found := AskedNodes(client, [0])) and found.others[0].dead and found
     )
-    assert lines == ["rank 1 on host1: rank 1 has died."]
-    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [0, 1], (
-        "no slot was drawn"
-    )
+    assert [beat.slot for beat in asked.beats] == [0, 1], "no slot was drawn"
     # Asked, it looks at its ranks; a node that is gone does not answer.
-    there._looks._take = lambda: b"evidence"
+    there._looks._take = lambda records: f"{records} records".encode()
+    here._looks._take = pytest.fail
+    slot = there._mine.slot
     for _ in range(2):
-        said = other_nodes.read_beats(members, looks=True)
-        assert {slot: look.evidence for slot, look in said.looks.items()} == {
-            there._mine.slot: b"evidence"
-        } and len(said.beats) == 2
-    monkeypatch.setattr(other_nodes, "_ANSWERS_S", 0.5)
+        assert asked.gather(as_it_is, of=[slot], records=64) == ({slot: b"64 records"}, [])
+    monkeypatch.setattr(ask, "_ANSWERS_S", 0.5)
     kill(there)
-    assert other_nodes.read_beats(members, looks=True).looks == {}
+    assert asked.gather(as_it_is, of=[slot], records=64) == ({}, asked.others)
     late = meet(2)
     assert eventually(lambda: late.others) and late._count == 3, "looks are not nodes"
-    monkeypatch.setattr(other_nodes, "places", lambda *_: [Store("127.0.0.1", 1)])
-    assert (
-        other_nodes.read_beats(members).problem
-        == "Not all is known of the other nodes: the job's store at 127.0.0.1:1 refuses"
-        " connections."
-    )
+    client.close()
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_a_command_reads_the_states_of_all_ranks_from_the_root_of_the_tree(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, lost: int | None
+) -> None:
+    monkeypatch.setattr(states_tree, "ARITY", 2)
+    monkeypatch.setattr(states_tree, "FIRST_S", 1.0)
+    monkeypatch.setattr(states_tree, "LEVEL_S", 0.6)
+    members = [meet(rank) for rank in range(7)]
+    by_slot = {
+        node._mine.slot: node for node in members if eventually(lambda n=node: n._mine.slot >= 0)
+    }
+    assert eventually(lambda: all(len(node.others) == 6 for node in members))
+    for node in members:
+        own = States({b"same": 1 << node._mine.ranks[0]})
+        node._looks._take_states = lambda own=own: own
+    (place,) = nodes.places([], None)
+    client = place.open(lambda _: False)
+    asked = AskedNodes(client, [])
+    read: list[str] = []
+    get = StoreClient.get
+    monkeypatch.setattr(client, "get", lambda keys: read.extend(keys) or get(client, keys))
+    if lost is not None:
+        kill(by_slot[lost])
+    states = asked.gather_states(States({}))
+    assert states is not None
+    assert states.ranks == {
+        rank for slot, node in by_slot.items() if slot != lost for rank in node._mine.ranks
+    }
+    if lost is None:
+        assert read == [key("look-states", 0)], "not of each node"
+    client.close()
 
 
 def test_two_incarnations_do_not_meet(meet: Meet) -> None:
@@ -360,7 +380,7 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     kill(first)
     silent_since = time.monotonic()
     assert eventually(lambda: second.reporter is None)
-    assert time.monotonic() - silent_since < known_nodes.LOST_S + known_nodes.PERIOD_S
+    assert time.monotonic() - silent_since < known_nodes.LOST_S + periods.PERIOD_S
     assert second.unknown == ["Node host0 (rank 0) no longer answers."]
     assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
 

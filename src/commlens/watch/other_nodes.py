@@ -1,0 +1,202 @@
+"""What the ranks of a job's other nodes are doing, for commands: of all of them, or of a few that
+stand for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
+from commlens.dumps.clocks import correct_clocks
+from commlens.model.ranklog import RankLog
+from commlens.text import count, duration, ranks_and_verb, ranks_phrase
+from commlens.watch.few_ranks import few_ranks
+from commlens.watch.nodes import remote_evidence
+from commlens.watch.nodes.ask import AskedNodes
+from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.meeting_places import Store, places
+from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, NodeEvidence
+from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states_tree import TREE_ABOVE
+from commlens.watch.roster import Roster
+from commlens.watch.snapshot import one_run, snapshot
+
+_WAITS_S: Final = 2.0  # a shorter wait is part of a step
+_PATIENCE_S: Final = 8.0  # with a store that is busy: it looks up each client's name in DNS
+_ASKED_MAX: Final = 64  # nodes whose ranks' records are read
+_SAMPLE: Final = 16  # of those where no rank waits, with more nodes
+_WINDOW_S: Final = 0.4
+
+
+class OtherNodes(NamedTuple):
+    """What is known of the other nodes of a job."""
+
+    logs: Sequence[RankLog] = ()  # of the ranks whose node answered, without those of this node
+    lines: Sequence[str] = ()  # about the nodes that did not, in sentences
+    # the ranks without a log that are in the state of ranks with one
+    alike: AlikeRanks = NONE_ALIKE
+    hosts: Mapping[int, str] = MappingProxyType({})  # of these, by rank
+
+    def join(self, logs: Sequence[RankLog]) -> list[RankLog]:
+        """Return this node's logs and the others', with all clocks as on one node."""
+        joined = sorted(one_run([*logs, *self.logs]), key=lambda log: log.rank)
+        correct_clocks(joined)
+        return joined
+
+
+def has_other_nodes(logs: Sequence[RankLog]) -> bool:
+    """Return whether the job has more ranks than these of this node."""
+    return any(log.world_size > len(logs) for log in logs)
+
+
+def look_at_other_nodes(job_dir: Path) -> OtherNodes:
+    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, some more if
+    a node does not answer.
+
+    With many nodes, a few are asked: those whose ranks tell what is wrong if ranks wait, or some of
+    all if none does.
+
+    Args:
+        job_dir: the folder of the job's black boxes on this node.
+    """
+    with contextlib.closing(Roster([job_dir])) as roster:
+        roster.refresh()
+        roster.poll()
+        members = roster.current()
+        here = [member.rank for member in members]
+        store = next((place for place in places(members, None) if isinstance(place, Store)), None)
+    if store is None:
+        return OtherNodes()
+    found = OtherNodes()
+    try:
+        with contextlib.closing(store.open(lambda waited_s: waited_s < _PATIENCE_S)) as client:
+            nodes = AskedNodes(client, here)
+            found = OtherNodes(lines=other_node_lines(nodes.beats, here))
+            return _look(nodes, here, lambda: snapshot(job_dir, window_s=_WINDOW_S))
+    except OSError as error:
+        problem = f"Not all is known of the other nodes: {store} {_why(error)}."
+        return found._replace(lines=[problem, *found.lines])
+
+
+def _look(
+    nodes: AskedNodes, here: Sequence[int], read_here: Callable[[], list[RankLog]]
+) -> OtherNodes:
+    others = nodes.others
+    waits = any(beat.dead or beat.wait_s >= _WAITS_S for beat in nodes.beats)
+    if len(others) > TREE_ABOVE and waits:
+        few = few_ranks(nodes, States({}), read_here)
+        if few is not None:
+            told = few.alike.others.union(log.rank for log in few.logs)
+            silent = [beat for beat in others if not told.issuperset(beat.ranks)]
+            return OtherNodes(
+                [log for log in few.logs if log.rank not in here],
+                [
+                    *_problems(few.nodes.values()),
+                    *map(_silent_line, silent),
+                    *other_node_lines(_left(nodes, here), here),
+                ],
+                few.alike,
+                {rank: beat.host for beat in others for rank in beat.ranks},
+            )
+    asked = others if len(others) <= _ASKED_MAX else _some_of(others)
+    answers, silent = nodes.gather(
+        lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
+        of=[beat.slot for beat in asked],
+        records=HEAD_RECORDS,
+    )
+    slots = {beat.slot for beat in asked}
+    return OtherNodes(
+        [log for node in answers.values() for log in node.logs if log.rank not in here],
+        [
+            *_problems(answers.values()),
+            *([nodes.unread] if nodes.unread else []),
+            *map(_silent_line, silent),
+            *other_node_lines(_left(nodes, here), here),
+            *_not_asked_lines([beat for beat in others if beat.slot not in slots]),
+        ],
+    )
+
+
+def _some_of(others: Sequence[Beat]) -> list[Beat]:
+    """Return the nodes to look at if there are many: those with dead ranks and the longest waits,
+    and some of all.
+    """
+    unusual = sorted(
+        (beat for beat in others if beat.dead or beat.wait_s >= _WAITS_S),
+        key=lambda beat: (not beat.dead, -beat.wait_s),
+    )
+    chosen = {beat.slot: beat for beat in unusual[: _SAMPLE // 2]}
+    chosen |= {beat.slot: beat for beat in others[:: len(others) // (_SAMPLE // 2) + 1]}
+    return list(chosen.values())
+
+
+def _left(nodes: AskedNodes, here: Sequence[int]) -> list[Beat]:
+    return [beat for beat in nodes.beats if beat.finished and not set(beat.ranks) & set(here)]
+
+
+def _problems(answers: Iterable[NodeEvidence]) -> list[str]:
+    return [problem for node in answers for problem in node.problems]
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"has not answered for {_PATIENCE_S:.0f} s"
+    if isinstance(error, ConnectionRefusedError):
+        return "refuses connections"
+    return f"cannot be asked: {error}"
+
+
+def other_node_lines(beats: Sequence[Beat], here: Sequence[int]) -> list[str]:
+    """Return one sentence for each node other than this one: its ranks, how long the longest of
+    them has waited, which of them died.
+
+    Args:
+        beats: of all nodes.
+        here: this node's ranks.
+    """
+    return [
+        f"{ranks_phrase(beat.ranks)} on {beat.host}: {_state(beat)}."
+        for beat in sorted(beats, key=lambda one: one.order)
+        if beat.ranks and not set(beat.ranks) & set(here)
+    ]
+
+
+def _silent_line(beat: Beat) -> str:
+    return (
+        f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer. Its watcher said last:"
+        f" {_state(beat)}."
+    )
+
+
+def _not_asked_lines(beats: Sequence[Beat]) -> list[str]:
+    """Return a sentence for each state of nodes that were not asked."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    nodes: dict[str, int] = defaultdict(int)
+    for beat in beats:
+        state = _state(beat) if beat.dead else "ranks wait" if _waits(beat) else _state(beat)
+        ranks[state] += beat.ranks
+        nodes[state] += 1
+    return [
+        f"{ranks_phrase(of_state)} on {count(nodes[state], 'node')} were not asked. Their watchers"
+        f" said last: {state}."
+        for state, of_state in ranks.items()
+    ]
+
+
+def _waits(beat: Beat) -> bool:
+    return beat.wait_s >= _WAITS_S
+
+
+def _state(beat: Beat) -> str:
+    if beat.dead:
+        return ranks_and_verb(beat.dead, "has died", "have died")
+    if beat.finished:
+        return "finished"
+    if _waits(beat):
+        return f"the longest wait is {duration(beat.wait_s * 1e9)}"
+    return "no rank waits for long"
