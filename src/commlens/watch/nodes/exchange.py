@@ -11,6 +11,7 @@ All traffic is in a thread of its own. If the store cannot be reached, each node
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import random
@@ -37,7 +38,7 @@ from commlens.watch.nodes.beat import (
 )
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.known_nodes import LOST_S, KnownNodes, Lost, reporter_of
+from commlens.watch.nodes.known_nodes import LOST_S, KnownNodes, Lost, View
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
 from commlens.watch.nodes.periods import (
@@ -64,6 +65,7 @@ _RETRY_MAX_S: Final = 2.0
 _READ_ALL_S: Final = 1.5
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
+_WAITS: Final = 8  # of other nodes that are compared with those here
 
 Answer = TypeVar("Answer")
 
@@ -138,6 +140,8 @@ class Nodes:
         self._from_root: Collecting | None = None  # for this node, which asked
         # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
         self._waits: dict[tuple[int, int], int] = {}
+        self._oldest: list[Wait] = []  # of these
+        self._waits_in: View | None = None  # the values that these were made of
 
     # --- the watcher's side
 
@@ -207,11 +211,16 @@ class Nodes:
     @property
     def others(self) -> list[Beat]:
         """The other nodes that live, by slot; empty without a store."""
+        view = self._view()
+        return list(view.live) if view is not None else []
+
+    def _view(self) -> View | None:
+        """Return what follows from the values of the other nodes; None without a store."""
         now = time.monotonic()
         with self._lock:
-            if self._refused or now - self._contact > LOST_S:
-                return []
-            return self._known.live(self._mine, now)
+            if self._refused or now - self._contact > self._known.lost_s:
+                return None
+            return self._known.view(self._mine, now)
 
     @property
     def ranks(self) -> set[int]:
@@ -287,38 +296,35 @@ class Nodes:
     def dead_elsewhere(self) -> list[int]:
         """The ranks of other nodes that died."""
         with self._lock:
-            return sorted(
-                rank
-                for known in self._known.peers(self._mine)
-                if known.lives
-                for rank in known.beat.dead
-            )
+            return self._known.view(self._mine, time.monotonic()).dead
 
     @property
     def reporter(self) -> Beat | None:
         """The node that reports; None if it is this one."""
-        return reporter_of(self.others, self._mine)
+        view = self._view()
+        first = view.first if view is not None else None
+        return first if first is not None and first.order < self._mine.order else None
 
     def waits(self, now_ns: int) -> list[Wait]:
-        """Return each other node's oldest wait; if another node reports for the job, its value
-        holds the oldest of all.
+        """Return the oldest waits of other nodes, one of each; if another node reports for the job,
+        its value holds the oldest of all.
         """
-        reporter = self.reporter
-        found: list[Wait] = []
-        for beat in self.others if reporter is None else [reporter]:
-            if beat.wait_id:
-                # Ages are old by up to a period: keep the first estimate, so that a wait does not
-                # seem to begin anew.
-                since_ns = self._waits.setdefault(
+        view, reporter = self._view(), self.reporter
+        if view is None or view is not self._waits_in:
+            beats = [] if view is None else view.waiting if reporter is None else [reporter]
+            # Ages are old by up to a period: keep the first estimate, so that a wait does not seem
+            # to begin anew.
+            self._waits = {
+                (beat.slot, beat.wait_id): self._waits.get(
                     (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
                 )
-                found.append(Wait(since_ns, -1 - beat.slot, "collective"))
-        self._waits = {
-            key: since_ns
-            for key, since_ns in self._waits.items()
-            if any(since_ns == wait.since_ns for wait in found)
-        }
-        return found
+                for beat in beats
+                if beat.wait_id
+            }
+            oldest = heapq.nsmallest(_WAITS, ((ns, slot) for (slot, _), ns in self._waits.items()))
+            self._oldest = [Wait(since_ns, -1 - slot, "collective") for since_ns, slot in oldest]
+            self._waits_in = view
+        return self._oldest
 
     @property
     def dump(self) -> str:
@@ -340,21 +346,23 @@ class Nodes:
     def take_news(self) -> list[tuple[str, News]]:
         """Return the lines of other nodes that were not taken before, each with its node's host."""
         with self._lock:
-            return self._known.take_news(self._mine)
+            return self._known.take_news(self._mine, time.monotonic())
 
     def take_disagreement(self, now: float) -> bool:
         """Return whether nodes seem to disagree, so that all records should be compared; not too
         often.
         """
-        others = self.others
-        told = {beat.slot: beat.disagreements for beat in others}
+        view = self._view()
+        if view is None:
+            return False
+        told = {beat.slot: beat.disagreements for beat in view.disagreeing}
         if any(count > self._disagreements.get(slot, 0) for slot, count in told.items()):
             self._disagreements.update(told)
             return True
         if now < self._examine_at:
             return False
         seen: Digests = dict(unpack_digests(bytes(self._mine.digests)))
-        for packed in {bytes(beat.digests) for beat in others}:
+        for packed in view.digests:
             for channel, blocks in unpack_digests(packed).items():
                 if channel in seen and differ(seen[channel], blocks):
                     self._examine_at = now + self._examine_rest_s
