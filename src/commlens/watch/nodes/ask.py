@@ -13,10 +13,11 @@ import msgspec
 from commlens.text import ranks_phrase
 from commlens.watch.nodes.beat import Beat, decoded, key
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
+from commlens.watch.nodes.calls import wake
 from commlens.watch.nodes.collecting import LOOK_STATES, Collecting
 from commlens.watch.nodes.looks import LOOK, Ask, Look, store_ask
 from commlens.watch.nodes.meeting_places import Client
-from commlens.watch.nodes.periods import rest_period_s
+from commlens.watch.nodes.periods import asked_period_s, rests_long
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import GONE_MAX, LEVEL_S, Tree
 
@@ -82,7 +83,7 @@ class AskedNodes:
         """
         number = self._ask(Ask(0, list(of), records)).number
         found: dict[int, Look] = {}
-        end = time.monotonic() + _ANSWERS_S + rest_period_s(self._count)
+        end = time.monotonic() + _ANSWERS_S + asked_period_s(self._count)
         while (waits_for := set(of) - found.keys()) and time.monotonic() < end:
             time.sleep(_POLL_S)
             found |= self._answers(waits_for, number)
@@ -109,7 +110,7 @@ class AskedNodes:
             return None
         tree = Tree(first, self._count, gone)
         ask = self._ask(Ask(0, tree=tree))
-        began, period_s = time.monotonic(), rest_period_s(self._count)
+        began, period_s = time.monotonic(), asked_period_s(self._count)
         root = Collecting(
             ask.request,
             tree,
@@ -130,6 +131,8 @@ class AskedNodes:
         number = self._client.add(key("nodes"), LOOK) // LOOK
         ask = msgspec.structs.replace(ask, number=number)
         store_ask(self._client, ask)
+        if rests_long(self._count):
+            wake(self._client, ask.slots or [beat.slot for beat in self.beats])
         self._client.get([])  # send it
         return ask
 

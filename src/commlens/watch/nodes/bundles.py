@@ -20,7 +20,8 @@ from commlens.watch.nodes.meeting_places import Client
 GROUP: Final = 32  # slots
 BUNDLES_ABOVE: Final = 128
 """With so many nodes or fewer, the node that reports reads each value."""
-STALE_S: Final = 2.0  # a bundle that has not changed for so long is not read
+STALE_S: Final = 2.0
+"""With nodes that look once a second, a bundle that has not changed for so long is not read."""
 _FEW: Final = 4  # values: a bundle costs more
 _SIZE_MAX: Final = 1 << 24
 
@@ -60,13 +61,15 @@ def store_bundle(client: Client, slot: int, own: bytes, others: Iterable[int], n
     there = client.existing([key("node", other) for other in others])
     values = {_slot(name): value for name, value in zip(there, client.get(there), strict=True)}
     packed = msgspec.msgpack.encode(_Bundle(number, {slot: own, **values}))
-    client.set(key("bundle", slot // GROUP), zlib.compress(packed, 1))
+    client.set(key("bundle", slot // GROUP), zlib.compress(packed, 6))
 
 
 class Bundles:
     """Reads the values of many nodes."""
 
     def __init__(self) -> None:
+        self.stale_s = STALE_S
+        """A bundle that has not changed for so long is not read."""
         self._seen: dict[int, _Seen] = {}  # by group
 
     def read(
@@ -107,7 +110,7 @@ class Bundles:
         seen = self._seen.get(group)
         if seen is None or seen.number != bundle.number:
             self._seen[group] = _Seen(bundle.number, now)
-        elif now - seen.changed > STALE_S:
+        elif now - seen.changed > self.stale_s:
             return {}
         return bundle.values
 

@@ -36,16 +36,22 @@ from commlens.watch.nodes.beat import (
     pack_digests,
     unpack_digests,
 )
-from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles, bundled_by, store_bundle
+from commlens.watch.nodes.bundles import BUNDLES_ABOVE, STALE_S, Bundles, bundled_by, store_bundle
+from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
 from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.known_nodes import LOST_S, KnownNodes, Lost, View
+from commlens.watch.nodes.known_nodes import KnownNodes, Lost, View
 from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places
 from commlens.watch.nodes.periods import (
     BUSY_PERIOD_S,
+    LOST_S,
     PERIOD_S,
+    QUICK_S,
+    asked_period_s,
     busy_period_s,
+    lost_after_s,
     rest_period_s,
+    rests_long,
 )
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import GONE_MAX, LEVEL_S, Tree
@@ -61,8 +67,7 @@ EXAMINE_REST_S: Final = 1.0
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
 _RETRY_MAX_S: Final = 2.0
-# between two looks at the values of many nodes, while only some of them have been asked
-_READ_ALL_S: Final = 1.5
+_BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node of which a rank waits for longer rests less
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
 _WAITS: Final = 8  # of other nodes that are compared with those here
@@ -106,7 +111,7 @@ class Nodes:
         self._wake = wake
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._poke = threading.Event()
+        self._poke = Poke()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._places: list[Place] = []  # where the nodes may meet; the first is where they do
@@ -119,7 +124,14 @@ class Nodes:
         self._known = KnownNodes()
         self._bundles = Bundles()
         self._read_all_at = 0.0  # time.monotonic() at which all values were read last
+        self._read_count = 0  # how many nodes there were
         self._count = 0  # of nodes that ever drew a number
+        self._calls = Calls()
+        self._called: set[int] = set()  # the slots of the nodes that called in this exchange
+        # number of the last request and the last line for which this node has woken others
+        self._woke = (0, 0)
+        self._told = (0, 0)  # ranks that had died and the wait of which this node has called
+        self._poke_at = 0.0  # time.monotonic() of an exchange that is due; 0: none
         self._looks = Looks(self._look, self._look_at_states, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
         self._joined = False  # a rank of this node has passed init_process_group
@@ -169,6 +181,10 @@ class Nodes:
             (wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0
         )
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
+        if rests_long(self._count):
+            if age_s < _BUSY_WAIT_S:
+                oldest_ns, age_s = 0, 0.0  # it would have ended long ago when it is read
+            self._poke_once_busy(oldest_ns)
         if self.others:
             self.update(digests=pack_digests(digests()))
         self.update(
@@ -179,6 +195,17 @@ class Nodes:
             ended=not any(member.alive for member in members),
         )
         return True
+
+    def _poke_once_busy(self, oldest_ns: int) -> None:
+        """Let the thread exchange values soon if it rests and a wait has become long; not all nodes
+        at once.
+        """
+        now = time.monotonic()
+        if oldest_ns and not self._mine.wait_id and not self._poke_at:
+            self._poke_at = now + random.uniform(0.0, busy_period_s(self._count))
+        if self._poke_at and now >= self._poke_at:
+            self._poke_at = 0.0
+            self._poke.set()
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
         """Leave: the others no longer wait for this node, but have its last evidence. Returns
@@ -238,17 +265,24 @@ class Nodes:
 
     def lost(self, after_s: float = LOST_S) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left; all of them if
-        it is the store that is silent.
+        it is the store that is silent. Many nodes are not heard so often, and need longer.
         """
-        now = time.monotonic()
+        now, read_every_s = time.monotonic(), rest_period_s(self._count)
         with self._lock:
+            if read_every_s > PERIOD_S:
+                after_s = max(after_s, self._known.lost_s)
             without_store = self._refused or now - self._contact > after_s
-            return self._known.lost(
+            lost = self._known.lost(
                 self._mine,
                 now,
                 after_s=0.0 if self._refused else after_s,
                 without_store=without_store,
             )
+        return (
+            [each._replace(read_every_s=read_every_s) for each in lost]
+            if read_every_s > PERIOD_S
+            else lost
+        )
 
     @property
     def unknown(self) -> list[str]:
@@ -256,7 +290,8 @@ class Nodes:
         or a store that does.
         """
         lost = self.lost()
-        if lost and (self._given_up or self._refused or time.monotonic() - self._contact > LOST_S):
+        late = time.monotonic() - self._contact > self._known.lost_s
+        if lost and (self._given_up or self._refused or late):
             place = (self._given_up or self._places)[0]
             what = f"{place} " + (
                 "has ended"
@@ -546,8 +581,7 @@ class Nodes:
                     if last:
                         self._end(client)
                         return
-                    self._poke.wait(self._period_s())
-                    self._poke.clear()
+                    self._rest(client, slot)
             except OSError as error:
                 log.debug("commlens: %s: %s", place, error)
                 self._note_error(error)
@@ -611,24 +645,41 @@ class Nodes:
                 self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0)
             )
 
+    def _rest(self, client: Client, slot: int) -> None:
+        """Wait until it is time for the next exchange, or this node is poked, or woken by another
+        one; then not at the same moment as all others.
+        """
+        period_s = self._period_s()
+        if period_s <= QUICK_S:
+            self._poke.wait(period_s)
+        elif client.pause(wake_key(slot), period_s, self._poke.fileno()):
+            self._poke.wait(random.uniform(0.0, busy_period_s(self._count) / 2))
+        self._poke.clear()
+
+    def _is_next(self) -> bool | None:
+        """Return whether this node reports if the one that does falls silent; None: it does."""
+        reporter = self.reporter
+        return None if reporter is None else self._mine.slot in reporter.successors
+
     def _period_s(self) -> float:
+        is_next = self._is_next()
         with self._lock:
             waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
             collects = self._collecting is not None or self._from_root is not None
             collects = collects or self._looks.is_collecting
             if self._gathering or collects or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
-            busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
+            busy = max(waited, self._mine.wait_s) > _BUSY_WAIT_S
         rest_s = rest_period_s(self._count)
-        if bundled_by(self._mine.slot, self._count):
-            rest_s = PERIOD_S
+        if is_next is not False:
+            rest_s = min(rest_s, QUICK_S)
         return min(rest_s, busy_period_s(self._count)) if busy else rest_s
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
         counter = client.add(key("nodes"), 0)
         count = counter % LOOK
-        self._looks.see(client, counter, slot, rest_period_s(count))
+        self._looks.see(client, counter, slot, asked_period_s(count))
         self._looks.store(client, slot)
         with self._lock:
             evidence, self._evidence = self._evidence, None
@@ -643,6 +694,8 @@ class Nodes:
         own = msgspec.msgpack.encode(mine)
         client.set(key("node", slot), own)
         self._count = count
+        self._bundles.stale_s = STALE_S * rest_period_s(count)
+        self._follow_calls(client, mine)
         if neighbours := bundled_by(slot, count):
             store_bundle(client, slot, own, neighbours, mine.count)
         values = self._values(client, count)
@@ -694,6 +747,36 @@ class Nodes:
             self._wake()
         if self._collecting is not None or self._from_root is not None:
             self._collect(client)
+        # those that report, or would be next, hear of one another often
+        self._known.lost_s = LOST_S if self._is_next() else lost_after_s(count)
+        self._call_reporter(client, mine)
+
+    def _follow_calls(self, client: Client, mine: Beat) -> None:
+        """If this node reports, wake those that it asks or has news for, and note which ones have
+        called.
+        """
+        self._called = set()
+        if not rests_long(self._count) or self._is_next() is not None:
+            return
+        self._called = self._calls.take(client)
+        asks, news = mine.asks, mine.news[-1].number if mine.news else 0
+        if (asks, news) != self._woke:
+            only = mine.asked_nodes if news == self._woke[1] else []
+            self._woke = (asks, news)
+            wake(client, only or [beat.slot for beat in self.others])
+
+    def _call_reporter(self, client: Client, mine: Beat) -> None:
+        """Let the node that reports read this node's value if it tells of a death, or of a wait
+        where that node knows of none.
+        """
+        reporter = self.reporter if rests_long(self._count) else None
+        if reporter is None:
+            return
+        waits = mine.wait_id if not reporter.wait_id else self._told[1]
+        if (len(mine.dead), waits) != self._told:
+            self._told = (len(mine.dead), waits)
+            if mine.dead or waits:
+                call(client, mine.slot)
 
     def _values(self, client: Client, count: int) -> list[bytes]:
         """Read the values of other nodes, as far as they matter to this one."""
@@ -701,14 +784,16 @@ class Nodes:
             # As of the last values: if the store took long, that is no sign that the others fell
             # silent.
             known, new = self._known.to_read(self._mine, count, self._contact)
-            asks_some = self._from_root is not None or (self._gathering and self._mine.asked_nodes)
-            asked = set(self._mine.asked_nodes) if asks_some else set()
+            asks_all = self._gathering and not self._mine.asked_nodes
+            asks_some = self._from_root is not None or (self._gathering and not asks_all)
+            asked = {*self._called, *(self._mine.asked_nodes if asks_some else ())}
         now = time.monotonic()
         if len(known) + len(new) > BUNDLES_ABOVE:
-            if asks_some and now - self._read_all_at < _READ_ALL_S:
-                known, new = sorted(asked.intersection(known)), []
+            was_read = count == self._read_count and not asks_all
+            if was_read and now - self._read_all_at < 0.9 * rest_period_s(count):
+                known, new = sorted(asked.intersection([*known, *new])), []
             else:
-                self._read_all_at = now
+                self._read_all_at, self._read_count = now, count
             return self._bundles.read(client, [*known, *new], now, asked)
         # A node may have drawn its slot and not yet stored its value.
         there = client.existing([key("node", other) for other in new])

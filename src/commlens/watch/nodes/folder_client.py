@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from commlens.watch.nodes.store_client import VALUE_MAX
 
 _NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")
 _COUNT_MAX = 100_000
+_PAUSE_S = 1.0  # between two looks for a key
 
 
 class FolderClient:
@@ -81,6 +84,20 @@ class FolderClient:
             with open(descriptor, "rb") as file:  # noqa: PTH123 - of the descriptor
                 values.append(file.read(VALUE_MAX))
         return values
+
+    def pause(self, key: str, timeout_s: float, wakes: int) -> bool:
+        """Wait until a key is set, and delete it: see
+        :meth:`~commlens.watch.nodes.store_client.StoreClient.pause`.
+        """
+        end = time.monotonic() + timeout_s
+        waiting = select.poll()
+        waiting.register(wakes, select.POLLIN)
+        while not self._path(key).exists():
+            left = end - time.monotonic()
+            if left <= 0 or waiting.poll(1000 * min(left, _PAUSE_S)):
+                return False
+        self._path(key).unlink(missing_ok=True)
+        return True
 
     def remove(self) -> None:
         """Delete all values, and the folder if it is then empty."""

@@ -11,12 +11,11 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.watch.nodes.beat import Beat, News
-from commlens.watch.nodes.periods import PERIOD_S
+from commlens.watch.nodes.periods import LOST_S, PERIOD_S
 
-LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
 # with more, a node that does not report reads only the values of the reporter and its successor
 READ_ALL_NODES: Final = 32
-_LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
+_LEADERS_LOST: Final = 4  # times as long, the reporter and those that would be next are all silent
 _SUCCESSORS: Final = 8
 
 
@@ -52,8 +51,9 @@ class Lost(NamedTuple):
     """A node that has fallen silent."""
 
     beat: Beat
-    silent_s: float
+    silent_s: float  # since its last value was read
     by_itself: bool  # the others are not silent, or they are because it served the store
+    read_every_s: float = 0.0  # its values, if that is seldom
 
 
 class KnownNodes:
@@ -258,14 +258,13 @@ class KnownNodes:
             return []
         silent_s, beat = now - first.changed, first.beat
         reporter = reporter_of(self.live(mine, now), mine)
-        if (
-            silent_s > (LOST_S if mine.slot in beat.successors else _LEADERS_LOST_S)
-            and reporter is None
-        ):
+        is_next = mine.slot in beat.successors
+        if silent_s > self.lost_s * (1 if is_next else _LEADERS_LOST) and reporter is None:
             return []
         # Its successor, too, because a node that has not seen all others may take itself for the
         # reporter at first.
-        following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
+        late_s = 2 * PERIOD_S * self.lost_s / LOST_S
+        following = beat.successors[: None if silent_s > late_s else 1]
         return list(
             {beat.slot, *following, *([reporter.slot] if reporter is not None else [])}
             - {mine.slot}

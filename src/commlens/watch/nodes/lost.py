@@ -33,7 +33,12 @@ def vanished(lost: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]:
     return [
         node
         for node in lost
-        if node.by_itself and any(abs(ago - node.silent_s) < _SAME_MOMENT_S for ago in closed_s)
+        if node.by_itself
+        and any(
+            # its last value may have been written before it was read, and it may have ended later
+            abs(ago - node.silent_s) < _SAME_MOMENT_S + 2 * node.read_every_s
+            for ago in closed_s
+        )
     ]
 
 

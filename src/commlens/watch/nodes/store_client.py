@@ -13,12 +13,13 @@ with a new connection.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_VALIDATE, _SET, _GET, _ADD, _CHECK = 0, 1, 3, 4, 5
+_VALIDATE, _SET, _GET, _ADD, _CHECK, _WAIT, _DELETE = 0, 1, 3, 4, 5, 6, 8
 _MAGIC: Final = 0x3C85F7CE
 _SIZE: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=q")
@@ -110,6 +111,28 @@ class StoreClient:
             self._send(*(bytes([_GET]) + _text(key) for key in some))
             values += [self._value() for _ in some]
         return values
+
+    def pause(self, key: str, timeout_s: float, wakes: int) -> bool:
+        """Wait until a key is set, and delete it. The store has nothing to do meanwhile.
+
+        Args:
+            key: no other client waits for it.
+            timeout_s: how long to wait at most.
+            wakes: descriptor that ends the wait once it can be read.
+
+        Returns:
+            Whether another client has set the key.
+        """
+        self._send(bytes([_WAIT]), _SIZE.pack(1), _text(key))
+        waiting = select.poll()
+        for each in (self._socket.fileno(), wakes):
+            waiting.register(each, select.POLLIN)
+        answered = self._socket.fileno() in dict(waiting.poll(1000 * timeout_s))
+        if not answered:
+            self.set(key, b"")  # the store then answers the wait
+        self._send(bytes([_DELETE]), _text(key))
+        self._receive(1 + _NUMBER.size)
+        return answered
 
     def remove(self) -> None:
         """Do nothing: the values end with the job's store."""

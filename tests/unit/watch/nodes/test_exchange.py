@@ -169,7 +169,7 @@ def test_the_reporter_reads_bundles_and_what_a_lost_node_would_have_bundled(
     if bundler is None:
         pytest.skip("the node that reports drew the slot of the bundler")
     kill(bundler)
-    time.sleep(known_nodes.LOST_S + 2)
+    time.sleep(periods.LOST_S + 2)
     assert len(first.others) == 6, "all but the one that was killed"
     assert neighbour in read
 
@@ -380,7 +380,7 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     kill(first)
     silent_since = time.monotonic()
     assert eventually(lambda: second.reporter is None)
-    assert time.monotonic() - silent_since < known_nodes.LOST_S + periods.PERIOD_S
+    assert time.monotonic() - silent_since < periods.LOST_S + periods.PERIOD_S
     assert second.unknown == ["Node host0 (rank 0) no longer answers."]
     assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
 
