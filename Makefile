@@ -15,6 +15,9 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null \
 	&& echo --extra-index-url $(CPU_INDEX))
 
+# Many images of containers set this: each of the processes that the tests start would compile all of commlens anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-fast goldens durations coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
