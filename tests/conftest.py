@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from forked_calls import OnRanks
     from harness import Harness
     from zygote_client import Zygote
 
@@ -166,6 +167,14 @@ def jobs(zygote: Zygote) -> Harness:
     from harness import Harness
 
     return Harness(zygote)
+
+
+@pytest.fixture
+def on_ranks(zygote: Zygote, tmp_path: Path) -> OnRanks:
+    """Calls a function on several ranks, which the zygote forks."""
+    from forked_calls import OnRanks
+
+    return OnRanks(zygote, tmp_path)
 
 
 RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -1,4 +1,4 @@
-"""Functions for ``run_on_ranks``: checks that a program asks for itself."""
+"""Functions for ``on_ranks``: checks that a program asks for itself."""
 
 from __future__ import annotations
 

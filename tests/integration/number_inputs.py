@@ -1,4 +1,4 @@
-"""Functions for ``run_on_ranks``: data-parallel models and their inputs."""
+"""Functions for ``on_ranks``: data-parallel models and their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function for ``run_on_ranks``: a job in DDP of which every op is compared."""
+"""A function for ``on_ranks``: a job in DDP of which every op is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function for ``run_on_ranks``: a program that issues its collectives in Python, and has the
+"""A function for ``on_ranks``: a program that issues its collectives in Python, and has the
 outputs compared at every second step.
 """
 

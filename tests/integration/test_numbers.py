@@ -14,10 +14,9 @@ pytest.importorskip("torch")
 
 import number_calls
 from chosen import chosen, long
+from forked_calls import OnRanks
 from number_faults import AT, EVERY
 from test_verify_strict import launch
-
-from commlens.testing import run_on_ranks
 
 TIMEOUT_S = 900
 FOUND_AT = AT + AT % EVERY
@@ -50,17 +49,8 @@ def launched(
 ) -> tuple[Path, str]:
     """Run the jobs of all chosen tests. One process imports torch for all of them."""
     out = tmp_path_factory.mktemp("numbers")
-    jobs = dict.fromkeys(job for (job,) in chosen(request, "job"))
+    jobs = dict.fromkeys(job for row in chosen(request, "job", "unchecked") for job in row if job)
     return out, launch(out, "number_faults", *jobs, environ={}, timeout_s=TIMEOUT_S)
-
-
-TWICE = ("ddp-none:2", "ddp-none-unchecked:2")
-
-
-@pytest.fixture
-def launched_twice(tmp_path: Path) -> tuple[Path, str]:
-    """Run a job with and without checks."""
-    return tmp_path, launch(tmp_path, "number_faults", *TWICE, environ={}, timeout_s=TIMEOUT_S)
 
 
 def reported(launched: tuple[Path, str], job: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -133,9 +123,12 @@ def test_nothing_is_said_of_a_healthy_job(launched: tuple[Path, str], job: str) 
     assert reported(launched, job) == ([], [])
 
 
-def test_results_are_the_same_with_and_without(launched_twice: tuple[Path, str]) -> None:
+@pytest.mark.parametrize(("job", "unchecked"), [("ddp-none:2", "ddp-none-unchecked:2")])
+def test_results_are_the_same_with_and_without(
+    launched: tuple[Path, str], job: str, unchecked: str
+) -> None:
     with_checks, without = (
-        json.loads((launched_twice[0] / job / "1.json").read_text())["bits"] for job in TWICE
+        json.loads((launched[0] / each / "1.json").read_text())["bits"] for each in (job, unchecked)
     )
     assert with_checks == without
 
@@ -143,8 +136,8 @@ def test_results_are_the_same_with_and_without(launched_twice: tuple[Path, str])
 # --- checks that a program asks for itself
 
 
-def test_a_model_is_compared_where_the_program_says_so() -> None:
-    for result in run_on_ranks(number_calls.compare_model, None, world_size=3):
+def test_a_model_is_compared_where_the_program_says_so(on_ranks: OnRanks) -> None:
+    for result in on_ranks(number_calls.compare_model, None, world_size=3):
         assert result["before"] == "healthy"
         assert result["after"] == ("diverged", "parameter", [2])
         assert result["tensor"] == ("0.weight", 5, 9)
@@ -152,22 +145,22 @@ def test_a_model_is_compared_where_the_program_says_so() -> None:
         assert "rank 2's 0.weight differs from ranks 0-1" in " ".join(result["raised"].split())
 
 
-def test_ranks_with_other_models() -> None:
-    for result in run_on_ranks(number_calls.compare_sets, None, world_size=3):
+def test_ranks_with_other_models(on_ranks: OnRanks) -> None:
+    for result in on_ranks(number_calls.compare_sets, None, world_size=3):
         assert (result["departure"], result["culprits"]) == ("other-tensors", [0])
         assert result["own"] == [([0], ["1.bias", "1.weight"])]
 
 
-def test_a_rank_that_does_not_come_is_named_and_the_job_goes_on() -> None:
-    results = run_on_ranks(number_calls.leave_one_out, None, world_size=3)
+def test_a_rank_that_does_not_come_is_named_and_the_job_goes_on(on_ranks: OnRanks) -> None:
+    results = on_ranks(number_calls.leave_one_out, None, world_size=3)
     assert results[1] == ("", [])
     for kind, missing in (results[0], results[2]):
         assert kind == "healthy"
         assert "rank 1 did not call" in missing[0]
 
 
-def test_one_clear_error_for_what_cannot_be_compared() -> None:
-    results = run_on_ranks(number_calls.give_nonsense, None, world_size=3)
+def test_one_clear_error_for_what_cannot_be_compared(on_ranks: OnRanks) -> None:
+    results = on_ranks(number_calls.give_nonsense, None, world_size=3)
     for errors in results:
         assert "'value', which is str" in errors[0]
         assert "'nothing', which is a tensor that is empty" in errors[1]
@@ -175,23 +168,23 @@ def test_one_clear_error_for_what_cannot_be_compared() -> None:
     assert "a group that rank 0 is not in" in results[0][3]
 
 
-def test_values_that_only_the_program_knows() -> None:
-    lines = run_on_ranks(number_calls.compare_values, None, world_size=3)
+def test_values_that_only_the_program_knows(on_ranks: OnRanks) -> None:
+    lines = on_ranks(number_calls.compare_values, None, world_size=3)
     assert ["ranks 0-1 have the same batch in" in line for line in lines[0]] == [True]
     assert ["loss differs between rank 1 and rank 2" in line for line in lines[1]] == [True]
     assert lines[2] == []
 
 
-def test_tensor_parallel_ranks_whose_random_numbers_part() -> None:
-    lines = run_on_ranks(number_calls.draw_on_one_rank, None, world_size=3, timeout_s=110)
+def test_tensor_parallel_ranks_whose_random_numbers_part(on_ranks: OnRanks) -> None:
+    lines = on_ranks(number_calls.draw_on_one_rank, None, world_size=3)
     [line] = lines[0]
     assert "rank 2's state of the CPU's generator differs from ranks 0-1 since step 5" in line
     assert lines[1] == lines[2] == []
 
 
-def test_the_ranks_of_tensor_parallel() -> None:
+def test_the_ranks_of_tensor_parallel(on_ranks: OnRanks) -> None:
     for rank, found in enumerate(
-        run_on_ranks(number_calls.find_tensor_parallel_ranks, None, world_size=4)
+        on_ranks(number_calls.find_tensor_parallel_ranks, None, world_size=4)
     ):
         pair = (rank // 2 * 2, rank // 2 * 2 + 1)
         assert found == {"alone": (0, 1, 2, 3), "in FSDP2": pair, "FSDP2": (), "HSDP": ()}

@@ -7,14 +7,13 @@ import pytest
 pytest.importorskip("torch")
 
 import number_inputs
-
-from commlens.testing import run_on_ranks
+from forked_calls import OnRanks
 
 pytestmark = pytest.mark.launches
 
 
-def test_the_ranks_of_each_wrapper() -> None:
-    for rank, found in enumerate(run_on_ranks(number_inputs.ranks, None, world_size=4)):
+def test_the_ranks_of_each_wrapper(on_ranks: OnRanks) -> None:
+    for rank, found in enumerate(on_ranks(number_inputs.ranks, None, world_size=4)):
         pair = (rank // 2 * 2, rank // 2 * 2 + 1)
         assert found == {
             "ddp": (0, 1, 2, 3),
@@ -27,7 +26,7 @@ def test_the_ranks_of_each_wrapper() -> None:
         }
 
 
-def test_ranks_that_share_a_batch_under_fsdp() -> None:
-    lines = run_on_ranks(number_inputs.share_a_batch, None, world_size=3)
+def test_ranks_that_share_a_batch_under_fsdp(on_ranks: OnRanks) -> None:
+    lines = on_ranks(number_inputs.share_a_batch, None, world_size=3)
     assert ["ranks 0-1 have the same batch at step 2" in line for line in lines[0]] == [True]
     assert lines[1] == lines[2] == []

@@ -13,23 +13,23 @@ import number_outputs
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from forked_calls import OnRanks
 from number_outputs import AT, ODD
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.numbers.outputs import OutputWatch
-from commlens.testing import run_on_ranks
 
 launches = pytest.mark.launches
 
 
-def run(fault: str) -> list[dict[str, Any]]:
-    return run_on_ranks(number_outputs.train, fault, world_size=3)
+def run(on_ranks: OnRanks, fault: str) -> list[dict[str, Any]]:
+    return on_ranks(number_outputs.train, fault, world_size=3)
 
 
 @launches
-def test_the_rank_and_the_line_of_an_output_that_differs() -> None:
-    results = run("damaged")
+def test_the_rank_and_the_line_of_an_output_that_differs(on_ranks: OnRanks) -> None:
+    results = run(on_ranks, "damaged")
     first = results[0]
     assert first["why"] == ("collective-output", "other-outputs", [ODD], AT, AT - 2)
     assert first["tensor"] == "all_reduce 2"
@@ -40,8 +40,8 @@ def test_the_rank_and_the_line_of_an_output_that_differs() -> None:
 
 
 @launches
-def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing() -> None:
-    checked, unchecked = run("none"), run("unchecked")
+def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing(on_ranks: OnRanks) -> None:
+    checked, unchecked = run(on_ranks, "none"), run(on_ranks, "unchecked")
     for with_checks, without in zip(checked, unchecked, strict=True):
         assert with_checks["lines"] == []
         pairs = zip(with_checks["parameters"], without["parameters"], strict=True)
@@ -59,8 +59,10 @@ def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing() -> None
 
 
 @launches
-def test_an_output_that_the_program_changed_before_its_wait_is_not_compared() -> None:
-    results = run("own")
+def test_an_output_that_the_program_changed_before_its_wait_is_not_compared(
+    on_ranks: OnRanks,
+) -> None:
+    results = run(on_ranks, "own")
     assert "all_reduce 2" not in results[ODD]["names"][AT - 1]
     assert results[0]["lines"] == []
 
