@@ -17,6 +17,7 @@ from chosen import chosen, long
 from forked_calls import OnRanks
 from number_faults import AT, EVERY
 from test_verify_strict import launch
+from zygote_client import Zygote
 
 TIMEOUT_S = 900
 FOUND_AT = AT + AT % EVERY
@@ -45,12 +46,12 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 @pytest.fixture(scope="module")
 def launched(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     """Run the jobs of all chosen tests. One process imports torch for all of them."""
     out = tmp_path_factory.mktemp("numbers")
     jobs = dict.fromkeys(job for row in chosen(request, "job", "unchecked") for job in row if job)
-    return out, launch(out, "number_faults", *jobs, environ={}, timeout_s=TIMEOUT_S)
+    return out, launch(zygote, out, "number_faults", *jobs, environ={}, timeout_s=TIMEOUT_S)
 
 
 def reported(launched: tuple[Path, str], job: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from chosen import chosen, long
+from zygote_client import Zygote
 
 from conftest import REPOSITORY, SOURCE
 
@@ -33,20 +34,17 @@ QUIET = {
 
 @pytest.fixture(scope="module")
 def report(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """Everything that previews in one process can show, from one process."""
     out = tmp_path_factory.mktemp("preview") / "report.json"
     families = [family for (family,) in chosen(request, "family") if family]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "preview_programs.py"), str(out), *families],
-        env=QUIET,
-        capture_output=True,
-        text=True,
-        timeout=340,
-        check=False,
+    printed = zygote.run(
+        *(str(HERE / "preview_programs.py"), str(out), *families),
+        folder=out.parent,
+        timeout_s=340,
     )
-    assert out.exists(), done.stdout + done.stderr
+    assert out.exists(), printed
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -14,6 +14,7 @@ from chosen import chosen, long
 from silent_errors import AT
 from test_numbers import reported
 from test_verify_strict import launch
+from zygote_client import Zygote
 
 TIMEOUT_S = 900
 EVERY_STEP = "1"
@@ -48,12 +49,14 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 @pytest.fixture(scope="module")
 def launched(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     """Run the jobs of all chosen tests. One process imports torch for all of them."""
     out = tmp_path_factory.mktemp("errors")
     jobs = dict.fromkeys(job for (job,) in chosen(request, "job"))
-    return out, launch(out, "silent_errors", EVERY_STEP, *jobs, environ={}, timeout_s=TIMEOUT_S)
+    return out, launch(
+        zygote, out, "silent_errors", EVERY_STEP, *jobs, environ={}, timeout_s=TIMEOUT_S
+    )
 
 
 @pytest.mark.parametrize(

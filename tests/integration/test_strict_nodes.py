@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import verify_forked
 from emulated_nodes import PORT, Node, nodes, wait
 from test_verify_strict import TIMEOUT_S, judge, judge_caught, launch
+from zygote_client import Zygote
 
 PROGRAM = Path(__file__).parent / "strict_nodes_program.py"
 FAULTS = (
@@ -41,10 +42,13 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S + 20), pytest.mark.launches]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
+def launched(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, native_cache: Path
+) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict_nodes")
     names = [f"{name}:{size(name)}:2" for name in FAULTS]
     return out, launch(
+        zygote,
         out,
         "verify_forked",
         "mixed",

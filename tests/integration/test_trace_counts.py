@@ -1,25 +1,20 @@
 """Every family of programs, traced: the counts are the oracle's, nothing is changed, nothing is
 left.
 
-All families of all jobs run in one launch (``families/__main__.py``): torch is imported once, each
-job forked from that process.
+All families of all jobs run in one launch (``families/__main__.py``), from which each job is forked.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 from chosen import chosen, long
+from zygote_client import Zygote
 
-HERE = Path(__file__).parent
 TIMEOUT_S = 400  # takes about 60 s on two idle cores
 JOBS = sorted(
     {
@@ -60,48 +55,20 @@ Results = dict[tuple[str, int, str], dict[int, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def launched(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Results, str]:
     """What every rank of every job reported, and what the launch printed."""
     out = tmp_path_factory.mktemp("families") / "results.jsonl"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))
-    }
-    environment.update(
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        OMP_NUM_THREADS="1",
-        TORCH_CPP_LOG_LEVEL="ERROR",
-        PYTHONWARNINGS="ignore",
-    )
-    environment.update(
-        TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(out.parent / "inductor")
-    )
-    # the oracle's, which says at level 5 when it starts and stops
-    environment["KINETO_LOG_LEVEL"] = "6"
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")]
-    )
     names: dict[str, list[str]] = defaultdict(list)
     for backend, size, name in chosen(request, "backend", "size", "name"):
         names[f"{backend}:{size}"].append(name)
     jobs = [f"{job}:{','.join(wanted)}" for job, wanted in names.items()]
-    command = [sys.executable, "-m", "families", str(out), *jobs]
-    with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=out.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            printed = f"not done within {TIMEOUT_S} s\n{process.communicate()[0]}"
+    printed = zygote.run(
+        *("-m", "families", str(out), *jobs),
+        folder=out.parent,
+        environ={"TORCHINDUCTOR_CACHE_DIR": str(out.parent / "inductor")},
+        timeout_s=TIMEOUT_S,
+    )
     results: Results = defaultdict(dict)
     for line in out.read_text().splitlines() if out.exists() else ():
         record = json.loads(line)

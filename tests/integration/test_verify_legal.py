@@ -16,6 +16,7 @@ import families
 from chosen import NATIVE_FIRST, chosen, long
 from legal_programs import AT_FOUR, ODDITIES
 from test_verify_strict import launch
+from zygote_client import Zygote
 
 TIMEOUT_S = 400  # takes about 100 s on two cores
 RANDOM = [("random-500-1", 2), ("random-500-2", 4), ("random-500-3", 8)]
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 @pytest.fixture(scope="module")
 def launched(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     """Run the jobs of all tests in their ways, and without verification. One process imports torch
     for all of them.
@@ -54,6 +55,7 @@ def launched(
     except pytest.skip.Exception:
         jobs = {job: bare for job, bare in jobs.items() if job.endswith(":python")}
     return out, launch(
+        zygote,
         out,
         "legal_programs",
         *dict.fromkeys(jobs.values()),

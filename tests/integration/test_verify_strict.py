@@ -5,9 +5,6 @@ with the table.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from chosen import NATIVE_FIRST, chosen, long
 from launching import fsdp2_runs_on_cpu, says_whether_a_call_waits
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
 from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
+from zygote_client import Zygote
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 200  # takes about 50 s on two cores
@@ -36,44 +34,24 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 def launch(
-    out: Path, module: str, *arguments: str, environ: dict[str, str], timeout_s: float = TIMEOUT_S
+    zygote: Zygote,
+    out: Path,
+    module: str,
+    *arguments: str,
+    environ: dict[str, str],
+    timeout_s: float = TIMEOUT_S,
 ) -> str:
     """Run one of this folder's programs and return its output."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))
-    } | environ
-    environment.update(
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        OMP_NUM_THREADS="1",
-        TORCH_CPP_LOG_LEVEL="ERROR",
-        PYTHONWARNINGS="ignore",
+    script = str(HERE / f"{module}.py")
+    return zygote.run(
+        script, str(out), *arguments, folder=out, environ=environ, timeout_s=timeout_s
     )
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")]
-    )
-    command = [sys.executable, str(HERE / f"{module}.py"), str(out), *arguments]
-    with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=out,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            printed = f"not done within {timeout_s:.0f} s\n{process.communicate()[0]}"
-    return printed
 
 
 @pytest.fixture(scope="module")
 def launched(
     request: pytest.FixtureRequest,
+    zygote: Zygote,
     tmp_path_factory: pytest.TempPathFactory,
     engine_environment: dict[str, str],
 ) -> tuple[Path, str]:
@@ -84,7 +62,7 @@ def launched(
         for name, size, wanted in chosen(request, "name", "size", "engine_environment")
         if wanted == engine
     ]
-    return out, launch(out, "verify_forked", engine, *names, environ=engine_environment)
+    return out, launch(zygote, out, "verify_forked", engine, *names, environ=engine_environment)
 
 
 MIXED = [
@@ -102,12 +80,20 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def launched_mixed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native_cache: Path
+    request: pytest.FixtureRequest,
+    zygote: Zygote,
+    tmp_path_factory: pytest.TempPathFactory,
+    native_cache: Path,
 ) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("mixed")
     names = [f"{name}:{size}" for name, size in chosen(request, "name", "size")]
     return out, launch(
-        out, "verify_forked", "mixed", *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)}
+        zygote,
+        out,
+        "verify_forked",
+        "mixed",
+        *names,
+        environ={"COMMLENS_NATIVE_DIR": str(native_cache)},
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,6 +43,8 @@ class Zygote:
             OMP_NUM_THREADS="1",
             TORCH_CPP_LOG_LEVEL="ERROR",
             PYTHONUNBUFFERED="1",
+            TORCHINDUCTOR_COMPILE_THREADS="1",
+            KINETO_LOG_LEVEL="6",  # of the profiler, which says at level 5 when it starts and stops
         )
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")]
@@ -93,6 +97,32 @@ class Zygote:
                 time.sleep(0.02)
         assert len(statuses) == len(pids), f"Processes {set(pids) - set(statuses)} cannot be ended."
         return statuses
+
+    def run(
+        self,
+        *arguments: str,
+        folder: Path,
+        timeout_s: float,
+        environ: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run a script, or ``-m`` and a module, in a fork. Return what it printed, which is in a
+        file of ``folder``; after ``timeout_s``, the fork and what it forked are killed.
+        """
+        [pid] = self.ask(
+            do="start",
+            folder=str(folder),
+            store=False,
+            ranks=[{"environment": dict(environ or {}), "arguments": list(arguments)}],
+        )["pids"]
+        deadline = time.monotonic() + timeout_s
+        while not has_ended(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        is_late = not has_ended(pid)
+        if is_late:
+            os.killpg(pid, signal.SIGKILL)
+        self.reap([pid])
+        printed = (folder / "rank0.out").read_text(errors="replace")
+        return f"not done within {timeout_s:.0f} s\n{printed}" if is_late else printed
 
     def close(self) -> None:
         """End it."""
