@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from zygote_client import Zygote, has_ended
 
@@ -26,7 +27,7 @@ from commlens.dumps.read import read_evidence
 from commlens.dumps.save import discard_job
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
-from commlens.scenarios import Scenario
+from commlens.scenarios import Scenario, find
 from commlens.watch.roster import Worker
 from commlens.watch.watcher import Watcher
 
@@ -214,6 +215,15 @@ class Harness:
                 with contextlib.suppress(OSError):
                     discard_job(root)
         return result
+
+    def run_program(self, source: str, world_size: int, folder: Path, **options: Any) -> JobResult:
+        """Run a program, as ``train.py``, in place of a scenario; the options are those of
+        ``run_job``.
+        """
+        program = folder / "train.py"
+        program.write_text(source)
+        scenario = replace(find("healthy-plain"), name="train")
+        return self.run_job(scenario, world_size, folder, arguments=[str(program)], **options)
 
 
 def kill(pids: list[int], number: signal.Signals) -> None:

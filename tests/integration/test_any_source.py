@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from conftest import RunCommlens
+from harness import Harness, shown
 
-pytestmark = pytest.mark.timeout(150)
+from commlens.config import Settings
+
+pytestmark = pytest.mark.timeout(120)
 
 # In a group whose ranks are numbered otherwise than the job's.
 RACE = """
@@ -58,16 +60,11 @@ dist.destroy_process_group()
 
 
 def test_the_message_that_another_receive_took(
-    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
+    jobs: Harness, tmp_path: Path, engine_environment: dict[str, str]
 ) -> None:
-    (tmp_path / "train.py").write_text(RACE.lstrip())
-    ended = run_commlens(
-        *("launch", "--nproc-per-node", "4", "--stall-timeout", "3", "--on-stall", "abort"),
-        "train.py",
-        environ=engine_environment,
-        timeout=120,
-    )
-    said = " ".join(ended.stderr.split())
+    result = jobs.run_program(RACE.lstrip(), 4, tmp_path, environment=engine_environment)
+    assert result.verdict is not None, result
+    said = " ".join(shown(result.verdict).split())
     assert (
         "rank 1 waits for a message from rank 2 at train.py:9 <module>, but its receive from any"
         " source at train.py:7 <module> took that message."
@@ -78,18 +75,16 @@ def test_the_message_that_another_receive_took(
     ) in said
 
 
-@pytest.mark.parametrize("debug", [(), ("--debug",)], ids=["plain", "debug"])
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
 def test_legal_programs_end(
-    tmp_path: Path,
-    run_commlens: RunCommlens,
-    engine_environment: dict[str, str],
-    debug: tuple[str, ...],
+    jobs: Harness, tmp_path: Path, engine_environment: dict[str, str], debug: bool
 ) -> None:
-    (tmp_path / "train.py").write_text(LEGAL.lstrip())
-    ended = run_commlens(
-        *("launch", "--nproc-per-node", "3", *debug, "train.py"),
-        environ=engine_environment,
-        timeout=120,
+    result = jobs.run_program(
+        LEGAL.lstrip(),
+        3,
+        tmp_path,
+        settings=Settings(debug=debug),
+        environment=engine_environment,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "VERDICT" not in ended.stderr
+    assert set(result.exits.values()) == {0}, result
+    assert result.said == [], result

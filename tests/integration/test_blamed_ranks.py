@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from conftest import RunCommlens
+from harness import Harness
 
-pytestmark = pytest.mark.timeout(150)
+from commlens import diagnose
+
+pytestmark = pytest.mark.timeout(120)
 
 START = """
 import torch, torch.distributed as dist
@@ -69,26 +71,17 @@ dist.destroy_process_group()
 """
 
 
-def findings(
-    folder: Path, run_commlens: RunCommlens, program: str, size: int
-) -> list[dict[str, Any]]:
-    (folder / "train.py").write_text(START.lstrip() + program.lstrip())
-    arguments = ["--stall-timeout", "2", "--on-stall", "abort", "--dump-dir", "dumps"]
-    ended = run_commlens(
-        "launch", "--nproc-per-node", str(size), *arguments, "train.py", timeout=120
-    )
-    assert ended.returncode != 0
-    dumps = [str(path) for path in (folder / "dumps").iterdir()]
-    diagnosed = run_commlens("diagnose", "--json", *dumps)
-    found: list[dict[str, Any]] = json.loads(diagnosed.stdout)["findings"]
-    assert [finding["root_cause"] for finding in found].count(True) == 1, ended.stderr
+def findings(folder: Path, jobs: Harness, program: str, size: int) -> list[dict[str, Any]]:
+    """Return the findings in the job's last dump."""
+    result = jobs.run_program(START.lstrip() + program.lstrip(), size, folder)
+    assert result.dump is not None, result
+    found: list[dict[str, Any]] = json.loads(diagnose(result.dump).to_json())["findings"]
+    assert [finding["root_cause"] for finding in found].count(True) == 1, result
     return found
 
 
-def test_a_rank_whose_splits_do_not_fit_its_own_tensors(
-    tmp_path: Path, run_commlens: RunCommlens
-) -> None:
-    first, *others = findings(tmp_path, run_commlens, OWN_SPLITS, 2)
+def test_a_rank_whose_splits_do_not_fit_its_own_tensors(tmp_path: Path, jobs: Harness) -> None:
+    first, *others = findings(tmp_path, jobs, OWN_SPLITS, 2)
     assert (first["kind"], first["culprits"], first["confidence"]) == (
         "mismatch/splits",
         [1],
@@ -98,27 +91,23 @@ def test_a_rank_whose_splits_do_not_fit_its_own_tensors(
     assert {other["kind"] for other in others} <= {"dead"}
 
 
-def test_a_rank_that_is_done_with_a_broadcast_came_to_it(
-    tmp_path: Path, run_commlens: RunCommlens
-) -> None:
-    [found] = findings(tmp_path, run_commlens, ONE_ENDS_BEFORE_A_BROADCAST, 3)
+def test_a_rank_that_is_done_with_a_broadcast_came_to_it(tmp_path: Path, jobs: Harness) -> None:
+    [found] = findings(tmp_path, jobs, ONE_ENDS_BEFORE_A_BROADCAST, 3)
     cause = found["cause"]
     assert (found["kind"], found["culprits"], cause["came"]) == ("missing", [2], [0, 1])
     assert "alone" not in found["next_step"]
 
 
-def test_one_collective_more_at_the_end_is_the_root_cause(
-    tmp_path: Path, run_commlens: RunCommlens
-) -> None:
-    [found] = findings(tmp_path, run_commlens, ONE_MORE_AT_THE_END, 3)
+def test_one_collective_more_at_the_end_is_the_root_cause(tmp_path: Path, jobs: Harness) -> None:
+    [found] = findings(tmp_path, jobs, ONE_MORE_AT_THE_END, 3)
     assert (found["kind"], found["culprits"]) == ("missing", [0])
     assert found["cause"]["outcome"] == "extra-collective"
 
 
 def test_a_cycle_across_groups_names_the_group_of_each_message(
-    tmp_path: Path, run_commlens: RunCommlens
+    tmp_path: Path, jobs: Harness
 ) -> None:
-    [found] = findings(tmp_path, run_commlens, ACROSS_GROUPS, 2)
+    [found] = findings(tmp_path, jobs, ACROSS_GROUPS, 2)
     assert (found["kind"], found["culprits"]) == ("cycle", [])
     assert [wait["group"]["name"] for wait in found["cause"]["ring"]] == ["1", "2"]
     for message in ("recv #1 from rank 1 of group 1", "recv #1 from rank 0 of group 2"):
@@ -126,17 +115,15 @@ def test_a_cycle_across_groups_names_the_group_of_each_message(
 
 
 def test_a_rank_that_ends_after_a_receive_and_sends_no_answer(
-    tmp_path: Path, run_commlens: RunCommlens
+    tmp_path: Path, jobs: Harness
 ) -> None:
-    [found] = findings(tmp_path, run_commlens, NO_ANSWER, 2)
+    [found] = findings(tmp_path, jobs, NO_ANSWER, 2)
     assert (found["kind"], found["culprits"], found["source"]) == ("missing", [1], "train.py:9")
     assert (found["cause"]["blamed_by"], found["confidence"]) == ("midway", "medium")
 
 
-def test_a_rank_that_goes_round_a_ring_the_wrong_way(
-    tmp_path: Path, run_commlens: RunCommlens
-) -> None:
-    first, *_ = findings(tmp_path, run_commlens, WRONG_WAY, 4)
+def test_a_rank_that_goes_round_a_ring_the_wrong_way(tmp_path: Path, jobs: Harness) -> None:
+    first, *_ = findings(tmp_path, jobs, WRONG_WAY, 4)
     assert (first["kind"], first["culprits"], first["source"]) == (
         "mismatch/p2p",
         [2],

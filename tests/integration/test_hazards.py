@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from chosen import NATIVE_FIRST
+from harness import Harness
 
 pytest.importorskip("torch")
 
 import commlens
+from commlens.config import Settings
 from commlens.text import hazard_phrase
 from commlens.traces.trace import Trace
 from conftest import RunCommlens
@@ -120,16 +123,35 @@ def touches(output: str) -> set[str]:
     return set(found)
 
 
-def test_each_is_told_once(
-    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
-) -> None:
-    (tmp_path / "train.py").write_text(FAULTY.lstrip())
-    ended = run_commlens(
-        "launch", "--nproc-per-node", "2", "train.py", environ=engine_environment, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    lines = told(ended.stderr)
-    assert len(lines) == 5, ended.stderr
+@dataclass
+class Recorded:
+    """Runs programs on two ranks that an engine records."""
+
+    jobs: Harness
+    folder: Path
+    engine: dict[str, str]
+
+    def output(self, program: str, *, debug: bool = False) -> str:
+        result = self.jobs.run_program(
+            program.lstrip(),
+            2,
+            self.folder,
+            settings=Settings(debug=debug),
+            environment=self.engine,
+        )
+        assert set(result.exits.values()) == {0}, result
+        return "".join(result.outputs.values())
+
+
+@pytest.fixture
+def recorded(jobs: Harness, tmp_path: Path, engine_environment: dict[str, str]) -> Recorded:
+    return Recorded(jobs, tmp_path, engine_environment)
+
+
+def test_each_is_told_once(recorded: Recorded) -> None:
+    output = recorded.output(FAULTY)
+    lines = told(output)
+    assert len(lines) == 5, output
     for start in (
         "all_reduce at train.py:6 <module> is asynchronous, and 3 Works of it were never waited",
         "broadcast at train.py:7 <module> is asynchronous, and 1 Work of it was never waited",
@@ -141,43 +163,14 @@ def test_each_is_told_once(
 
 
 @NATIVE_FIRST
-def test_there_is_none_in_a_legal_program(
-    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
-) -> None:
-    (tmp_path / "train.py").write_text(LEGAL.lstrip())
-    ended = run_commlens(
-        "launch", "--nproc-per-node", "2", "train.py", environ=engine_environment, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert told(ended.stderr) == []
+@pytest.mark.parametrize("debug", [False, True])
+def test_there_is_none_in_a_legal_program(recorded: Recorded, debug: bool) -> None:
+    assert told(recorded.output(LEGAL, debug=debug)) == []
 
 
 @NATIVE_FIRST
-def test_verification_finds_what_touches_a_buffer_before_the_wait(
-    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
-) -> None:
-    (tmp_path / "train.py").write_text(TOUCHING.lstrip())
-    ended = run_commlens(
-        *("launch", "--debug", "--nproc-per-node", "2", "train.py"),
-        environ=engine_environment,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert touches(ended.stderr) == TOUCHES, ended.stderr
-
-
-@NATIVE_FIRST
-def test_verification_finds_nothing_in_a_legal_program(
-    tmp_path: Path, run_commlens: RunCommlens, engine_environment: dict[str, str]
-) -> None:
-    (tmp_path / "train.py").write_text(LEGAL.lstrip())
-    ended = run_commlens(
-        *("launch", "--debug", "--nproc-per-node", "2", "train.py"),
-        environ=engine_environment,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert told(ended.stderr) == []
+def test_verification_finds_what_touches_a_buffer_before_the_wait(recorded: Recorded) -> None:
+    assert touches(recorded.output(TOUCHING, debug=True)) == TOUCHES
 
 
 def test_a_trace_with_ops_has_them(tmp_path: Path, run_commlens: RunCommlens) -> None:
