@@ -4,10 +4,15 @@ others wrote, where a real job has all of them find it, or none.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import glob
+import io
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,36 +22,97 @@ from commlens.model.frames import FrameKind
 from commlens.tracing.attribution.stacks import kind_of_file
 from commlens.tracing.patches import Patches
 
+_PASSED_OVER = (FrameKind.PYTHON, FrameKind.TORCH)
+"""Code between the user's line and the look, such as ``torch.load``. Other libraries look for much
+of their own, such as caches.
+"""
+
 
 class Files:
-    """Notes for which files the program looks, and whether they exist."""
+    """Notes for which files the program looks, and what it finds."""
 
     def __init__(self) -> None:
         self.looks: dict[str, FileLook] = {}
-        """The first look for each path."""
+        """The first look for each path or pattern."""
+        self._is_looking = False
 
     def install(self, patches: Patches) -> None:
-        """Wrap the functions that look for files."""
-        for owner, names in (
-            (os.path, ("exists", "isfile")),
-            (pathlib.Path, ("exists", "is_file")),
+        """Wrap the functions that look for files, list them, or open them for reading."""
+        for owner, names, instead in (
+            (os.path, ("exists", "isfile"), self._look),
+            (pathlib.Path, ("exists", "is_file"), self._look),
+            (os, ("listdir", "scandir"), self._list),
+            (pathlib.Path, ("iterdir",), self._list),
+            (glob, ("glob", "iglob"), self._match),
+            (pathlib.Path, ("glob", "rglob"), self._match_below),
+            (builtins, ("open",), self._open),
+            (io, ("open",), self._open),
         ):
             for name in names:
-                patches.wrap(owner, name, self._look)
+                patches.wrap(owner, name, instead)
         patches.replace_aliases()
 
     def _look(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> bool:
         found = bool(original(path, *args, **kwargs))
-        source = _user_frame(sys._getframe(2))
-        if source is not None and isinstance(path, (str, os.PathLike)):
-            file = pathlib.Path(path)
-            if not file.is_dir():
-                self.looks.setdefault(str(file.absolute()), FileLook(found, source))
+        self._note(path, int(found))
         return found
+
+    def _open(self, original: Any, path: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode not in ("r", "rb", "rt"):
+            return original(path, mode, *args, **kwargs)
+        try:
+            opened = original(path, mode, *args, **kwargs)
+        except FileNotFoundError:
+            self._note(path, 0)
+            raise
+        self._note(path, 1)
+        return opened
+
+    def _list(self, original: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        names: list[str] = []
+        with contextlib.suppress(OSError), self._looking() as outermost:
+            names = os.listdir(path) if outermost else names  # noqa: PTH208 - numbers, too
+        self._note(path, _checksum(names), "/*")
+        with self._looking():
+            return original(path, *args, **kwargs)
+
+    def _match(self, original: Any, pattern: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._looking():
+            found = list(original(pattern, *args, **kwargs))
+        self._note(pattern, _checksum(found))
+        return found if original.__name__ == "glob" else iter(found)
+
+    def _match_below(
+        self, original: Any, path: Any, pattern: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._looking():
+            found = list(original(path, pattern, *args, **kwargs))
+        self._note(path, _checksum(found), f"/{original.__name__} {pattern}")
+        return iter(found)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[bool]:
+        """Leave out what one look does inside. Yield whether this is the outermost one."""
+        outer, self._is_looking = self._is_looking, True
+        try:
+            yield not outer
+        finally:
+            self._is_looking = outer
+
+    def _note(self, path: Any, found: int, below: str = "") -> None:
+        if self._is_looking or not isinstance(path, (str, os.PathLike)):
+            return
+        source = _user_frame(sys._getframe(3))
+        if source is None:
+            return
+        with self._looking():
+            file = pathlib.Path(path).absolute()
+            if below or not file.is_dir():
+                self.looks.setdefault(f"{file}{below}", FileLook(found, source))
 
 
 def changing(looks: Sequence[Mapping[str, FileLook]]) -> list[Frame]:
-    """Return the lines that found a file on some ranks only: others wrote it in between."""
+    """Return the lines that found other files on some ranks: others wrote them in between."""
     by_path: dict[str, list[FileLook]] = {}
     for own in looks:
         for path, look in own.items():
@@ -55,9 +121,15 @@ def changing(looks: Sequence[Mapping[str, FileLook]]) -> list[Frame]:
     return list(dict.fromkeys(same[0].frame for same in apart))
 
 
+def _checksum(names: Iterable[Any]) -> int:
+    return zlib.crc32("\n".join(sorted(map(os.fsdecode, names))).encode(errors="replace"))
+
+
 def _user_frame(frame: FrameType | None) -> Frame | None:
     """Return the line of the user that called, if no library is in between."""
-    while frame is not None and kind_of_file(frame.f_code.co_filename) is FrameKind.PYTHON:
+    while frame is not None and kind_of_file(frame.f_code.co_filename) in _PASSED_OVER:
+        if "importlib" in frame.f_code.co_filename:
+            return None
         frame = frame.f_back
     if frame is None or kind_of_file(frame.f_code.co_filename) is not FrameKind.USER:
         return None

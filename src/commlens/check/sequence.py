@@ -89,9 +89,10 @@ class Guess(msgspec.Struct, frozen=True):
 
 
 class FileLook(msgspec.Struct, frozen=True):
-    """The program looked whether a file exists."""
+    """The program looked whether a file exists, or which files there are."""
 
-    found: bool
+    found: int
+    """0 or 1 for a file; for several, a checksum of their names."""
     frame: Frame
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from commlens.check.files import Files, changing
 from commlens.check.sequence import FileLook
@@ -42,6 +44,70 @@ def test_the_first_look_for_a_file_is_noted(
     assert not noted.found and noted.frame.file == __file__
 
 
+def try_to_open(path: Path) -> bool:
+    try:
+        with open(path):  # noqa: PTH123
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def try_to_load(path: Path) -> bool:
+    try:
+        torch.load(path)
+    except FileNotFoundError:
+        return False
+    except EOFError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        try_to_open,
+        try_to_load,
+        lambda path: path.name in os.listdir(path.parent),  # noqa: PTH208
+        lambda path: path in list(path.parent.iterdir()),
+        lambda path: path.name in [entry.name for entry in os.scandir(path.parent)],
+        lambda path: any(path.name in names for _, _, names in os.walk(path.parent)),
+        lambda path: str(path) in glob.glob(f"{path.parent}/*.pt"),  # noqa: PTH207
+        lambda path: any(glob.iglob(f"{path.parent}/*.pt")),  # noqa: PTH207
+        lambda path: any(path.parent.glob("*.pt")),
+        lambda path: any(path.parent.parent.rglob("*.pt")),
+    ],
+)
+def test_what_ranks_find_in_other_ways_is_compared(
+    tmp_path: Path, look: Callable[[Path], bool]
+) -> None:
+    path = tmp_path / "runs" / "last.pt"
+    path.parent.mkdir()
+
+    def look_as_a_rank() -> tuple[bool, dict[str, FileLook]]:
+        files, patches = Files(), Patches()
+        files.install(patches)
+        try:
+            return look(path), files.looks
+        finally:
+            patches.restore()
+
+    found, before = look_as_a_rank()
+    _, again = look_as_a_rank()
+    path.touch()
+    found_then, after = look_as_a_rank()
+    assert (found, found_then) == (False, True)
+    assert not changing([before, again])
+    (frame,) = changing([before, after])
+    assert frame.file == __file__
+
+
+def test_a_file_that_is_written_is_no_look(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("a")
+    with (tmp_path / "log.txt").open("a") as log:
+        log.write("b")
+    assert not files.looks
+
+
 def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
     assert tmp_path.exists()
     assert str(tmp_path) not in files.looks
@@ -49,7 +115,7 @@ def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
 
 def test_a_file_that_some_ranks_found_was_written_by_others() -> None:
     frame = Frame("/home/me/train.py", 5, "main")
-    missing = {"/last.pt": FileLook(found=False, frame=frame)}
-    there = {"/last.pt": FileLook(found=True, frame=frame)}
+    missing = {"/last.pt": FileLook(found=0, frame=frame)}
+    there = {"/last.pt": FileLook(found=1, frame=frame)}
     assert changing([missing, there, there]) == [frame]
     assert changing([there, there, {}]) == changing([missing, missing]) == []
