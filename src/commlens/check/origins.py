@@ -46,7 +46,7 @@ _SAME_FOR_ALL = (
     "_allgather_base_",
 )
 _RECEIVED_BY_SOME = ("recv_", "recv_any_source_", "scatter_")
-_FIRST_PURGE = 10_000
+_FIRST_PURGE = 500
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _OVERWRITES = ("aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_")
@@ -106,7 +106,8 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._on_read = on_read
         self._on_shape = on_shape
-        # by address of a storage, which stays its own as long as we refer to it
+        # By address of a storage, which stays its own as long as we refer to it. What we keep of a
+        # dead one lies between blocks that malloc cannot join: many of them cost gigabytes.
         self._origins: dict[int, tuple[StorageWeakRef, Origin]] = {}
         self._purge_at = _FIRST_PURGE
         self.calls = 0

@@ -45,6 +45,14 @@ def test_a_rank_knows_what_it_computes_alone(asked: Asked) -> None:
     assert asked.shaped == []
 
 
+def test_little_is_kept_of_tensors_that_are_gone(asked: Asked) -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    for _ in range(3000):
+        x + 1
+    assert len(asked.origins._origins) < 1000
+
+
 def test_what_a_collective_wrote_is_not_known(asked: Asked) -> None:
     x = torch.ones(3)
     dist.all_reduce(x)
