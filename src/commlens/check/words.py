@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from commlens.check.schedule import Outcome
 from commlens.check.sequence import Guess, RankSequence
 from commlens.model.verdict import Verdict
-from commlens.text import capital, count, frame_phrase, ranks_phrase, verb
+from commlens.text import capital, count, frame_phrase, joined, ranks_phrase, verb
 
 _GUESSES_NAMED = 3
 
@@ -67,13 +67,12 @@ def unproven(found: Verdict, guesses: Sequence[Guess]) -> Verdict:
     """Return the verdict on a fault that may not occur, since a rank asked for something that this
     check had to guess.
     """
-    lines = list(dict.fromkeys(_guess_phrase(guess) for guess in guesses))
     return Verdict(
         kind="undetermined",
         confidence="low",
         summary=f"not proven: if the guesses of this check are right, {found.summary}",
-        explanation=f"{capital('; '.join(lines[:_GUESSES_NAMED]))}.",
-        next_step=found.next_step,
+        explanation=f"{capital('; '.join(_guess_phrases(guesses)[:_GUESSES_NAMED]))}.",
+        next_step=_check_guesses_first(guesses, found.next_step),
         findings=[],
         missing_evidence=found.missing_evidence,
         looked_at=found.looked_at,
@@ -102,13 +101,28 @@ def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]
         found.append(
             "Not all orders were tried in which messages may reach the receives from any rank."
         )
-    lines = dict.fromkeys(
-        _guess_phrase(guess) for sequence in sequences.values() for guess in sequence.guesses
-    )
-    found += [f"{capital(line)}: only one answer was tried." for line in lines]
+    guesses = [guess for sequence in sequences.values() for guess in sequence.guesses]
+    found += [f"{capital(each)}: only one answer was tried." for each in _guess_phrases(guesses)]
     return found
 
 
-def _guess_phrase(guess: Guess) -> str:
-    where = frame_phrase(guess.source) if guess.source is not None else "an unknown line"
-    return f"at {where}, the program {_GUESSES[guess.what]}"
+def _guess_phrases(guesses: Iterable[Guess]) -> list[str]:
+    """Return one phrase for each line and kind of guess."""
+    phrases = (f"at {_place(guess)}, the program {_GUESSES[guess.what]}" for guess in guesses)
+    return list(dict.fromkeys(phrases))
+
+
+def _check_guesses_first(guesses: Iterable[Guess], next_step: str) -> str:
+    """Put the check of the guesses before the advice on the fault."""
+    places = list(dict.fromkeys(map(_place, guesses)))
+    named = joined(places[:_GUESSES_NAMED])
+    first = (
+        f"first check whether the guess at {named} is right"
+        if len(places) == 1
+        else f"first check whether the guesses at {named} are right"
+    )
+    return f"{first}; if so, {next_step}" if next_step else first
+
+
+def _place(guess: Guess) -> str:
+    return frame_phrase(guess.source) or "an unknown line"

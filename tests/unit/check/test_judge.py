@@ -134,6 +134,20 @@ def test_a_fault_after_a_guess_is_not_proven() -> None:
     assert "train.py:3" in verdict.explanation
 
 
+def test_the_advice_begins_with_the_guess() -> None:
+    sequences = play(3, one_more)
+    advice = judge(sequences).verdict.next_step
+    sequences[1].guesses = [GUESS, GUESS]
+    assert judge(sequences).verdict.next_step == (
+        f"first check whether the guess at train.py:3 main is right; if so, {advice}"
+    )
+    sequences[1].guesses += [Guess("poll", (Frame("/home/me/train.py", 4, "main"),))]
+    assert judge(sequences).verdict.next_step == (
+        "first check whether the guesses at train.py:3 main and train.py:4 main are right; if so,"
+        f" {advice}"
+    )
+
+
 def test_a_guess_limits_what_is_proven() -> None:
     sequences = play(2, legal)
     sequences[1].guesses = [GUESS, GUESS]
