@@ -18,7 +18,8 @@ Each class has a ``slug``, its heading in docs/errors.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -125,6 +126,22 @@ class MissingDependency(CommlensError):
         """
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
         return cls(f"{feature} needs torch, which {reason}: pip install torch")
+
+
+@contextlib.contextmanager
+def needs_torch(feature: str) -> Iterator[None]:
+    """Import inside this context what a feature needs of torch. A failed import of commlens itself
+    is a bug, not a missing package, and is raised unchanged.
+
+    Raises:
+        MissingDependency: another import failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "commlens":
+            raise
+        raise MissingDependency.torch(feature, error) from None
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

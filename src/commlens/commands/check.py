@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands import add_program, program_of
-from commlens.errors import CommandError, MissingDependency
+from commlens.errors import CommandError, needs_torch
 
 if TYPE_CHECKING:
     from commlens.check.judge import Checked
@@ -131,12 +131,10 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
     from commlens.launch import worker
 
     worker.check_program(program, module=arguments.module)
-    try:
+    with needs_torch("commlens check"):
         from commlens.check.api import check_plan
         from commlens.check.branches import parse_branch
         from commlens.check.run_rank import Plan
-    except ImportError as missing:
-        raise MissingDependency.torch("commlens check", missing) from None
     plan = Plan(
         lambda: worker.execute(program, module=arguments.module),
         arguments.world_size,

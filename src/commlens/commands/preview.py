@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.commands import add_program, program_of
-from commlens.errors import CommandError, MissingDependency, OutputError
+from commlens.errors import CommandError, OutputError, needs_torch
 
 if TYPE_CHECKING:
     from commlens.model.network import Network
@@ -156,10 +156,8 @@ def _preview(
     from commlens.launch import worker
 
     worker.check_program(program, module=arguments.module)
-    try:
+    with needs_torch("commlens preview"):
         from commlens.tracing.preview.preview import Preview, check_world
-    except ImportError as missing:
-        raise MissingDependency.torch("commlens preview", missing) from None
     check_world(arguments.world_size, arguments.rank)
 
     def run_program() -> None:
