@@ -91,13 +91,13 @@ class _Search:
         """
         corners = itertools.product(
             *(
-                [place * each.stride for place in _ends(each.size, middle=True)]
+                [place * each.stride for place in _ends_and_middle(each.size)]
                 for each in self._meshes
             )
         )
         chosen = {sum(places) for places in itertools.islice(corners, _CORNERS)}
         for each in self._dimensions:
-            chosen |= {place * each.stride for place in _ends(each.size, middle=True)}
+            chosen |= {place * each.stride for place in _ends_and_middle(each.size)}
         return {rank for rank in chosen if rank < self._size}
 
     def _roots(self) -> set[int]:
@@ -239,5 +239,5 @@ def _dimension(event: Issue | Setup) -> Dimension | None:
     return dimension_of(call.channel.group.ranks)
 
 
-def _ends(number: int, *, middle: bool) -> list[int]:
-    return sorted({0, *([number // 2] if middle else []), number - 1})
+def _ends_and_middle(number: int) -> list[int]:
+    return sorted({0, number // 2, number - 1})

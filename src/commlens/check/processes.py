@@ -48,22 +48,12 @@ class _Child:
 class Ranks:
     """Runs ranks, and gives each the objects that the others were seen to send."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        at_once: int = 0,
-        ended: Callable[[RankSequence], None] | None = None,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            plan: what to run.
-            at_once: number of processes at a time; 0: the number of CPUs.
-            ended: called with each complete sequence.
+    def __init__(self, plan: Plan, *, ended: Callable[[RankSequence], None] | None = None) -> None:
+        """Prepare to run a plan, on each CPU one rank at a time. ``ended`` is called with each
+        complete sequence.
         """
         self._plan = plan
-        self._at_once = at_once or len(os.sched_getaffinity(0))
+        self._at_once = len(os.sched_getaffinity(0))
         self._ended = ended or (lambda sequence: None)
         self._shared = Shared()
         self._answers: dict[int, Answers] = {}
