@@ -85,10 +85,11 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
 
 
 def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
-    """Return what the program had to guess, and the values and files by which ranks may have gone
-    other ways than in a real run, or by which the culprits may have failed: in a run of one rank
-    alone, an assertion about a value that other ranks send fails, and a file that they write is
-    not there.
+    """Return the guesses by which a fault may be one of this check only.
+
+    These are the guesses of the runs, the values and files by which ranks may have gone other ways
+    than in a real run, and those by which a culprit may have failed: in a run of one rank alone, an
+    assertion about a value that other ranks send fails, and a file that they write is not there.
     """
     states = outcome.ranks
     guesses = [guess for state in states.values() for guess in state.sequence.guesses]

@@ -35,8 +35,8 @@ def run_whole(ranks: Ranks, judge: Judge, world_size: int) -> World:
 
 
 def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int) -> World | None:
-    """Run a few ranks, and those that would be to blame for a fault. Return None if that does not
-    do: a rank waited for a key of the store that a rank that was not run may write.
+    """Run a few ranks, and those that would be to blame for a fault. Return None if all must be
+    run, since one waited for a key of the store, which a rank that was not run may write.
     """
     also: set[int] = set()
     for _ in range(_CONFIRMATIONS):

@@ -1,8 +1,8 @@
 """Put the sequences of all ranks together: let every rank go on until it waits for another one, by
 the rules of a backend.
 
-A pure function. Where the order of events is open it does not matter for who gets how far, except
-for a receive from any source: ``explore`` tries its possible senders.
+A pure function. The order of events does not change how far each rank gets, except for a receive
+from any source: ``schedule`` tries each sender that it may take a message from.
 """
 
 from __future__ import annotations
