@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.tap import tap
+from commlens.tracing.preview.tensors import READS
 
 Ranks = tuple[int, ...]
 
@@ -50,11 +51,6 @@ _FIRST_PURGE = 500
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _OVERWRITES = ("aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_")
-_READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.allclose.default,
-)
 _SHAPED_BY_VALUES = {
     "aten::nonzero",
     "aten::masked_select",
@@ -176,7 +172,7 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
         result = func._op(*args, **(kwargs or {}))  # without a frame of torch's in stacks
         if func.namespace in ("c10d", *_FUNCTIONAL):
             self._reduce_again(func, origin, result)
-        elif func in _READS:
+        elif func in READS:
             self._on_read(origin)
         else:
             if origin is not None and not origin.known and _shaped_by_values(func, args):

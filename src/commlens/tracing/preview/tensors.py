@@ -31,6 +31,8 @@ _AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _NO_COLLECTIVES = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+READS = (_SCALAR, *_COMPARISONS)
+"""The ops that give a program a value of a tensor."""
 
 
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
@@ -52,9 +54,9 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
                 return func(*args)
         if func is _SCALAR:
             constant = getattr(args[0], "constant", None)
-            return constant.item() if constant is not None else self._invent(args[0])
+            return constant.item() if constant is not None else self._invent(args[0].dtype)
         if func in _COMPARISONS:
-            return self._invent(args[0], value=False)
+            return self._invent(torch.bool)
         try:
             return super().dispatch(func, types, args, kwargs or {})
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -64,15 +66,14 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
                 " with a smaller model."
             ) from error
 
-    def _invent(self, tensor: torch.Tensor, value: Any = None) -> Any:
+    def _invent(self, dtype: torch.dtype) -> Any:
+        """Return a value of this type, and note the user's line that reads it."""
         line = _user_line()
         if line:
             self.invented_at[line] = None
-        if value is not None:
-            return value
-        if tensor.dtype is torch.bool:
+        if dtype is torch.bool:
             return False
-        return 1.0 if tensor.is_floating_point() else 1
+        return 1.0 if dtype.is_floating_point else 1
 
 
 class FakeTensors:
