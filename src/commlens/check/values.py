@@ -149,7 +149,7 @@ class Values:
 
     def _answer(self, value: Any, origin: Origin | None) -> tuple[Any, _Reader]:
         """Return the answer to a read: that of a choice, else the one that others got."""
-        reader, place = self._reader(origin), _user_line()
+        reader, place = self._reader(origin), stacks.user_frame(sys._getframe())
         if place is None:
             return value, reader
         choice = None if isinstance(value, bool) else self._choice(place, truth=False)
@@ -203,7 +203,7 @@ class Values:
 
     def decide(self, outcome: bool, reader: _Reader) -> bool:
         """Return the answer to a question for a truth value."""
-        place = _user_line()
+        place = stacks.user_frame(sys._getframe())
         choice = None if place is None else self._choice(place, truth=True)
         if place is not None and choice is not None:
             self._note(place, "truth", replace(reader, known=False, forced=True), choice.value)
@@ -214,7 +214,7 @@ class Values:
 
     def lose(self, value: Any, reader: _Reader) -> None:
         """Note that a number went where it cannot be followed."""
-        place = None if reader.settled else _user_line()
+        place = None if reader.settled else stacks.user_frame(sys._getframe())
         if place is not None:
             self._note(place, "number", reader, value if _is_plain(value) else None)
 
@@ -249,7 +249,7 @@ class Values:
             self._reader(origin).lose(None)
 
     def _shaped(self, origin: Origin) -> None:
-        place = None if _read_by_torch_itself() else _user_line()
+        place = None if _read_by_torch_itself() else stacks.user_frame(sys._getframe())
         if place is not None:
             self._note(place, "shape", self._reader(origin), None)
 
@@ -322,22 +322,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> int | float:
     return int.__int__(value) if isinstance(value, int) else float.__float__(value)
-
-
-def _user_line() -> Frame | None:
-    """Return the innermost line of the user, else of an installed library."""
-    frame: FrameType | None = sys._getframe(1)
-    library: Frame | None = None
-    while frame is not None:
-        code = frame.f_code
-        kind = stacks.kind_of_file(code.co_filename)
-        if kind is FrameKind.USER or (kind is FrameKind.LIBRARY and library is None):
-            found = Frame(code.co_filename, frame.f_lineno, code.co_name, kind)
-            if kind is FrameKind.USER:
-                return found
-            library = found
-        frame = frame.f_back
-    return library
 
 
 def _read_by_torch_itself() -> bool:

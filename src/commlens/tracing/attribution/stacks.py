@@ -313,6 +313,21 @@ def _wraps_step(file: str, frame: FrameType) -> bool:
     return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
 
 
+def user_frame(frame: FrameType | None) -> Frame | None:
+    """Return the innermost line of the user on a stack, else of an installed library, else None."""
+    library: Frame | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = kind_of_file(code.co_filename)
+        if kind is FrameKind.USER or (kind is FrameKind.LIBRARY and library is None):
+            found = Frame(code.co_filename, frame.f_lineno or 0, code.co_name, kind)
+            if kind is FrameKind.USER:
+                return found
+            library = found
+        frame = frame.f_back
+    return library
+
+
 def running_steps(frame: FrameType | None) -> int:
     """Count the optimizer steps on a stack: two if one wraps another (ZeRO) or calls its base
     class's.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -160,9 +159,5 @@ def _format(original: Any, tensor: torch.Tensor, spec: str) -> str:
 
 
 def _user_line() -> str | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if stacks.kind_of_file(frame.f_code.co_filename) is FrameKind.USER:
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
+    frame = stacks.user_frame(sys._getframe())
+    return frame.where if frame is not None and frame.kind is FrameKind.USER else None
