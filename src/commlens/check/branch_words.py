@@ -20,11 +20,9 @@ def verdict(explored: Explored) -> Verdict:
     found = explored.checked.verdict
     unanswered = _unanswered(explored)
     limits = [*found.missing_evidence, *_limits(explored, unanswered)]
-    summary, kind, confidence = found.summary, found.kind, found.confidence
+    summary = found.summary
     if explored.classes is not None:
         limits.insert(0, _ranks(explored.classes))
-        if explored.classes.surprising and kind == "healthy":
-            kind, confidence = "undetermined", "low"
     if explored.choices and found.kind != "healthy":
         if explored.deciding:
             summary = f"{summary} if {_answers(explored.deciding)}"
@@ -37,8 +35,6 @@ def verdict(explored: Explored) -> Verdict:
         findings = [msgspec.structs.replace(findings[0], summary=summary), *findings[1:]]
     return msgspec.structs.replace(
         found,
-        kind=kind,
-        confidence=confidence,
         summary=summary,
         findings=findings,
         missing_evidence=limits,

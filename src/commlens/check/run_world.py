@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from commlens.check.classes import Classes, explore_classes
 from commlens.check.judge import Checked
 from commlens.check.processes import Ranks
@@ -48,6 +50,9 @@ def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int
         if not checked.verdict.is_fault or not unproven:
             break
         also |= set(sorted(unproven)[:_CONFIRMED_AT_ONCE])
+    if classes.surprising and checked.verdict.kind == "healthy":
+        doubted = msgspec.structs.replace(checked.verdict, kind="undetermined", confidence="low")
+        checked = checked._replace(verdict=doubted)
     return World(classes.sequences, checked, classes)
 
 

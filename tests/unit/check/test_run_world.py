@@ -63,3 +63,17 @@ def test_a_key_that_nobody_wrote_needs_all_ranks() -> None:
     ranks: Any = Ranks()
     ranks.waited_in_vain = True
     assert run_classes(ranks, judge, WORLD, 8) is None
+
+
+def test_ranks_that_do_something_unexpected_leave_a_healthy_world_undetermined() -> None:
+    def program(rank: Player) -> None:
+        if rank.rank * 7919 % 101 % 3 == 0:
+            rank.store("store.set", f"key{rank.rank * 7919 % 101}")
+        rank.collective()
+
+    ranks: Any = Ranks()
+    ranks.truth = play(1024, program)
+    world = run_classes(ranks, judge, 1024, 8)
+    assert world is not None and world.classes is not None
+    assert world.classes.surprising
+    assert world.checked.verdict.kind == "undetermined"
