@@ -20,6 +20,7 @@ from commlens.numbers.measuring import Named, Unread, reason_to_skip
 from commlens.numbers.replicas import Replicas, group_ranks
 from commlens.numbers.user_lines import user_line
 from commlens.tap import tap, torch_patches
+from commlens.tap.cuda_graphs import is_capturing
 from commlens.tap.groups import is_coalescing, unique_name
 
 _ALIKE: Final = frozenset({"all_reduce", "broadcast", "all_gather"})
@@ -107,7 +108,7 @@ class OutputWatch:
     ) -> _Pending | None:
         group = tap.unbox_group(arguments[spec.process_group])
         ranks = group_ranks(group)
-        is_odd = is_coalescing(group) or _is_capturing() or self._is_in_other_thread()
+        is_odd = is_coalescing(group) or is_capturing() or self._is_in_other_thread()
         if len(ranks) < 2 or is_odd or not _is_waited_for(frame):
             return None
         name = unique_name(group)
@@ -173,7 +174,7 @@ class OutputWatch:
         if error is not None or not self._is_on:
             return
         try:
-            if not _is_capturing():
+            if not is_capturing():
                 self._measure(pending)
         except Exception as failed:
             self._fail(failed)
@@ -205,10 +206,6 @@ def _is_waited_for(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename == tap.__file__:
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.endswith(_ENGINE)
-
-
-def _is_capturing() -> bool:
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _versions(pending: _Pending) -> list[int | None]:

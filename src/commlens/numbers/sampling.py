@@ -29,6 +29,7 @@ from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
 from commlens.numbers.op_checks import OpChecks
 from commlens.numbers.outputs import Output, OutputWatch
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
+from commlens.tap.cuda_graphs import is_capturing
 
 log = logging.getLogger("commlens")
 
@@ -188,7 +189,7 @@ class Sampler:
         """Return the exchange of all ranks; None if there is nobody to compare with. Where it has
         ended by an error, which it has logged, nothing is measured any more.
         """
-        exchange = exchange_of(everyone()) if _is_distributed() else None
+        exchange = exchange_of(everyone()) if _is_distributed() and not is_capturing() else None
         if exchange is None or exchange.is_running:
             return exchange
         self.stop()
@@ -220,9 +221,7 @@ class Followed:
 
 
 def _is_distributed() -> bool:
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return bool(dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _safely(method: Callable[..., None], *args: Any) -> None:

@@ -29,6 +29,15 @@ class Listener(Protocol):
 _installed = False
 
 
+def is_capturing() -> bool:
+    """Return whether this thread's stream is being captured: nothing may wait for it then."""
+    import torch
+
+    # Not is_available, which starts CUDA's driver: a process that then forks has children in which
+    # CUDA cannot be used.
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def install(listener: Callable[[], Listener | None]) -> None:
     """Patch the methods, once. ``listener`` returns whom to tell; None for nobody."""
     global _installed

@@ -35,6 +35,7 @@ from commlens.errors import DistributedOperationException
 from commlens.matching.error_texts import is_peer_error
 from commlens.model.collective import Collective
 from commlens.model.ops import POINT_TO_POINT
+from commlens.tap.cuda_graphs import is_capturing
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
@@ -163,7 +164,7 @@ class Verifier:
             DistributedOperationException: it must not be issued.
         """
         args = token.args
-        if self._off or not self._depth or (args.channel.device == "cuda" and _is_capturing()):
+        if self._off or not self._depth or (args.channel.device == "cuda" and is_capturing()):
             return
         if args.no_such_peer:
             self._refuse_peer(token, frame)
@@ -247,7 +248,7 @@ class Verifier:
         Raises:
             DistributedOperationException: the arguments do not match, or a rank does not arrive.
         """
-        if not self.is_active or _is_capturing():
+        if not self.is_active or is_capturing():
             return
         try:
             self._catch_up()
@@ -558,11 +559,3 @@ def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) 
         theirs.name,
         theirs.ranks,
     )
-
-
-def _is_capturing() -> bool:
-    import torch
-
-    # Not is_available, which starts CUDA's driver: a process that then forks has children in which
-    # CUDA cannot be used.
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
