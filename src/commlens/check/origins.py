@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.tap import tap
+from commlens.tracing.leave_to_eager import EagerMode
 from commlens.tracing.preview.tensors import READS
 
 Ranks = tuple[int, ...]
@@ -84,13 +84,13 @@ def alike_in(origin: Origin, world_size: int) -> bool:
     return bool(origin.alike) and math.prod(map(len, origin.alike)) >= world_size
 
 
-class Origins(TorchDispatchMode):  # type: ignore[misc]
+class Origins(EagerMode):
     """Follows the values of tensors through all ops, while entered.
 
     Values of fake tensors are never known, unless torch keeps them as constants.
     """
 
-    supports_higher_order_operators = True
+    is_left_to_eager = True  # nothing is compiled in a fake world
     sees_fake_tensors = True
 
     def __init__(
@@ -109,20 +109,6 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
         self.calls = 0
         """Collectives and messages issued so far."""
         self._calls_in: Counter[Ranks] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave torch.compile alone (torch 2.9 and later)."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Leave torch.compile alone (torch before 2.9)."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a fake world; torch's way of skipping costs more
 
     def __enter__(self) -> Origins:
         tap.attach(self)

@@ -20,7 +20,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
 from commlens.tracing.attribution.module_calls import (
@@ -38,7 +37,7 @@ from commlens.tracing.attribution.op_names import (
     split_name,
 )
 from commlens.tracing.attribution.recomputations import follow_recomputations, recomputes
-from commlens.tracing.leave_to_eager import leave_to_eager
+from commlens.tracing.leave_to_eager import EagerMode, leave_to_eager
 from commlens.tracing.patches import Patches
 from commlens.tracing.raw_event import RawEvent
 
@@ -144,15 +143,12 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
     return result
 
 
-_SKIPPED = leave_to_eager(_dispatch.__code__)
-
-
-class OpsMode(TorchDispatchMode):  # type: ignore[misc]
+class OpsMode(EagerMode):
     """Records ops while it is entered. It may be entered again after it was left, but not
     nested.
     """
 
-    supports_higher_order_operators = True
+    is_left_to_eager = leave_to_eager(_dispatch.__code__)
 
     def __init__(
         self,
@@ -190,20 +186,6 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._hooks: list[Any] = []
         self._patches = Patches()
         self._lock = threading.Lock()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave torch.compile alone (torch 2.9 and later)."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not _SKIPPED  # torch's own way costs more
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Leave torch.compile alone (torch before 2.9)."""
-        return True
 
     def __enter__(self) -> OpsMode:
         from torch.optim.optimizer import (

@@ -16,14 +16,13 @@ from typing import Any
 
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
 from commlens.tracing.in_flight.operands import OpAccess
-from commlens.tracing.leave_to_eager import leave_to_eager
+from commlens.tracing.leave_to_eager import EagerMode, leave_to_eager
 
 _known: dict[int, OpAccess] = {}
 
@@ -51,37 +50,20 @@ def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
         here.running -= 1
 
 
-_SKIPPED = leave_to_eager(_dispatch.__code__)
-
-
 class _Here(threading.local):
     running = 0  # ops of this thread that the mode runs: torch takes it from the stack meanwhile
     is_on = False  # as this thread left it
 
 
-class OpsWatch(TorchDispatchMode):  # type: ignore[misc]
+class OpsWatch(EagerMode):
     """Calls ``before_op(access, args, kwargs)`` before every op of the threads where it is on."""
 
-    supports_higher_order_operators = True
+    is_left_to_eager = leave_to_eager(_dispatch.__code__)
 
     def __init__(self, before_op: Callable[[OpAccess, Any, Any], None]) -> None:
         super().__init__()
         self.before_op = before_op
         self.here = _Here()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave torch.compile alone (torch 2.9 and later)."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not _SKIPPED  # torch's own way costs more
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Leave torch.compile alone (torch before 2.9)."""
-        return True
 
     __torch_dispatch__ = _dispatch
 
