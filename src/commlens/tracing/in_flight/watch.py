@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -50,6 +50,7 @@ from commlens.tracing.in_flight.operands import OpAccess, Operand, operands_of
 from commlens.tracing.patches import Patches
 
 log = logging.getLogger("commlens")
+T = TypeVar("T")
 
 _DEVICES: Final = frozenset({"cpu", "cuda"})
 _FLIGHTS_MAX: Final = 1024
@@ -223,11 +224,7 @@ class BufferWatch:
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Flight | None:
         """Look whether a collective touches what is in flight. Return it if it is to be watched."""
-        try:
-            return self._begin(spec, arguments, sys._getframe(1).f_back)
-        except Exception as error:
-            self._fail(error)
-            return None
+        return self._safely(self._begin, spec, arguments, sys._getframe(1).f_back)
 
     def _begin(
         self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None
@@ -482,11 +479,12 @@ class BufferWatch:
             return False
         return bool(torch.cuda.current_stream(device) != torch.cuda.default_stream(device))
 
-    def _safely(self, method: Callable[..., None], *args: Any) -> None:
+    def _safely(self, method: Callable[..., T], *args: Any) -> T | None:
         try:
-            method(*args)
+            return method(*args)
         except Exception as error:
             self._fail(error)
+            return None
 
     def _fail(self, error: Exception) -> None:
         """Log an error of ours, and watch nothing any more."""
