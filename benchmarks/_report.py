@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,8 @@ class Report:
 
     def table(self, heading: str, columns: list[str], rows: list[list[str]]) -> None:
         """Add a table."""
-        lines = [f"\n{heading}\n"] if heading else [""]
-        lines += [
-            f"| {' | '.join(columns)} |",
-            f"|{'---|' * len(columns)}",
-            *(f"| {' | '.join(row)} |" for row in rows),
-        ]
-        self.markdown += "\n".join(lines) + "\n"
+        above = f"\n{heading}\n" if heading else ""
+        self.markdown += f"{above}\n{markdown_table(columns, rows)}\n"
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures."""
@@ -63,6 +59,18 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, aligned: str = "---"
+) -> str:
+    """Return a table in Markdown; ``aligned`` is ``"---:"`` for columns that end at the right."""
+    lines = [
+        f"| {' | '.join(columns)} |",
+        f"|{f'{aligned}|' * len(columns)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines)
 
 
 def write_section(page: Path, name: str, text: str) -> None:

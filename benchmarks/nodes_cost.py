@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from _report import machine, write_section
+from _report import machine, markdown_table, write_section
 
 from commlens.blackbox import layout
 from commlens.blackbox.reader import OpenBox
@@ -524,12 +524,8 @@ def main() -> None:
         rows.append(here.recv())
         process.join()
         print(rows[-1], flush=True)
-    lines = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---:|" * len(COLUMNS),
-        *("| " + " | ".join(cells(row)) + " |" for row in rows),
-    ]
-    text = f"{machine()} Load while measuring: {os.getloadavg()[1]:.0f}.\n\n" + "\n".join(lines)
+    table = markdown_table(COLUMNS, map(cells, rows), aligned="---:")
+    text = f"{machine()} Load while measuring: {os.getloadavg()[1]:.0f}.\n\n{table}"
     print(text)
     if asked.write:
         write_section(Path(__file__).resolve().parents[1] / "docs" / "scale.md", "measured", text)

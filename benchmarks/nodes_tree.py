@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from _report import machine, write_section
+from _report import machine, markdown_table, write_section
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "support"))
 
@@ -381,12 +381,8 @@ def main() -> None:
         print(row.verdict.summary, row.verdict.looked_at, sep="\n", flush=True)
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{memory_mb:.0f} MB of memory", file=sys.stderr)
-    table = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---:|" * len(COLUMNS),
-        *("| " + " | ".join(cells(row)) + " |" for row in rows),
-    ]
-    text = f"{machine()}\n\n" + "\n".join(table)
+    table = markdown_table(COLUMNS, map(cells, rows), aligned="---:")
+    text = f"{machine()}\n\n{table}"
     print(text)
     if asked.write:
         write_section(Path(__file__).resolve().parents[1] / "docs" / "scale.md", "tree", text)
