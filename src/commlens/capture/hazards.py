@@ -60,7 +60,7 @@ class Hazards:
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.of_buffers: Callable[[], list[Hazard]] = list  # of the watch, where one runs
+        self.of_buffers: Callable[[], list[Hazard]] = list  # set where a BufferWatch runs
         self._not_a_member: Counter[int] = Counter()
         self._groups = MadeGroups()
 
@@ -136,8 +136,8 @@ class Hazards:
 
 
 def _by_line(found: list[tuple[Hazard, int]]) -> list[tuple[Hazard, int]]:
-    """Return one hazard for all of a line. One line has several stacks, as while a dispatch mode
-    runs its ops.
+    """Join the hazards of each line. A line may have several stacks: a dispatch mode adds frames
+    while it is on.
     """
     from msgspec.structs import replace
 

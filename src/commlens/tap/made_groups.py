@@ -1,4 +1,4 @@
-"""Groups that one line makes again and again, and that nobody destroys."""
+"""Groups that one line makes again and again, and that are never destroyed."""
 
 from __future__ import annotations
 

@@ -51,15 +51,15 @@ class WaitListener(Protocol):
 
 
 class WorkListener(Protocol):
-    """The interface of a listener to the Works that Python gets, and to what else a program does
-    with them than wait.
+    """The interface of a listener to the asynchronous collectives that Python issues, and to the
+    uses of their Works other than waits.
     """
 
     def issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
         """Called when Python is about to issue an asynchronous collective, or one that may be."""
 
     def issue_ended(self, work: Any) -> None:
-        """Called when it has issued it, with its Work; with None if there is none."""
+        """Called after the issue, with the Work; with None if there is none."""
 
     def handled(self, work: Any) -> None:
         """Called when a program takes the future of a Work, or polls it and finds it complete."""
@@ -111,7 +111,7 @@ _tracers: tuple[WaitListener, ...] = ()
 _work_listeners: tuple[WorkListener, ...] = ()
 _installed: set[str] = set()  # names of the functions that have installed their patches
 work_is_completed = Work.is_completed
-"""As it is before the patches note that a program polls."""
+"""The original, without the patch that notes that a program polls."""
 
 
 def _forked() -> None:
@@ -153,14 +153,14 @@ def remove_tracer(tracer: WaitListener) -> None:
 
 
 def add_work_listener(listener: WorkListener) -> None:
-    """Report other uses of Works to ``listener``, too."""
+    """Report issues, and uses of Works other than waits, to ``listener``, too."""
     global _work_listeners
     _work_listeners = (*_work_listeners, listener)
     _install_once(_tap_issues, _tap_coalescing, _tap_other_uses_of_works, _tap_ends_of_backward)
 
 
 def remove_work_listener(listener: WorkListener) -> None:
-    """Stop reporting other uses of Works to ``listener``."""
+    """Stop reporting issues and uses of Works to ``listener``."""
     global _work_listeners
     _work_listeners = tuple(other for other in _work_listeners if other is not listener)
 
@@ -432,7 +432,7 @@ def _told_issue(
 
 
 def _told_asynchronous(args: Any, kwargs: Any) -> bool | None:
-    """Return what the options of a call say; None if it has none, or if they do not say it."""
+    """Return the ``asyncOp`` of a call's options; None if there is none."""
     for argument in (*args[:0:-1], *kwargs.values()):
         told = getattr(argument, "asyncOp", None)
         if told is not None:

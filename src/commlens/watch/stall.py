@@ -34,7 +34,9 @@ CONFIRM_S: Final = 0.25
 NOTICE_S: Final = 12.0
 """A shorter wait gets no notice: many healthy jobs pause for some seconds."""
 STAYED_S: Final = NOTICE_S / 2
-"""A late rank that came where it is more recently is not mentioned: the job is only slow."""
+"""A late rank that has been where it is for less than this gets no notice: the job is only
+slow.
+"""
 UNKNOWN_S: Final = 10.0
 """A longer wait is looked at where nothing was learned: in the first step, and in new places."""
 STANDSTILL_EVERY_S: Final = 1.0  # between looks that may prove that the job stands still
@@ -242,9 +244,7 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
 
 
 def _never_started(verdict: Verdict) -> set[int]:
-    """Return the ranks of which the verdict says that they would be on this node, and were never
-    started.
-    """
+    """Return the ranks that belong on this node and were never started, by the verdict."""
     cause = verdict.cause
     if isinstance(cause, Unrecorded) and cause.reason == "not-started":
         return {*cause.ranks}

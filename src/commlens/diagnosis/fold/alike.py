@@ -20,7 +20,6 @@ from commlens.model.verdict import NOTHING_FOUND, Finding, Verdict
 
 _RANKS: Final = list[Rank]
 
-
 EXAMINED: Final = 4
 """Ranks that are examined of each state: all if there are no more."""
 
@@ -34,7 +33,7 @@ class Alike(NamedTuple):
 
 def ranks_to_examine(states: Iterable[Collection[int]]) -> set[int]:
     """Return the lowest ranks of each state, and the highest one: it is most likely on another
-    node, so that what is said of the ranks of one node is not said of all in the state.
+    node, so a fault of one node is not taken for one of all ranks in the state.
 
     Args:
         states: the ranks in each.
@@ -47,7 +46,7 @@ def ranks_to_examine(states: Iterable[Collection[int]]) -> set[int]:
 
 
 class AlikeRanks:
-    """All ranks of a job of which others were examined.
+    """The ranks of a job that are not examined, because they are in the state of examined ones.
 
     Args:
         classes: ranks in one state each, without a rank in common.
@@ -84,7 +83,7 @@ NONE_ALIKE: Final = AlikeRanks(())
 
 
 def without_others(logs: Sequence[RankLog], alike: AlikeRanks) -> list[RankLog]:
-    """Return the logs with groups of the ranks that are examined, or of which nothing is known."""
+    """Return the logs, with the ranks that are only counted taken out of their groups."""
     channels: dict[Channel, Channel] = {}
     by_id: dict[int, Channel] = {}
     cut: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -143,8 +142,8 @@ def _counts_for_all(finding: Finding, alike: AlikeRanks) -> bool:
 
 
 def standing_for_others(logs: Sequence[RankLog], alike: AlikeRanks) -> AlikeRanks:
-    """Return the states without the examined ranks that share a small group, in which they wait,
-    with a rank that stands for no others: they may wait for that one, the others do not.
+    """Return the states without the examined ranks that wait in a small group with a rank that
+    stands for no others: they may wait for that rank, while others in their state do not.
 
     Args:
         logs: of the examined ranks.
@@ -162,8 +161,8 @@ def standing_for_others(logs: Sequence[RankLog], alike: AlikeRanks) -> AlikeRank
 
 
 def awaited_others(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
-    """Return the ranks that were not examined although an examined one may wait for them, or had
-    messages from or to them. Without their records, the wait would be followed to the wrong end.
+    """Return the ranks that were not examined, but that an examined one may wait for or exchange
+    messages with. Without their records, the wait would be followed to the wrong end.
 
     A rank that is in the state of an examined one has issued as many collectives as that one, in
     groups of one kind.
@@ -195,7 +194,7 @@ def awaited_others(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
 
 
 def _peers(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
-    """Return the ranks that were not examined, of those that examined ones have messages with."""
+    """Return the ranks that were not examined, but exchange messages with examined ones."""
     messages = [op for log in logs for op in log.collectives if op.is_point_to_point]
     found = {op.peer for op in messages if op.peer is not None}
     for ranks in {op.channel.group.all_ranks for op in messages if op.peer is None}:

@@ -62,7 +62,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _is_unusual(log: RankLog) -> bool:
-    """Return whether anything is known of a rank but that it runs and issues collectives."""
+    """Return whether more is known of a rank than that it runs and issues collectives."""
     seen = log.observation
     return bool(
         not log.initialised
@@ -106,8 +106,8 @@ def is_small(group: ProcessGroup, world_size: int) -> bool:
 
 
 def _in_flight(op: Collective, log: RankLog) -> list[Any]:
-    """Return all that tells of an op that a rank waits in, with its place in a small group, or with
-    the ranks of a large one.
+    """Return the facts about an op that a rank waits in: its record, its arguments, and the rank's
+    place in a small group or the ranks of a large one.
     """
     group, args = op.channel.group, op.args
     if is_small(group, log.world_size):
@@ -134,8 +134,8 @@ def _in_flight(op: Collective, log: RankLog) -> list[Any]:
 
 
 def _record(op: Collective, log: RankLog) -> list[Any]:
-    """Return what ranks in the same state have alike of a record: roots and peers by their place
-    in the group.
+    """Return the part of a record that all ranks in the same state share: roots and peers by their
+    place in the group.
     """
     group, args = op.channel.group.all_ranks, op.args
     own = group.index(log.rank) if log.rank in group else -1
@@ -159,7 +159,7 @@ def _record(op: Collective, log: RankLog) -> list[Any]:
 
 
 def role(channel: Channel) -> tuple[object, ...]:
-    """Return what groups of one kind have alike."""
+    """Return the properties that all groups of one kind share."""
     group = channel.group
     return (group.label, len(group.all_ranks), channel.device, channel.runs_ahead)
 

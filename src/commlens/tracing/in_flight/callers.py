@@ -1,4 +1,5 @@
-"""Whose line issues a collective or touches a tensor, from the Python stack.
+"""Finds the line of the program that issues a collective or touches a tensor, from the Python
+stack.
 
 The files of torch named here are those of 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -42,12 +43,12 @@ RawStack = tuple[tuple[CodeType, int], ...]
 
 
 def issue_stack(frame: FrameType | None, asynchronous: bool | None) -> RawStack | None:
-    """Return the stack of an asynchronous call that the program makes itself; None if the call is
-    another one, such as one of torch's own.
+    """Return the stack of an asynchronous call that the program makes itself; None for any other
+    call, such as one of torch's own.
 
     Args:
         frame: that called the op.
-        asynchronous: what the op was told; None if torch does not tell ops.
+        asynchronous: the op's ``async_op``; None if this torch does not pass it to ops.
     """
     if asynchronous is False:
         return None
@@ -81,7 +82,7 @@ def is_functional(stack: RawStack) -> bool:
 
 
 def _told(frame: FrameType) -> bool | None:
-    """Return what the caller told a function of torch.distributed; None if it has no such
+    """Return the ``async_op`` of a call to torch.distributed; None if the function has no such
     argument.
     """
     values = frame.f_locals

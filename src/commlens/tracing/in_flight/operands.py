@@ -1,4 +1,4 @@
-"""Which of its tensors a collective or a tensor op reads, and which it writes."""
+"""Finds the tensors that a collective or a tensor op reads, and those that it writes."""
 
 from __future__ import annotations
 

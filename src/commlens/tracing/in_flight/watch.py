@@ -1,10 +1,10 @@
 """Watches the buffers of asynchronous collectives from the issue to the wait.
 
-A write to a buffer that a collective reads, and a read of or a write to a buffer that it writes,
-come before or after the collective by chance. Also, if another collective does that. To read what a
-collective reads is legal.
+An op that writes to a buffer that the collective reads, or that reads or writes a buffer that the
+collective writes, comes before or after the collective by chance. So does another collective with
+the same buffer. An op may read a buffer that the collective only reads.
 
-Watched are the calls that the program makes itself. torch's own parts (DDP, FSDP, DTensor,
+Only calls that the program makes itself are watched. torch's own parts (DDP, FSDP, DTensor,
 pipelining) order their ops by other means than waits. On a CUDA device, only ops on the default
 stream are looked at. A buffer is watched until a thread waits for the collective, polls it and
 finds it complete, takes its future, meets the others in a barrier, or synchronizes the device.
@@ -128,9 +128,8 @@ class BufferWatch:
         self._flights: dict[Flight, None] = {}  # in order of issue
         # by id of the Work's one Python object, which is not kept alive
         self._works: dict[int, tuple[weakref.ref[Any], Flight]] = {}
-        # by thread: what it is about to issue, and what it has issued and gets the Work of
-        self._issuing: dict[int, RawStack] = {}
-        self._issued: dict[int, Flight] = {}
+        self._issuing: dict[int, RawStack] = {}  # by thread: the call that it is making
+        self._issued: dict[int, Flight] = {}  # by thread: issued, but its Work is not known yet
         self._coalesced: dict[int, list[Flight]] = {}  # by thread
         self._ops = 0
         self._patches = Patches()

@@ -81,7 +81,8 @@ class Bundles:
             client: of the meeting place.
             slots: of the nodes.
             now: ``time.monotonic()``.
-            direct: the slots of those that are asked for something: bundles are late.
+            direct: slots of which the bundled value is too late, because the node is asked for
+                something: their own values are read.
         """
         wanted: dict[int, list[int]] = {}
         for slot in slots:

@@ -1,5 +1,5 @@
-"""The states of a node's ranks, and of all ranks below it in the tree: which ranks are in the same
-state, without a word about the state.
+"""The states of a node's ranks, and of all ranks below it in the tree: only which ranks share a
+state, not what the state is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import observe
 
 STATES_MAX: Final = 1024
-"""More states are not told apart any more: then all ranks are asked for their records."""
+"""With more states than this, all ranks are asked for their records."""
 _SIZE_MAX: Final = 1 << 24
 
 
