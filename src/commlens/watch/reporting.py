@@ -404,13 +404,12 @@ class Reporter:
 
     def _judge(self, problems: list[str], lost_nodes: Sequence[LostNode] = ()) -> Verdict:
         assert self._diagnose is not None
-        alike = self.evidence.alike
         return self._diagnose(
             self.logs,
             problems=problems,
             stalled_after_s=self._stalled_after_s,
             lost_nodes=lost_nodes,
-            **({"alike": alike} if alike.others else {}),
+            alike=self.evidence.alike,
         )
 
     def report(self, verdict: Verdict, line: str = "") -> None:
