@@ -513,15 +513,16 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        late = late_ranks(verdict, logs)
         if (
             not check.notice_due
             or stall.is_mentioned
             or stall.verdict is not None
             or verdict.kind in (*NOTHING_FOUND, "waiting")
             or self._is_known_wait(check, verdict)
-            or (late and stayed_ns(late) < STAYED_S * 1e9)
         ):
+            return False
+        late = late_ranks(verdict, logs)
+        if late and stayed_ns(late) < STAYED_S * 1e9:
             return False
         stall.is_mentioned = True
         self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
