@@ -46,7 +46,7 @@ NOT_YET = {
     """,
     "integration/test_numbers.py": """
         model/numbers numbers/differences numbers/exchange numbers/inspection
-        numbers/job_folder numbers/nan_watch numbers/replicas testing/replicas
+        numbers/job_folder numbers/replicas testing/replicas
     """,
     "integration/test_native_records.py": """
         capture/native_recorder tap/interned_args

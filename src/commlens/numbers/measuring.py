@@ -102,6 +102,8 @@ def reason_to_skip(tensor: Any) -> str | None:
         return "quantised"
     if tensor.device.type == "meta" or _is_fake(tensor):
         return "fake"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "transformed by torch.func"
     if is_traceable_wrapper_subclass(tensor):
         return "made of other tensors"
     if not tensor.numel():

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from commlens.model.numbers import NanEvent
 from commlens.numbers.measuring import WITH_STATISTICS, reason_to_skip
 from commlens.numbers.replicas import find_roots, local_part, plain_name
 from commlens.tap import tap
+from commlens.tap.cuda_graphs import is_capturing
 
 # they send nothing from ranks other than the root, whose buffers may hold anything
 _FROM_ROOT = frozenset({"broadcast_", "scatter_"})
@@ -23,17 +25,25 @@ _WITHOUT_INPUT = frozenset({"recv_", "recv_any_source_", "barrier"})
 
 
 class NanWatch:
-    """Subscriber of the tap, and of the modules' forward passes."""
+    """Subscriber of the tap, and of the modules' forward passes. An error ends it, and is kept."""
 
     def __init__(self) -> None:
         self.step = 1  # of the first optimizer, which is under way
         self.event: NanEvent | None = None
+        self.error: Exception | None = None
         self._number = 0  # of the collectives in this step
+        self._hook: RemovableHandle | None = None
 
     def start(self) -> None:
         """Look at all collectives and modules from now on."""
         tap.attach(self)
-        register_module_forward_hook(self._after_forward)
+        self._hook = register_module_forward_hook(self._after_forward)
+
+    def stop(self) -> None:
+        """Look at nothing any more."""
+        tap.detach(self)
+        if self._hook is not None:
+            self._hook.remove()
 
     def next_step(self, step: int) -> None:
         """Begin a step."""
@@ -44,18 +54,13 @@ class NanWatch:
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> None:
         """Look at what a collective is about to send."""
         self._number += 1
-        if self.event is not None or spec.name in _WITHOUT_INPUT:
+        if self.event is not None or spec.name in _WITHOUT_INPUT or is_capturing():
             return
-        if spec.name in _FROM_ROOT and not _is_root(spec, arguments):
-            return
-        inputs = [
-            arguments[index]
-            for index in spec.tensors
-            if index not in spec.writes and index < len(arguments)
-        ]
-        with torch.no_grad():
-            if any(map(_has_nan, torch.utils._pytree.tree_leaves(inputs))):
+        try:
+            if _sends_nan(spec, arguments):
                 self.event = NanEvent(self.step, self._number, op=spec.name.rstrip("_"))
+        except Exception as error:
+            self._fail(error)
 
     def returned(self, token: Any, result: Any) -> None:
         """Do nothing."""
@@ -67,19 +72,40 @@ class NanWatch:
 
     def _after_forward(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """Look at the output of a module; the innermost module comes first."""
-        if torch.compiler.is_compiling() or self.event is not None:
+        if torch.compiler.is_compiling() or self.event is not None or is_capturing():
             return
-        with torch.no_grad():
-            if any(map(_has_nan, torch.utils._pytree.tree_leaves(output))):
+        try:
+            if _any_has_nan(output):
                 self.event = NanEvent(self.step, self._number, module=_name_of(module))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.stop()
 
 
 def has_nan_parameter(optimizer: Any) -> bool:
     """Return whether any parameter of an optimizer is NaN. Waits for the device."""
+    return _any_has_nan([group["params"] for group in optimizer.param_groups])
+
+
+def _sends_nan(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
+    """Return whether any tensor that this rank sends has NaN."""
+    if spec.name in _FROM_ROOT and not _is_root(spec, arguments):
+        return False
+    return _any_has_nan(
+        [
+            arguments[index]
+            for index in spec.tensors
+            if index not in spec.writes and index < len(arguments)
+        ]
+    )
+
+
+def _any_has_nan(values: Any) -> bool:
     with torch.no_grad():
-        return any(
-            _has_nan(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        )
+        return any(map(_has_nan, torch.utils._pytree.tree_leaves(values)))
 
 
 def _has_nan(tensor: Any) -> bool:

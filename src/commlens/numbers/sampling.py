@@ -91,6 +91,8 @@ class Sampler:
         """Check nothing any more."""
         self.off = True
         self._outputs.stop()
+        if self.watch is not None:
+            self.watch.stop()
         if self.ops is not None:
             self.ops.stop()
 
@@ -154,9 +156,12 @@ class Sampler:
 
     def _look_for_nan(self, watch: NanWatch, optimizer: Any) -> None:
         """Report where NaN came up, when a parameter has it."""
+        if watch.error is not None:
+            raise watch.error
         if watch.event is not None and (exchange := self._exchange()) is not None:
             if has_nan_parameter(optimizer):
                 exchange.send(CheckId(NAN, 1), Inspection(first_nan=watch.event))
+                watch.stop()
                 self.watch = None
                 return
             watch.event = None  # the step was left out

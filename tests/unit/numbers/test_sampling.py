@@ -87,3 +87,22 @@ def test_nothing_is_measured_after_the_end_of_the_exchange(sent: Sent) -> None:
     assert sampler.off
     assert not sampler._outputs._is_on
     assert len(sent.inspections) == 1
+
+
+def test_an_error_of_the_look_for_nan_is_logged_once_and_ends_the_checks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [weight] = nn.Linear(4, 4, bias=False).parameters()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    sampler = Sampler(NumberChecks(every=1, nan=True))
+    monkeypatch.setattr(sampling, "_sampler", sampler)
+    sampler.watch = sampling.NanWatch()
+    sampler.watch.start()
+    sampler.watch.error = RuntimeError("unreadable")
+    for _ in range(2):
+        sampling._after_step(optimizer, (), {})
+    [record] = caplog.records
+    assert "unreadable" in record.getMessage()
+    assert sampler.off
+    nn.Identity()(torch.tensor([float("nan")]))
+    assert sampler.watch.event is None
