@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,15 @@ communicator launched fewer operations than others, the last up to this one, and
 it after the number that it launched; this rank does not reach torch's store any more; torch's
 desync report names this rank as lagging.
 """
+
+
+class EndingLine(NamedTuple):
+    """A line in which a scheduler, the kernel or a launcher tells why a job or a process ended."""
+
+    ending: JobEnding
+    text: str
+    xid: int = 0  # the number of an Xid, where it is a GPU's error
+
 
 Status = tuple[int, int, int]
 """Last enqueued, started and completed sequence number of a process group; -1 if none."""
@@ -190,8 +199,8 @@ class RankColumns:
     remarks: list[tuple[str, int]] = field(default_factory=list)
     # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
     launcher_signal: str = ""
-    # why the job or a process ended according to a scheduler, and the line; the same for all ranks
-    endings: list[tuple[JobEnding, str]] = field(default_factory=list)
+    # lines that tell why the job or a process ended; the same for all ranks
+    endings: list[EndingLine] = field(default_factory=list)
     # the launcher raised the exception
     by_launcher: bool = False
     # a log tells of the job as a whole, and not of the rank that may be in its name

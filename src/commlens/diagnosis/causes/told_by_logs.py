@@ -6,7 +6,6 @@ They count only if the ranks' records show no fault.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, get_args
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _WHY: Final[dict[JobEnding, Why]] = {"out-of-memory": "out-of-memory", "process-failed": "exit"}
 TAKE_A_PROCESS: Final[tuple[JobEnding, ...]] = ("out-of-memory", "node-failure", "evicted")
 """They end single processes or nodes, so that others wait in vain."""
-_XID: Final = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,4})\b")
 TELL_WHY: Final[tuple[JobEnding, ...]] = (
     "out-of-memory",
     "node-failure",
@@ -195,12 +193,12 @@ def _ended(
     """Return why a scheduler, the kernel or a launcher says that the job or a process ended: the
     first of these reasons that a line tells.
     """
-    told = [ending for dump in dumps for ending in dump.endings]
-    known = {ending for ending, _ in told}
+    told = [line for dump in dumps for line in dump.endings]
+    known = {line.ending for line in told}
     ending = next((one for one in endings if one in known), None)
     if ending is None:
         return None
-    lines = list(dict.fromkeys(line for of, line in told if of == ending))
+    lines = [line for line in told if line.ending == ending]
     sure = ending in _BY_NOBODY or ending == "out-of-memory"
     cause = ToldByLogs(
         kind="dead",
@@ -212,8 +210,8 @@ def _ended(
         report="ended",
         ranks=ranks,
         ending=ending,
-        lines=lines,
-        numbers=sorted({int(found[1]) for line in lines if (found := _XID.search(line))}),
+        lines=list(dict.fromkeys(line.text for line in lines)),
+        numbers=sorted({line.xid for line in lines if line.xid}),
     )
     return FoundInLogs(cause)
 

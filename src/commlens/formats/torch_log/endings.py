@@ -129,5 +129,12 @@ def parse_ending(text: str) -> JobEnding | None:
     also for an Xid that stops nothing.
     """
     ending = next((ending for ending, pattern in _ENDINGS if pattern.search(text)), None)
-    number = _XID.search(text) if ending == "gpu-error" else None
-    return None if number is not None and xid(int(number[1])).effect == "sign" else ending
+    if ending == "gpu-error" and xid(parse_xid(text)).effect == "sign":
+        return None
+    return ending
+
+
+def parse_xid(text: str) -> int:
+    """Return the number of the Xid that a line of the kernel's log reports; 0 if there is none."""
+    found = _XID.search(text)
+    return int(found[1]) if found else 0

@@ -13,13 +13,13 @@ from commlens.formats.columns import (
     SCHEDULED,
     STARTED,
     TEXT_LOG,
+    EndingLine,
     RankColumns,
     stack_of,
 )
 from commlens.formats.torch_log import lines as L
-from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending
+from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending, parse_xid
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
-from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.health import RankPlace
 from commlens.model.ops import (
@@ -149,7 +149,7 @@ class LogParser:
         self._nccl = NcclLines()
         self._communicators: list[Communicator] = []
         self._launcher_signal = ""
-        self._endings: list[tuple[JobEnding, str]] = []
+        self._endings: list[EndingLine] = []
         # ranks of which NCCL's last error may follow, in so many lines; 0: in the next one
         self._awaited: dict[int, int] = {}
         self._is_of_a_job = False  # a line is of a distributed job
@@ -213,7 +213,7 @@ class LogParser:
         self._launcher_signal = L.parse_launcher_signal(origin.line) or self._launcher_signal
         if len(self._endings) < _NOTES_MAX and (ending := parse_ending(origin.line)) is not None:
             quoted = shorten(origin.line, _UNREAD_MAX, placeholder=" ...")
-            self._endings.append((ending, quoted))
+            self._endings.append(EndingLine(ending, quoted, parse_xid(origin.line)))
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.line)
         self._world_size = max(self._world_size, L.parse_world_size(origin.line))
         self._add_worker_field(origin.line)

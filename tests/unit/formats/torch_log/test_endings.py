@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.formats.torch_log.endings import INTERESTING, parse_ending, parse_rank_ending
+from commlens.formats.torch_log.endings import (
+    INTERESTING,
+    parse_ending,
+    parse_rank_ending,
+    parse_xid,
+)
 
 SLURM = "slurmstepd: error: *** JOB 581234 ON node01 CANCELLED AT 2025-03-02T09:14:55"
 ENDINGS = {
@@ -76,6 +81,7 @@ ENDINGS = {
 def test_the_line_tells_why(line: str, ending: str) -> None:
     assert INTERESTING.search(line.encode()) is not None
     assert parse_ending(line) == ending
+    assert parse_xid(line) == (79 if ending == "gpu-error" else 0)
 
 
 @pytest.mark.parametrize(
