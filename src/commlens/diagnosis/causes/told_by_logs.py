@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
-from commlens.model.cause import JobEnding, ToldByLogs, Why
+from commlens.model.cause import JobEnding, Kind, LogReport, ToldByLogs, Why
 from commlens.model.collective import Frame, user_frame
 
 if TYPE_CHECKING:
@@ -155,17 +155,7 @@ def _timed_out(
     if not timeouts:
         return None
     waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
-    cause = ToldByLogs(
-        kind="missing",
-        why="unknown",
-        root_cause=True,
-        blamed_by="unknown",
-        victims=waiting,
-        confidence="low",
-        report="timed-out",
-        ranks=waiting,
-    )
-    return FoundInLogs(cause, timeouts)
+    return FoundInLogs(_nobody_blamed("timed-out", "missing", waiting), timeouts)
 
 
 def _launcher_ended(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
@@ -221,17 +211,8 @@ def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs | None:
     ranks = sorted(dump.rank for dump in dumps if dump.stuck_watchdog_s)
     if not ranks:
         return None
-    cause = ToldByLogs(
-        kind="stuck-inside",
-        why="unknown",
-        root_cause=True,
-        blamed_by="unknown",
-        victims=ranks,
-        confidence="low",
-        report="watchdog-stuck",
-        ranks=ranks,
-        waited_s=max(dump.stuck_watchdog_s for dump in dumps),
-    )
+    cause = _nobody_blamed("watchdog-stuck", "stuck-inside", ranks)
+    cause.waited_s = max(dump.stuck_watchdog_s for dump in dumps)
     return FoundInLogs(cause)
 
 
@@ -276,41 +257,27 @@ def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None
     operations = sorted({number for kind, number in remarks if kind == "ras-behind"})
     waits = [number for kind, number in remarks if kind == "broadcast-wait"]
     if len(operations) > 1:
-        cause = ToldByLogs(
-            kind="missing",
-            why="unknown",
-            root_cause=True,
-            blamed_by="unknown",
-            victims=ranks,
-            confidence="low",
-            report="ras-behind",
-            ranks=ranks,
-            numbers=operations,
-            listed=_listed_behind(remarks),
-        )
+        cause = _nobody_blamed("ras-behind", "missing", ranks)
+        cause.numbers, cause.listed = operations, _listed_behind(remarks)
     elif waits:
-        cause = ToldByLogs(
-            kind="undetermined",
-            why="unknown",
-            root_cause=False,
-            blamed_by="unknown",
-            victims=ranks,
-            confidence="low",
-            report="engine-waits",
-            ranks=ranks,
-            waited_s=max(waits),
-        )
+        cause = _nobody_blamed("engine-waits", "undetermined", ranks)
+        cause.waited_s = max(waits)
     elif lost := sorted({number for kind, number in remarks if kind == "store-lost"}):
-        cause = ToldByLogs(
-            kind="undetermined",
-            why="unknown",
-            root_cause=False,
-            blamed_by="unknown",
-            victims=lost,
-            confidence="low",
-            report="store-lost",
-            ranks=lost,
-        )
+        cause = _nobody_blamed("store-lost", "undetermined", lost)
     else:
         return None
     return FoundInLogs(cause)
+
+
+def _nobody_blamed(report: LogReport, kind: Kind, ranks: list[int]) -> ToldByLogs:
+    """Return a cause without a culprit, whose victims are all ranks that the logs tell of."""
+    return ToldByLogs(
+        kind=kind,
+        why="unknown",
+        root_cause=kind != "undetermined",
+        blamed_by="unknown",
+        victims=ranks,
+        confidence="low",
+        report=report,
+        ranks=ranks,
+    )
