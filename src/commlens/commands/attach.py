@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
+from commlens.commands.verdict_output import add_json
 from commlens.errors import CommandError, EvidenceError
 
 if TYPE_CHECKING:
@@ -58,11 +59,7 @@ class AttachCommand:
             metavar="COMMAND",
             help="how to run commlens on the other machines (default: this Python, -m commlens)",
         )
-        parser.add_argument(
-            "--json",
-            action="store_true",
-            help="print the verdict as JSON (schema commlens.verdict/2)",
-        )
+        add_json(parser)
         # for --hosts, which asks each machine for them
         parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)
 

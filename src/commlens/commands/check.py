@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands import add_program, program_of
+from commlens.commands.verdict_output import add_html, add_json, write_page
 from commlens.errors import CommandError, needs_torch
 
 if TYPE_CHECKING:
@@ -83,18 +84,8 @@ class CheckCommand:
             metavar="N",
             help="try at most N combinations of the answers (default 16)",
         )
-        parser.add_argument(
-            "--json",
-            action="store_true",
-            help="print the verdict as JSON (schema commlens.verdict/2)",
-        )
-        parser.add_argument(
-            "-o",
-            "--html",
-            type=Path,
-            metavar="FILE",
-            help="also write the verdict as an HTML page, with the calls of all ranks",
-        )
+        add_json(parser)
+        add_html(parser, "with the calls of all ranks")
         parser.add_argument(
             "--sarif",
             type=Path,
@@ -169,14 +160,10 @@ def _print_output(checked: Checked, outputs: dict[int, str]) -> None:
 
 
 def _write(checked: Checked, arguments: argparse.Namespace) -> None:
-    from commlens.atomic_write import write_whole
-
     if arguments.html is not None:
-        from commlens.reports.verdict_page import verdict_html
-
-        write_whole(arguments.html, verdict_html(checked.examined))
-        print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
+        write_page(arguments.html, checked.examined)
     if arguments.sarif is not None:
+        from commlens.atomic_write import write_whole
         from commlens.reports.sarif import sarif
 
         write_whole(arguments.sarif, sarif(checked.verdict))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands.selecting import add_selection, group_names
+from commlens.commands.verdict_output import add_html, add_json, write_page
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
@@ -42,18 +42,8 @@ class DiagnoseCommand:
                 " from standard input"
             ),
         )
-        parser.add_argument(
-            "--json",
-            action="store_true",
-            help="print the verdict as JSON (schema commlens.verdict/2)",
-        )
-        parser.add_argument(
-            "-o",
-            "--html",
-            type=Path,
-            metavar="FILE",
-            help="also write the verdict as an HTML page, which needs no network",
-        )
+        add_json(parser)
+        add_html(parser, "which needs no network")
         parser.add_argument(
             "--stalled-after",
             type=_seconds,
@@ -125,11 +115,7 @@ class DiagnoseCommand:
             if side_by_side:
                 _print_entries(arguments, paths, examined)
         if arguments.html is not None:
-            from commlens.atomic_write import write_whole
-            from commlens.reports.verdict_page import verdict_html
-
-            write_whole(arguments.html, verdict_html(examined))
-            print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
+            write_page(arguments.html, examined)
         return exit_status(verdict)
 
 

@@ -1,0 +1,40 @@
+"""Options and output that verbs which show a verdict have in common."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.examine import ExaminedJob
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--json``."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the verdict as JSON (schema commlens.verdict/2)",
+    )
+
+
+def add_html(parser: argparse.ArgumentParser, about: str) -> None:
+    """Declare ``--html``. Its help ends with ``about``, a clause about the page."""
+    parser.add_argument(
+        "-o",
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help=f"also write the verdict as an HTML page, {about}",
+    )
+
+
+def write_page(file: Path, examined: ExaminedJob) -> None:
+    """Write the page of ``--html``, and print its name."""
+    from commlens.atomic_write import write_whole
+    from commlens.reports.verdict_page import verdict_html
+
+    write_whole(file, verdict_html(examined))
+    print(f"commlens: Wrote {file}: open it in a browser.", file=sys.stderr)
