@@ -19,7 +19,7 @@ from typing import Any
 from commlens.check.sequence import FileLook
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
-from commlens.tracing.attribution.stacks import kind_of_file
+from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.patches import Patches
 
 _PASSED_OVER = (FrameKind.PYTHON, FrameKind.TORCH)

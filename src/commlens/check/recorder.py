@@ -43,7 +43,7 @@ from commlens.tap.interned_args import (
     reduce_op_code,
 )
 from commlens.tap.made_groups import MadeGroups, ManyGroups
-from commlens.tracing.attribution.stacks import kind_of_file
+from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.patches import Patches, called_by_torch
 
 _Tensor = torch.Tensor

@@ -25,8 +25,8 @@ from commlens.check.values import Values
 from commlens.model.collective import user_frame
 from commlens.model.frames import FrameKind
 from commlens.model.ranklog import End
+from commlens.tap.running_frames import kind_of_file
 from commlens.text import frame_phrase
-from commlens.tracing.attribution.stacks import kind_of_file
 from commlens.tracing.in_flight.watch import BufferWatch
 from commlens.tracing.patches import Patches
 from commlens.tracing.preview.objects import Key, Message

@@ -23,7 +23,7 @@ from commlens.check import followed
 from commlens.check.branches import Answers, Choice, Decision, How, Moment, Value
 from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
 from commlens.model.collective import Frame, FrameKind
-from commlens.tracing.attribution import stacks
+from commlens.tap.running_frames import kind_of_file, user_frame
 from commlens.tracing.patches import Patches
 
 _SHOWS = (torch.Tensor.__repr__, torch.Tensor.__format__)
@@ -149,7 +149,7 @@ class Values:
 
     def _answer(self, value: Any, origin: Origin | None) -> tuple[Any, _Reader]:
         """Return the answer to a read: that of a choice, else the one that others got."""
-        reader, place = self._reader(origin), stacks.user_frame(sys._getframe())
+        reader, place = self._reader(origin), user_frame(sys._getframe())
         if place is None:
             return value, reader
         choice = None if isinstance(value, bool) else self._choice(place, truth=False)
@@ -203,7 +203,7 @@ class Values:
 
     def decide(self, outcome: bool, reader: _Reader) -> bool:
         """Return the answer to a question for a truth value."""
-        place = stacks.user_frame(sys._getframe())
+        place = user_frame(sys._getframe())
         choice = None if place is None else self._choice(place, truth=True)
         if place is not None and choice is not None:
             self._note(place, "truth", replace(reader, known=False, forced=True), choice.value)
@@ -214,7 +214,7 @@ class Values:
 
     def lose(self, value: Any, reader: _Reader) -> None:
         """Note that a number went where it cannot be followed."""
-        place = None if reader.settled else stacks.user_frame(sys._getframe())
+        place = None if reader.settled else user_frame(sys._getframe())
         if place is not None:
             self._note(place, "number", reader, value if _is_plain(value) else None)
 
@@ -249,7 +249,7 @@ class Values:
             self._reader(origin).lose(None)
 
     def _shaped(self, origin: Origin) -> None:
-        place = None if _read_by_torch_itself() else stacks.user_frame(sys._getframe())
+        place = None if _read_by_torch_itself() else user_frame(sys._getframe())
         if place is not None:
             self._note(place, "shape", self._reader(origin), None)
 
@@ -330,7 +330,7 @@ def _read_by_torch_itself() -> bool:
         file = frame.f_code.co_filename
         if file.endswith(_OWN_READS):
             return True
-        if stacks.kind_of_file(file) is FrameKind.USER:
+        if kind_of_file(file) is FrameKind.USER:
             return False
         frame = frame.f_back
     return False

@@ -24,7 +24,7 @@ from commlens.model.numbers import Key, OpPlace, OpRun
 from commlens.numbers.inspection import Looked
 from commlens.numbers.measuring import hash_without_nan, reason_to_skip
 from commlens.numbers.replicas import plain_name
-from commlens.numbers.user_lines import user_line
+from commlens.tap.running_frames import user_line
 
 RUNS_MAX: Final = 100_000
 """Ops of one step; a longer step is not compared."""

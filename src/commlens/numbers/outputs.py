@@ -18,10 +18,10 @@ import torch
 from commlens.model.ops import WIRE_OPS
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
 from commlens.numbers.replicas import Replicas, group_ranks
-from commlens.numbers.user_lines import user_line
 from commlens.tap import tap, torch_patches
 from commlens.tap.cuda_graphs import is_capturing
 from commlens.tap.groups import is_coalescing, unique_name
+from commlens.tap.running_frames import user_line
 
 _ALIKE: Final = frozenset({"all_reduce", "broadcast", "all_gather"})
 _COLLECTIVES_MAX: Final = 4096  # in one step; the first optimizer may make no further step

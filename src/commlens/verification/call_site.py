@@ -7,13 +7,12 @@ any case.
 
 from __future__ import annotations
 
-import functools
 import os
 from types import FrameType
 from typing import NamedTuple
 
 from commlens.model.collective import FrameKind
-from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
+from commlens.tap.running_frames import kind_of_file
 
 _MAX_FRAMES = 400  # of a deeper stack, only the innermost frames are read
 _WRAPPERS = frozenset(
@@ -75,7 +74,7 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
         if frame is None:
             break
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        kind = _kind(file)
+        kind = kind_of_file(file)
         if kind is FrameKind.USER and not file.startswith("<"):
             place = f"{os.path.basename(file)}:{frame.f_lineno} in {function}"  # noqa: PTH119
             return _name(steps, op), place
@@ -223,19 +222,6 @@ def _module(file: str) -> str:
     _, found, inside = file.rpartition("/torch/")  # a torch that was built in place
     return (
         f"torch.{inside.removesuffix('.py').replace('/', '.')}"
-        if found and _kind(file) is FrameKind.TORCH
+        if found and kind_of_file(file) is FrameKind.TORCH
         else ""
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind(file: str) -> FrameKind:
-    return frame_kind(file, _prefixes())
-
-
-@functools.lru_cache(maxsize=1)
-def _prefixes() -> KindPrefixes:
-    import torch
-
-    ours = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
-    return process_prefixes(os.path.dirname(torch.__file__), ours)  # noqa: PTH120

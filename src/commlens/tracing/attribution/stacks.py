@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import sys
-import tempfile
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from commlens import native
 from commlens.model.collective import Frame, FrameKind
-from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
+from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.attribution.recomputations import recomputes
 
 log = logging.getLogger("commlens")
@@ -313,21 +312,6 @@ def _wraps_step(file: str, frame: FrameType) -> bool:
     return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
 
 
-def user_frame(frame: FrameType | None) -> Frame | None:
-    """Return the innermost line of the user on a stack, else of an installed library, else None."""
-    library: Frame | None = None
-    while frame is not None:
-        code = frame.f_code
-        kind = kind_of_file(code.co_filename)
-        if kind is FrameKind.USER or (kind is FrameKind.LIBRARY and library is None):
-            found = Frame(code.co_filename, frame.f_lineno or 0, code.co_name, kind)
-            if kind is FrameKind.USER:
-                return found
-            library = found
-        frame = frame.f_back
-    return library
-
-
 def running_steps(frame: FrameType | None) -> int:
     """Count the optimizer steps on a stack: two if one wraps another (ZeRO) or calls its base
     class's.
@@ -388,17 +372,3 @@ def _through(frame: FrameType | None, *, called_by_user: bool) -> str | None:
     if not called_by_user and file.startswith(_DCP):
         return "async_save"  # in its thread or process, in which no user's line runs
     return name.replace(".<locals>", "").removesuffix(".__init__")
-
-
-@functools.lru_cache(maxsize=4096)
-def kind_of_file(file: str) -> FrameKind:
-    """Classify a source file of this process."""
-    return frame_kind(file, _prefixes())
-
-
-@functools.lru_cache(maxsize=1)
-def _prefixes() -> KindPrefixes:
-    commlens = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-    usual = os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
-    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual
-    return [(generated, FrameKind.TORCH), *process_prefixes(_TORCH, commlens)]

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from commlens.model.collective import Frame, FrameKind, Stack
-from commlens.tracing.attribution.stacks import kind_of_file
+from commlens.tap.running_frames import kind_of_file
 
 _TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
 _FUNCTIONAL: Final = "distributed/_functional_collectives.py"

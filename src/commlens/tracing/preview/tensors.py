@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from commlens.errors import CommandError
 from commlens.model.collective import FrameKind
 from commlens.tap import tap
-from commlens.tracing.attribution import stacks
+from commlens.tap.running_frames import user_frame
 from commlens.tracing.patches import Patches
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
@@ -159,5 +159,5 @@ def _format(original: Any, tensor: torch.Tensor, spec: str) -> str:
 
 
 def _user_line() -> str | None:
-    frame = stacks.user_frame(sys._getframe())
+    frame = user_frame(sys._getframe())
     return frame.where if frame is not None and frame.kind is FrameKind.USER else None

@@ -1,7 +1,8 @@
-"""The line of the user's program."""
+"""The frames of a stack that runs."""
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from commlens.numbers.user_lines import user_line
+from commlens import tap
+from commlens.model.frames import FrameKind
+from commlens.tap.running_frames import kind_of_file, user_line
 
 
 def test_the_innermost_line_of_the_program() -> None:
@@ -26,9 +29,23 @@ def test_the_innermost_line_of_the_program() -> None:
     line = sys._getframe().f_lineno + 1
     model(torch.ones(1))
     # torch called the hook, and was called here
-    assert lines[0] == f"test_user_lines.py:{line}"
-    assert lines[1].startswith("test_user_lines.py:")
+    assert lines[0] == f"test_running_frames.py:{line}"
+    assert lines[1].startswith("test_running_frames.py:")
 
 
 def test_no_frame() -> None:
     assert user_line(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        (__file__, FrameKind.USER),
+        (tap.__file__, FrameKind.COMMLENS),
+        (torch.__file__, FrameKind.TORCH),
+        (pytest.__file__, FrameKind.LIBRARY),
+        (json.__file__, FrameKind.PYTHON),
+    ],
+)
+def test_the_kind_of_a_file(file: str, kind: FrameKind) -> None:
+    assert kind_of_file(file) is kind
