@@ -125,6 +125,13 @@ def _checksum(names: Iterable[Any]) -> int:
     return zlib.crc32("\n".join(sorted(map(os.fsdecode, names))).encode(errors="replace"))
 
 
+def misses_a_file(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that led to it, is due to a file that does not exist."""
+    while error is not None and not isinstance(error, FileNotFoundError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _user_frame(frame: FrameType | None) -> Frame | None:
     """Return the line of the user that called, if no library is in between."""
     while frame is not None and kind_of_file(frame.f_code.co_filename) in _PASSED_OVER:

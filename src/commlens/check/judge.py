@@ -18,7 +18,6 @@ from commlens.diagnosis.examine import ExaminedJob, examine_logs
 from commlens.model.ranklog import End
 from commlens.model.verdict import Verdict
 
-_NO_FILE = FileNotFoundError.__name__
 _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
 
 
@@ -105,9 +104,5 @@ def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
         *guesses,
         *(Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])),
         *(Guess("file", (frame,)) for frame in looks),
-        *(
-            Guess("file", sequence.exception_stack)
-            for sequence in failed
-            if (sequence.exception or "").startswith(_NO_FILE)
-        ),
+        *(Guess("file", each.exception_stack) for each in failed if each.misses_a_file),
     ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlens.check.branches import Answers, Choice
-from commlens.check.files import Files
+from commlens.check.files import Files, misses_a_file
 from commlens.check.objects import Need, Shared, SharedObjects
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
@@ -179,6 +179,7 @@ def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseE
     name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
     sequence.exception = f"{name}: {first}"[:_ERROR_MAX] if first else name
     sequence.exception_stack = recorder.stack_of_traceback(error.__traceback__)
+    sequence.misses_a_file = misses_a_file(error)
 
 
 def warm_up() -> None:

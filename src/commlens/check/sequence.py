@@ -108,6 +108,7 @@ class RankSequence(msgspec.Struct):
     exit_code: int = 0
     exception: str | None = None  # that ended the program, in one line
     exception_stack: Stack = ()
+    misses_a_file: bool = False  # the exception is due to a file that does not exist
     left: bool = False  # it has destroyed its process groups
     cut_off: bool = False  # ended by us after the requested number of steps
     guesses: list[Guess] = []

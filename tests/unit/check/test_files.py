@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commlens.check.files import Files, changing
+from commlens.check.files import Files, changing, misses_a_file
 from commlens.check.sequence import FileLook
 from commlens.model.collective import Frame
 from commlens.tracing.patches import Patches
@@ -119,3 +119,19 @@ def test_a_file_that_some_ranks_found_was_written_by_others() -> None:
     there = {"/last.pt": FileLook(found=1, frame=frame)}
     assert changing([missing, there, there]) == [frame]
     assert changing([there, there, {}]) == changing([missing, missing]) == []
+
+
+def test_an_error_is_due_to_a_missing_file_if_one_before_it_is(tmp_path: Path) -> None:
+    def load(*, hide: bool) -> None:
+        try:
+            (tmp_path / "last.pt").read_bytes()
+        except OSError as error:
+            if not hide:
+                raise
+            raise RuntimeError("no checkpoint") from error
+
+    for hide in (False, True):
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            load(hide=hide)
+        assert misses_a_file(raised.value)
+    assert not misses_a_file(RuntimeError("no checkpoint"))
