@@ -13,9 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlens.model.cause import TensorKind
 from commlens.model.numbers import Measure
+from commlens.numbers.batches import (
+    TINY,
+    WITH_STATISTICS,
+    elements_of,
+    measure_together,
+)
 from commlens.numbers.weights import MASK, ROW, column_weights, row_weights, signed
 
-WITH_STATISTICS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROWS_AT_ONCE: Final = 128  # on an accelerator: 64 MiB of scratch memory
 
 
@@ -70,14 +75,32 @@ class Unread:
 
 
 class _UnreadPart:
-    """Hashes and statistics of the tensors on one device."""
+    """Hashes and statistics of the tensors on one device: the CPU's longer ones are measured one by
+    one, while they are in the processor's cache, all others together.
+    """
 
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             detached = [each.detach() for each in tensors]
-            self._digests = _to_cpu(torch.stack([_digest(each) for each in detached]))
-            self._statistics = _statistics(detached)
-        self._ready = _event(device)
+            alone: list[int] = []
+            together: list[int] = []
+            for index, each in enumerate(detached):
+                is_alone = device.type == "cpu" and each.numel() * each.element_size() > 4 * TINY
+                (alone if is_alone else together).append(index)
+            self._alone = alone
+            if alone:
+                some = [detached[index] for index in alone]
+                self._digests = torch.stack([_digest(each) for each in some])
+                self._statistics = _statistics(some)
+            self._batches = []
+            if together:
+                found = measure_together(
+                    [detached[index] for index in together], _columns_of(device)
+                )
+                self._batches = [
+                    ([together[index] for index in indices], batch) for indices, batch in found
+                ]
+        self._ready = _event(device, blocking=True)
         if self._ready is not None:
             # They may have been made on another stream, and be freed before this one reads them.
             stream = torch.get_device_module(device).current_stream(device)
@@ -88,8 +111,14 @@ class _UnreadPart:
         """Return the hash and the statistics of each tensor. Waits for the device."""
         if self._ready is not None:
             self._ready.synchronize()
-        digests = [value & MASK for value in self._digests.tolist()]
-        return list(zip(digests, self._statistics.tolist(), strict=True))
+        found: dict[int, tuple[int, list[float]]] = {}
+        if self._alone:
+            digests = [value & MASK for value in self._digests.tolist()]
+            statistics = self._statistics.tolist()
+            found.update(zip(self._alone, zip(digests, statistics, strict=True), strict=True))
+        for indices, batch in self._batches:
+            found.update(zip(indices, batch.read(), strict=True))
+        return [found[index] for index in range(len(found))]
 
 
 def reason_to_skip(tensor: Any) -> str | None:
@@ -119,18 +148,18 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _event(device: torch.device) -> Any:
-    """Return an event behind all that was begun on a device; None for the CPU, which is done."""
+def _event(device: torch.device, *, blocking: bool = False) -> Any:
+    """Return an event behind all that was begun on a device; None for the CPU, which is done.
+
+    Args:
+        device: the device.
+        blocking: a thread that waits for it sleeps, where the device can do that.
+    """
     if device.type == "cpu":
         return None
-    return torch.get_device_module(device).current_stream(device).record_event()
-
-
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    module = torch.get_device_module(device)
+    event = module.Event(blocking=True) if blocking and device.type == "cuda" else None
+    return module.current_stream(device).record_event(event)
 
 
 def hash_without_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,20 +201,25 @@ def _usable(weights: _Weights) -> torch.Tensor:
     return weights.values
 
 
+def _columns_of(device: torch.device) -> torch.Tensor:
+    columns = _columns.get(device)
+    if columns is None:
+        columns = _columns[device] = _weights(column_weights(), device)
+    return _usable(columns)
+
+
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the hash of a tensor's bytes, as a signed scalar; see ``weights.py``."""
     words = _words(tensor)
     device, count = words.device, words.numel()
-    columns = _columns.get(device)
-    if columns is None:
-        columns = _columns[device] = _weights(column_weights(), device)
+    columns = _columns_of(device)
     if count <= ROW:
-        return _weighed(words, _usable(columns)[:count])
+        return _weighed(words, columns[:count])
     rows = -(-count // ROW)
     of_rows = _rows.setdefault(device, [])
     if not of_rows or len(of_rows[-1].values) < rows:
         of_rows.append(_weights(row_weights(2 * rows), device))
-    return _weighed(_sums_of_rows(words, _usable(columns)), _usable(of_rows[-1])[:rows])
+    return _weighed(_sums_of_rows(words, columns), _usable(of_rows[-1])[:rows])
 
 
 def _sums_of_rows(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -214,19 +248,14 @@ def _weighed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes as 32-bit words, the last one filled up with zeros."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    elif tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    flat = tensor.contiguous().reshape(-1)
-    size = flat.element_size()
-    if size >= 4:
-        return flat.view(torch.int32)
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()
-    parts = flat.view(torch.uint8 if size == 1 else torch.int16)
+    parts = elements_of(tensor)
+    size = parts.element_size()
+    if size == 4:
+        return parts
     if missing := -parts.numel() * size % 4:
         parts = torch.nn.functional.pad(parts, (0, missing // size))
+    elif parts.storage_offset() * size % 4:
+        parts = parts.clone()
     return parts.view(torch.int32)
 
 
@@ -234,10 +263,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each tensor's norm, sum, and numbers of NaN and infinite elements. The tensors are on
-    one device.
-    """
-    zero = torch.zeros((), device=tensors[0].device)
+    """Return the norm, sum, and numbers of NaN and infinite elements of each tensor of the CPU."""
+    zero = torch.zeros(())
     floating = [each for each in tensors if each.dtype in WITH_STATISTICS]
     norms = iter(_norms(floating))
     rows = []
@@ -247,12 +274,12 @@ def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             continue
         norm = next(norms).to(torch.float32)
         total = tensor.sum(dtype=torch.float32)
-        if tensor.device.type == "cpu" and math.isfinite(norm.item()):
+        if math.isfinite(norm.item()):
             rows.append(torch.stack([norm, total, zero, zero]))
             continue
         nans, infs = torch.isnan(tensor).sum(), torch.isinf(tensor).sum()
         rows.append(torch.stack([norm, total, nans.float(), infs.float()]))
-    return _to_cpu(torch.stack(rows))
+    return torch.stack(rows)
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from commlens.model.numbers import NanEvent
-from commlens.numbers.measuring import WITH_STATISTICS, reason_to_skip
+from commlens.numbers.batches import WITH_STATISTICS
+from commlens.numbers.measuring import reason_to_skip
 from commlens.numbers.replicas import find_roots, local_part, plain_name
 from commlens.tap import tap
 from commlens.tap.cuda_graphs import is_capturing

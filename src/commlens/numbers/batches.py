@@ -1,0 +1,199 @@
+"""Hashes and statistics of many tensors at once, with few kernels.
+
+The tensors of one type are put one behind the other, each filled up with zeros to whole lines:
+zeros change neither a hash nor a sum. The device reduces each line, and the thread that reads adds
+up the lines of each tensor. Integers are added exactly, so a hash does not depend on what is
+measured together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from commlens.numbers.weights import MASK, ROW, row_weights
+
+WITH_STATISTICS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TINY: Final = 16  # words: a line of tensors on the CPU
+_SHORT: Final = 1024  # words: a line of tensors that are not longer than a row
+_WORDS_AT_ONCE: Final = 128 * ROW  # 64 MiB of products, beside 32 MiB of words
+
+_row_weights: list[int] = []
+
+
+class Key(NamedTuple):
+    """What tensors have in common that are measured together."""
+
+    dtype: torch.dtype | None  # of those with statistics
+    size: int  # of an element, in bytes; 4 at most
+    line: int  # words
+
+
+class _Part(NamedTuple):
+    """Elements of one tensor, from the beginning of a line on."""
+
+    elements: torch.Tensor
+    column: int  # the line's number in its row
+    lines: int
+
+
+class Batch:
+    """Tensors of one key that are being measured."""
+
+    def __init__(self, key: Key, tensors: Sequence[torch.Tensor], columns: torch.Tensor) -> None:
+        """Begin to measure.
+
+        Args:
+            key: of all of the tensors.
+            tensors: their elements, by :func:`elements_of`.
+            columns: the weights of a row's words, on the device.
+        """
+        self._line = key.line
+        self._lines = [_lines(key, each.numel()) for each in tensors]
+        weights = columns.view(-1, key.line)
+        zeros = tensors[0].new_zeros(key.line * 4 // key.size)
+        hashes, statistics = [], []
+        for parts in _chunks(key, tensors):
+            lines = _fill(key, parts, zeros)
+            hashes.append(_hash(lines.view(torch.int32), _weights(parts, weights)))
+            if key.dtype is not None:
+                statistics.append(_statistics(lines.view(key.dtype)))
+        self._hashes = to_cpu(torch.cat(hashes))
+        self._statistics = to_cpu(torch.cat(statistics, 1)) if statistics else None
+
+    def read(self) -> Iterator[tuple[int, list[float]]]:
+        """Yield the hash of each tensor, and its norm, sum, and numbers of NaN and infinite
+        elements. The device must be done.
+        """
+        hashes = self._hashes.tolist()
+        statistics = self._statistics.tolist() if self._statistics is not None else []
+        first = 0
+        for lines in self._lines:
+            here = slice(first, first + lines)
+            digest = sum(hashes[here]) if self._line < ROW else _sum_of_rows(hashes[here])
+            yield digest & MASK, _together([each[here] for each in statistics])
+            first += lines
+
+
+def key_of(tensor: torch.Tensor) -> Key:
+    """Return the key of a tensor."""
+    size = min(4, tensor.element_size())
+    dtype = tensor.dtype if tensor.dtype in WITH_STATISTICS else None
+    if tensor.device.type == "cpu":
+        return Key(dtype, size, TINY)
+    words = -(-tensor.numel() * tensor.element_size() // 4)
+    return Key(dtype, size, _SHORT if words <= ROW else ROW)
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as integers, of 32 bits at most, one after the other."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    elif tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    flat = tensor.contiguous().reshape(-1)
+    size = flat.element_size()
+    return flat.view({1: torch.uint8, 2: torch.int16}.get(size, torch.int32))
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor to the CPU, without waiting for the device."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _lines(key: Key, elements: int) -> int:
+    return -(-elements * key.size // (4 * key.line))
+
+
+def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Part]]:
+    """Yield what is measured at once: whole lines, of bounded size."""
+    room = most = _WORDS_AT_ONCE // key.line
+    in_line = key.line * 4 // key.size
+    parts: list[_Part] = []
+    for tensor in tensors:
+        first, lines = 0, _lines(key, tensor.numel())
+        while first < lines:
+            count = min(room, lines - first)
+            elements = tensor[first * in_line : (first + count) * in_line]
+            parts.append(_Part(elements, first, count))
+            first += count
+            room -= count
+            if not room:
+                yield parts
+                parts, room = [], most
+    if parts:
+        yield parts
+
+
+def _fill(key: Key, parts: Sequence[_Part], zeros: torch.Tensor) -> torch.Tensor:
+    """Return the elements of the parts, line by line."""
+    pieces = []
+    in_line = len(zeros)
+    for elements, _, lines in parts:
+        pieces.append(elements)
+        if missing := lines * in_line - len(elements):
+            pieces.append(zeros[:missing])
+    is_ready = len(pieces) == 1 and not pieces[0].storage_offset() * key.size % 8
+    return (pieces[0] if is_ready else torch.cat(pieces)).view(-1, in_line)
+
+
+def _weights(parts: Sequence[_Part], weights: torch.Tensor) -> torch.Tensor:
+    """Return the weights of each line; one line if they are the same for all."""
+    # A tensor of more than one row has lines as long as rows.
+    if len(weights) == 1 or all(part.column == 0 and part.lines == 1 for part in parts):
+        return weights[:1]
+    return torch.cat([weights[part.column : part.column + part.lines] for part in parts])
+
+
+def _hash(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the hash of each line. Weights of several lines are a copy, and overwritten."""
+    products = words * weights if len(weights) == 1 else weights.mul_(words)
+    return products.sum(1)
+
+
+def _statistics(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the norms of the lines, their sums, and their numbers of NaN and infinite elements."""
+    wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(numbers, dim=1, dtype=wide),
+            numbers.sum(1, dtype=wide),
+            torch.isnan(numbers).sum(1, dtype=wide),
+            torch.isinf(numbers).sum(1, dtype=wide),
+        ]
+    )
+
+
+def _together(statistics: Sequence[Sequence[float]]) -> list[float]:
+    """Return the statistics of a tensor, by those of its lines."""
+    if not statistics:
+        return [0.0, 0.0, 0.0, 0.0]
+    norms, *sums = statistics
+    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each * each for each in norms))
+    return [norm, *map(sum, sums)]
+
+
+def _sum_of_rows(hashes: Sequence[int]) -> int:
+    """Return the hash of a tensor, by those of its rows."""
+    if len(_row_weights) < len(hashes):
+        _row_weights[:] = row_weights(2 * len(hashes))
+    return sum(one * weight for one, weight in zip(hashes, _row_weights, strict=False))
+
+
+def measure_together(
+    tensors: Sequence[torch.Tensor], columns: torch.Tensor
+) -> list[tuple[list[int], Batch]]:
+    """Begin to measure tensors of one device. Return the tensors' indices with each batch."""
+    by_key: dict[Key, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_key.setdefault(key_of(tensor), []).append(index)
+    return [
+        (indices, Batch(key, [elements_of(tensors[index]) for index in indices], columns))
+        for key, indices in by_key.items()
+    ]
