@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
-import operator
 import os
-import sys
 import threading
-from collections.abc import Iterable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
+from commlens.tap.other_threads import frames_of_thread, threads_with_frames
 
-_T = TypeVar("_T")
 _OWN_THREADS = "commlens-"
 MAX_FRAMES = 96
 _MAX_NATIVE_FRAMES = 128
@@ -117,11 +112,11 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
     threads: list[dict[str, Any]] = []
     main_hash = issuing_hash = 0
     main_runs_user_code = True
-    for ident in _threads_with_frames():
+    for ident in threads_with_frames():
         thread = known.get(ident)
         if ident == own or (thread is not None and thread.name.startswith(_OWN_THREADS)):
             continue
-        walked = _walked(ident)
+        walked = frames_of_thread(ident)
         if not walked:
             continue  # it has ended
         is_main = thread is threading.main_thread()
@@ -153,58 +148,6 @@ def _hash(walked: list[tuple[CodeType, int | None, int]]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _is_user_code(file: str) -> bool:
     return frame_kind(file, kind_prefixes({})) is FrameKind.USER
-
-
-# A thread that holds another thread's frame when that frame returns takes over its locals, and
-# drops them in the wrong thread and too late: a guard that torch keeps in a local then never
-# restores its setting (on torch 2.6 that broke compilations). So we must drop another thread's
-# frames before the GIL is released, which may happen between any two bytecodes. Each of the two
-# functions below therefore walks the frames in a single C call, and keeps only code objects and
-# line numbers. Up to Python 3.11, the garbage collector may start within such a call and run
-# finalizers, which are bytecode: so it is switched off and on again in the same call.
-
-
-def _in_one_call(items: Iterable[_T]) -> list[_T]:
-    """Return all items, made in a single C call during which no bytecode runs.
-
-    Args:
-        items: iterators of C functions, lazily evaluated.
-    """
-    was_enabled: list[bool] = []
-    before = itertools.chain(
-        map(was_enabled.append, itertools.starmap(gc.isenabled, [()])),
-        itertools.starmap(gc.disable, [()]),
-    )
-    after = itertools.starmap(gc.enable, itertools.compress([()], was_enabled))
-    try:
-        made: list[Any] = list(itertools.chain(before, items, after))
-    except BaseException:
-        if was_enabled and was_enabled[0]:
-            gc.enable()
-        raise
-    return made[2 : len(made) - was_enabled[0]]
-
-
-def _threads_with_frames() -> list[int]:
-    return _in_one_call(itertools.chain.from_iterable(itertools.starmap(sys._current_frames, [()])))
-
-
-def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
-    """Return ``(code, line, instruction offset)`` for each frame of a thread, innermost first;
-    empty if the thread has ended.
-    """
-    innermost = map(
-        operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()])
-    )
-    frame_by_frame = itertools.accumulate(
-        itertools.chain(innermost, itertools.repeat("f_back")), getattr
-    )
-    return _in_one_call(
-        map(
-            operator.attrgetter("f_code", "f_lineno", "f_lasti"),
-            iter(frame_by_frame.__next__, None),
-        )
-    )
 
 
 def native_frames() -> list[list[Any]]:

@@ -1,98 +1,16 @@
-"""Looking at other threads' stacks, which go on meanwhile; and the stacks of exceptions."""
+"""The stacks of all threads, and of exceptions."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from commlens.capture.stacks import all_threads
 from commlens.capture.uncaught import hide_our_frames
 from conftest import SOURCE
-
-
-class Guard:
-    """A local that has to end with its function, in the function's thread, like those with which
-    torch sets what a thread does.
-    """
-
-    ended_elsewhere = 0
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-
-    def __del__(self) -> None:
-        if threading.get_ident() != self.thread:
-            Guard.ended_elsewhere += 1
-
-
-class Garbage:
-    """Something that the garbage collector has to find, and to end in Python."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        for _ in range(50):
-            pass
-
-
-def nested(depth: int) -> None:
-    guard = Guard()  # noqa: F841
-    Garbage()
-    if depth:
-        nested(depth - 1)
-
-
-@pytest.fixture
-def threads_switch_all_the_time() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("threads_switch_all_the_time")
-def test_locals_of_a_thread_that_is_looked_at_end_with_their_function() -> None:
-    Guard.ended_elsewhere = 0
-    looked = 0
-    over = threading.Event()
-
-    def look() -> None:
-        nonlocal looked
-        while not over.is_set():
-            all_threads()
-            looked += 1
-
-    watching = threading.Thread(target=look)
-    watching.start()
-    try:
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until or looked < 20:
-            nested(20)
-            assert time.monotonic() < until + 30
-    finally:
-        over.set()
-        watching.join()
-    assert Guard.ended_elsewhere == 0
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_stays_as_it_was(enabled: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        all_threads()
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() -> None:
