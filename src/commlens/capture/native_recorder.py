@@ -20,7 +20,7 @@ from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
 from commlens.capture.completion import error_of
 from commlens.capture.recorder import Recorder
-from commlens.tap import tap
+from commlens.tap import backward_caller, tap
 from commlens.tap.groups import Channel, Groups
 from commlens.tap.interned_args import InternedArgs, describe
 from commlens.tap.rejections import was_not_issued
@@ -170,10 +170,20 @@ class NativeRecorder(Recorder):
         """Return the position of its description."""
         return self.writer.add_blob(channel.describe())
 
-    def python_stack(self, skip: int) -> int:
-        """Return the position of the calling stack, without its ``skip`` innermost frames."""
-        frames = stacks.frames_of(sys._getframe(1 + skip))
-        return self.writer.add_blob({"k": "stack", "f": frames})
+    def backward_caller(self) -> int:
+        """Return the number of the stack that called the backward pass which the calling thread
+        runs for another thread; 0 for none, and -1 in a thread in which that is never so.
+        """
+        return -1 if backward_caller.this_thread.made_by_python else backward_caller.number()
+
+    def python_stack(self, skip: int, caller: int) -> int:
+        """Return the position of the calling stack, without its ``skip`` innermost frames, followed
+        by the stack with the number ``caller``.
+        """
+        frame = sys._getframe().f_back  # None in a C++ thread
+        for _ in range(skip):
+            frame = frame and frame.f_back
+        return self.writer.add_blob({"k": "stack", "f": stacks.frames_of(frame, caller)})
 
     def native_stack(self) -> int:
         """Return the position of the calling stack with its C++ frames."""

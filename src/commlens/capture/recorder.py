@@ -151,8 +151,6 @@ class Recorder(CompletionTracker):
                 args.too_large = args.blob == 0
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
-            # A thread made by C++ (autograd's, on an accelerator, where DDP issues its collectives)
-            # has no Python frame.
             stack = (
                 self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
             )

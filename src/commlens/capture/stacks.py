@@ -9,12 +9,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
+from commlens.tap import backward_caller
 from commlens.tap.other_threads import frames_of_thread, threads_with_frames
 
 _OWN_THREADS = "commlens-"
 MAX_FRAMES = 96
 _MAX_NATIVE_FRAMES = 128
 _CACHE_LIMIT = 20_000
+_this_thread = backward_caller.this_thread
 
 
 class StackTable:
@@ -30,13 +32,15 @@ class StackTable:
         self._known: dict[tuple[int, ...], tuple[int, list[CodeType], list[list[Any]]]] = {}
 
     def position(self, frame: FrameType | None) -> int:
-        """Return the position of the stack whose innermost frame is ``frame``; 0 without a
+        """Return the position of the stack whose innermost frame is ``frame``, joined with that of
+        the thread that called ``backward()``, if autograd made the calling thread; 0 without any
         frame.
         """
-        if frame is None:
+        caller = 0 if _this_thread.made_by_python else backward_caller.number()
+        if frame is None and not caller:
             return 0
         walk: FrameType | None = frame
-        key: list[int] = []
+        key = [caller]
         add = key.append
         while walk is not None:
             add(id(walk.f_code))
@@ -46,21 +50,23 @@ class StackTable:
         known = self._known.get(packed)
         if known is not None and known[0] > self._writer.side_floor:
             return known[0]
-        return self._add(packed, frame, known)
+        return self._add(packed, frame, caller, known)
 
     def native_position(self) -> int:
         """Return the position of the current stack with its C++ frames, which are not interned."""
-        position: int = self._writer.add_blob({"k": "stack", "f": native_frames()})
+        frames = native_frames() + backward_caller.frames(backward_caller.number())
+        position: int = self._writer.add_blob({"k": "stack", "f": frames})
         return position
 
     def _add(
         self,
         key: tuple[int, ...],
-        frame: FrameType,
+        frame: FrameType | None,
+        caller: int,
         known: tuple[int, list[CodeType], list[list[Any]]] | None,
     ) -> int:
         if known is None:
-            codes, frames = _code_objects(frame), frames_of(frame)
+            codes, frames = _code_objects(frame), frames_of(frame, caller)
             if len(self._known) >= _CACHE_LIMIT:
                 self._known = {}
         else:
@@ -88,13 +94,18 @@ def shortened(frames: list[list[Any]]) -> list[list[Any]]:
     return [*frames[:half], ["...", 0, f"({len(frames) - 2 * half} frames)"], *frames[-half:]]
 
 
-def frames_of(frame: FrameType | None) -> list[list[Any]]:
-    """Return ``[[file, line, function], ...]``, innermost first."""
+def frames_of(frame: FrameType | None, caller: int = 0) -> list[list[Any]]:
+    """Return ``[[file, line, function], ...]``, innermost first.
+
+    Args:
+        frame: the innermost frame; None in a C++ thread.
+        caller: the number of the stack that called ``backward()``, which follows; 0: none does.
+    """
     frames: list[list[Any]] = []
     while frame is not None:
         frames.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
         frame = frame.f_back
-    return shortened(frames)
+    return shortened(frames + backward_caller.frames(caller))
 
 
 def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:

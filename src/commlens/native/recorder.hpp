@@ -8,6 +8,10 @@
 #include "stacks.hpp"
 #include "verification.hpp"
 
+namespace torch::autograd {
+TORCH_API int get_current_graph_task_id();  // its own header brings the whole engine
+}
+
 namespace commlens {
 
 class Recorder {
@@ -96,8 +100,8 @@ class Recorder {
     return token;
   }
 
-  // The position of the calling thread's stack, without its `skip` innermost frames; 0 for a thread made by C++ (autograd's, on an
-  // accelerator, where DDP issues its collectives), which has no Python frames.
+  // The position of the calling thread's stack, without its `skip` innermost frames, joined with the stack that called backward(), if
+  // autograd made the calling thread. 0 if there are no frames: of DDP's collectives on an accelerator, there are only the joined ones.
   uint64_t stack_position(int skip = 0) {
     if (cpp_stack_) {
       if (!python_runs()) return 0;
@@ -105,9 +109,11 @@ class Recorder {
       PyErrKeeper keep;
       return host_.call("native_stack").cast<uint64_t>();
     }
+    const uint64_t caller = backward_caller();
     PyThreadState* thread = PyGILState_GetThisThreadState();
-    if (!thread) return 0;
-    return stacks_.position(thread, box_.side_floor(), skip, [&] { return host_.call("python_stack", skip).template cast<uint64_t>(); });
+    if (!thread && !caller) return 0;
+    return stacks_.position(thread, caller, box_.side_floor(), skip,
+                            [&] { return host_.call("python_stack", skip, caller).template cast<uint64_t>(); });
   }
 
   void failed(const char* text) noexcept { host_.failed(text); }
@@ -163,6 +169,26 @@ class Recorder {
     return token;
   }
 
+  // The number of the stack that called the backward pass which this thread runs for another thread; 0 for none. Python finds it, once in
+  // each pass: waiting for the GIL for each collective would delay communication.
+  uint64_t backward_caller() {
+    thread_local bool never = false;
+    thread_local int known_run = NO_RUN;
+    thread_local uint64_t caller = 0;
+    if (never) return 0;
+    const int run = torch::autograd::get_current_graph_task_id();
+    if (run == NO_RUN || !python_runs()) return 0;
+    if (run != known_run) {
+      Gil gil;
+      PyErrKeeper keep;
+      const int64_t found = host_.call("backward_caller").cast<int64_t>();
+      never = found < 0;
+      caller = never ? 0 : static_cast<uint64_t>(found);
+      known_run = run;
+    }
+    return caller;
+  }
+
   static int reduce_op_code(const c10::IValue& value) {
     const auto* held = boxed<c10d::ReduceOp>(value);
     return held ? static_cast<int>(held->op_) : -1;
@@ -198,6 +224,7 @@ class Recorder {
     return token.args->number->compare_exchange_strong(number, number - 1);
   }
 
+  static constexpr int NO_RUN = -1;
   Stacks stacks_;
 };
 

@@ -13,22 +13,26 @@ namespace commlens {
 
 class Stacks {
  public:
-  // The position of the calling thread's stack in the side table, without its `skip` innermost frames; 0 if it has none, or if Python is
-  // shutting down. `describe` adds a new stack, with the GIL.
+  // The position of the calling thread's stack in the side table, without its `skip` innermost frames, joined with the stack that has the
+  // number `caller` (0: with none); 0 if it has no frames, or if Python is shutting down. `thread` is null if Python does not know the
+  // thread. `describe` adds a new stack, with the GIL.
   template <class Describe>
-  uint64_t position(PyThreadState* thread, uint64_t floor, int skip, Describe describe) {
+  uint64_t position(PyThreadState* thread, uint64_t caller, uint64_t floor, int skip, Describe describe) {
     thread_local Words key;
     thread_local ThreadCache<uint64_t> recent;
     if (!python_runs()) return 0;
     key.clear();
     key.push_back(static_cast<uint64_t>(skip));
-    if (FRAMES_NEED_GIL) {
+    key.push_back(caller);
+    if (!thread) {
+      // no frames
+    } else if (FRAMES_NEED_GIL) {
       Gil gil;
       add_frames(thread, key);
     } else {
       add_frames(thread, key);
     }
-    if (key.size() == 1) return 0;
+    if (key.size() == 2 && !caller) return 0;
     const uint64_t hash = hash_of(key), generation = generation_.load(std::memory_order_acquire);
     const uint64_t* found = recent.find(generation, key, hash);
     if (found && *found > floor) return *found;
