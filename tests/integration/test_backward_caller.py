@@ -31,7 +31,7 @@ from commlens.launch import recording
 
 recording.start(config.Settings(
     box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=os.environ["COMMLENS_ENGINE"],
-    cpp_stack=os.environ["CPP_STACK"] == "1",
+    cpp_stack="CPP_STACK" in os.environ, debug="VERIFIED" in os.environ,
 ))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 recorder = session.recording().recorder
@@ -133,10 +133,10 @@ def issued(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[st
     return run(tmp_path_factory.mktemp("program"), engine_environment)
 
 
-def run(folder: Path, engine_environment: dict[str, str], cpp_stack: str = "0") -> Issued:
+def run(folder: Path, engine_environment: dict[str, str], *options: str) -> Issued:
     script = folder / "program.py"
     script.write_text(PROGRAM)
-    environment = {"BOX_AT": str(folder), "CPP_STACK": cpp_stack, "PYTHONWARNINGS": "ignore"}
+    environment = {"BOX_AT": str(folder), "PYTHONWARNINGS": "ignore", **dict.fromkeys(options, "1")}
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, **engine_environment, **environment},
@@ -198,9 +198,10 @@ def test_a_line_is_known_again_when_only_one_pass_runs(issued: Issued) -> None:
     assert lines(only(issued, "python afterwards"))[0] == LINES["FIRST"]
 
 
-def test_a_stack_with_cpp_frames_has_the_line_too(
-    tmp_path: Path, engine_environment: dict[str, str]
+@pytest.mark.parametrize("option", ["CPP_STACK", "VERIFIED"])
+def test_the_line_is_known_also_with(
+    tmp_path: Path, engine_environment: dict[str, str], option: str
 ) -> None:
-    issued = run(tmp_path, engine_environment, cpp_stack="1")
+    issued = run(tmp_path, engine_environment, option)
     for issuer in ("python", "ddp"):
         assert lines(only(issued, f"{issuer} first"))[0] == LINES["FIRST"]

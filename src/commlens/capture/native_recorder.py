@@ -217,9 +217,9 @@ class NativeRecorder(Recorder):
         if verifier is None:
             return token
         try:
-            verifier.before_issue(
-                token, sys._getframe(1), _ReduceOp(reduce_op) if reduce_op >= 0 else None
-            )
+            # the frame is None in a C++ thread
+            frame = sys._getframe().f_back
+            verifier.before_issue(token, frame, _ReduceOp(reduce_op) if reduce_op >= 0 else None)
         except BaseException as error:
             self.withdraw(token)
             self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)
