@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from commlens.model.collective import FrameKind
+from commlens.tap import backward_caller
 from commlens.tap.running_frames import kind_of_file
 
 _MAX_FRAMES = 400  # of a deeper stack, only the innermost frames are read
@@ -34,6 +35,7 @@ _WRAPPERS = frozenset(
     }
 )
 _DDP = "torch.nn.parallel.distributed"
+_DDP_BACKWARD = "torch.nn.parallel.DistributedDataParallel (backward)"
 _FSDP1 = (
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp._runtime_utils",
@@ -66,22 +68,33 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
         frame: the innermost frame; None in a C++ thread.
         op: the op that was issued.
     """
-    if frame is None and op == "all_reduce":
-        # DDP's reducer issues it in a C++ thread (autograd's, on an accelerator).
-        return "torch.nn.parallel.DistributedDataParallel (backward)", ""
     steps: list[_Step] = []
+    without_frames = frame is None
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         kind = kind_of_file(file)
         if kind is FrameKind.USER and not file.startswith("<"):
-            place = f"{os.path.basename(file)}:{frame.f_lineno} in {function}"  # noqa: PTH119
-            return _name(steps, op), place
+            return _name(steps, op), _place(file, frame.f_lineno, function)
         if kind in (FrameKind.TORCH, FrameKind.LIBRARY) and (module := _module(file)):
             steps.append(_Step(kind, module, function, frame))
         frame = frame.f_back
-    return _name(steps, op), ""
+    # DDP's reducer issues all_reduce in a C++ thread (autograd's, on an accelerator).
+    name = _DDP_BACKWARD if without_frames and op == "all_reduce" else _name(steps, op)
+    return name, _line_of_backward()
+
+
+def _line_of_backward() -> str:
+    """Return the line that called ``backward()``, in a thread of autograd; "" in others."""
+    for file, line, function in backward_caller.frames(backward_caller.number()):
+        if kind_of_file(file) is FrameKind.USER and not file.startswith("<"):
+            return _place(file, line, function)
+    return ""
+
+
+def _place(file: str, line: int, function: str) -> str:
+    return f"{os.path.basename(file)}:{line} in {function}"  # noqa: PTH119
 
 
 def _name(steps: list[_Step], op: str) -> str:
@@ -125,8 +138,7 @@ def _sharding(steps: list[_Step]) -> str:
             f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
         )
     if steps[0].module == "torch.autograd.graph":
-        # C++ calls DDP's reducer
-        return "torch.nn.parallel.DistributedDataParallel (backward)"
+        return _DDP_BACKWARD  # C++ calls DDP's reducer
     if any(module.startswith("torch.distributed.tensor") for module in modules):
         return _dtensor(steps)
     return ""
