@@ -22,9 +22,10 @@ _this_thread = backward_caller.this_thread
 class StackTable:
     """The stacks seen so far, and their positions in the side table.
 
-    The key of a stack is its code objects and instruction offsets. The table keeps the code
-    objects, since an id is valid only while its object lives. Symbols (file, line) are looked up
-    once, when a stack is new.
+    The key of a stack is its code objects and instruction offsets, after the number of the stack
+    that called ``backward()`` in a thread that Python did not make: no stack there has the same
+    outermost frame as one elsewhere. The table keeps the code objects, since an id is valid only
+    while its object lives. Symbols (file, line) are looked up once, when a stack is new.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -36,18 +37,21 @@ class StackTable:
         the thread that called ``backward()``, if autograd made the calling thread; 0 without any
         frame.
         """
-        caller = 0 if _this_thread.made_by_python else backward_caller.number()
-        if frame is None and not caller:
-            return 0
         walk: FrameType | None = frame
-        key = [caller]
+        key: list[int] = []
         add = key.append
         while walk is not None:
             add(id(walk.f_code))
             add(walk.f_lasti)
             walk = walk.f_back
-        packed = tuple(key)
+        packed, caller = tuple(key), 0
         known = self._known.get(packed)
+        if known is None and not _this_thread.made_by_python:
+            caller = backward_caller.number()
+            packed = (caller, *packed)
+            known = self._known.get(packed)
+        if frame is None and not caller:
+            return 0
         if known is not None and known[0] > self._writer.side_floor:
             return known[0]
         return self._add(packed, frame, caller, known)
