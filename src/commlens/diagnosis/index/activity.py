@@ -6,7 +6,7 @@ A pure function of the rank's stacks, the observations of its process, and its l
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -304,6 +304,8 @@ def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
 _DEVICE_WAITS = frozenset(
     {"synchronize", "item", "tolist", "cpu", "numpy", "wait_event", "wait_stream", "nonzero"}
 )
+_SPINS: Final = 0.8  # of the observations found the main thread running
+
 _DRIVER_WAITS = re.compile(
     r"^(cu|cuda|hip)(Stream|Device|Event|Ctx)Synchronize|^(cu|cuda|hip)Memcpy(DtoH)?|^hsa_signal_wait"
 )
@@ -331,6 +333,14 @@ def may_wait_for_device(seen: Observation) -> bool:
     system call that is known to wait.
     """
     return not (seen.stack_moved or seen.waits_for)
+
+
+def spins(seen: Observation) -> bool:
+    """Return whether a process was seen to stand in one place and use a whole core, as in a call of
+    the driver that waits for the device.
+    """
+    runs = (seen.running_fraction or 0.0) >= _SPINS
+    return runs and seen.stack_moved is False and may_wait_for_device(seen)
 
 
 def is_short_of_memory(seen: Observation) -> bool:

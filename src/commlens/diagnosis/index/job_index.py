@@ -632,9 +632,10 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
         return True
     if activity.waits_for_device(stack.frames):
         return True
-    return activity.classify_frames(
-        view.log, stack.frames
-    ).why is None and activity.may_wait_for_device(view.log.observation)
+    doing, seen = activity.classify_frames(view.log, stack.frames), view.log.observation
+    if doing.by_name:  # load_batch may copy its batch to the device, which waits, too
+        return activity.spins(seen)
+    return doing.why is None and activity.may_wait_for_device(seen)
 
 
 def _add_block(

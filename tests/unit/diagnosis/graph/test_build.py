@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from builders import spec
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -15,7 +16,7 @@ from commlens.model.collective import (
     ProcessGroup,
     State,
 )
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import Observation, RankLog, ThreadStack
 
 SECOND = 10**9
 BEGAN = 1_000 * SECOND
@@ -67,3 +68,27 @@ def test_a_batch_waits_for_the_message_that_is_queued_behind_the_peers_collectiv
     assert isinstance(cause, Cycle)
     ring = {(wait.rank, wait.collective.op, wait.collective.sequence_number) for wait in cause.ring}
     assert ring == {(0, "send", 3), (1, "all_reduce", 1)}
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind"),
+    [
+        (Observation(window_s=2.0, stack_moved=False, running_fraction=1.0, cpu_s=2.0), "cycle"),
+        (Observation(window_s=2.0, stack_moved=False, waits_for="sleeps"), "missing"),
+        (Observation(), "missing"),
+    ],
+)
+def test_a_batch_that_is_copied_to_the_device_waits_for_it(seen: Observation, kind: str) -> None:
+    """``.to("cuda")`` in load_batch waits for what is in flight, and spins. Nothing but the function
+    is seen, whose name tells of a data loader. Found on an H200.
+    """
+    first, second = device_log(0, ("recv", 1, 10)), device_log(1, ("recv", 1, 20))
+    batch = (
+        Frame("/home/me/train.py", 57, "load_batch"),
+        Frame("/home/me/train.py", 19, "step"),
+    )
+    second.stacks.append(ThreadStack(101, "MainThread", batch, second.captured_ns, True))
+    second.observation = seen
+    verdict = diagnose_logs([first, second])
+    assert verdict.kind == kind
+    assert verdict.culprits == ([1] if kind == "missing" else [])
