@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
 from commlens.model.health import NodeHealth
+from commlens.model.ranklog import Observation
 from commlens.model.topology import Inventory
 from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
@@ -68,16 +69,26 @@ def examine_paths(
     seen: Callable[[int, int], None] | None = None,
     health: Sequence[NodeHealth] = (),
     inventory: Inventory | None = None,
+    observed: Mapping[int, Observation] | None = None,
 ) -> ExaminedJob:
     """Diagnose a job as :func:`diagnose` does, and return the evidence with the verdict. ``health``
-    is the hardware of nodes, besides that in the dumps; ``inventory`` says where hosts are.
+    is the hardware of nodes, besides that in the dumps; ``inventory`` says where hosts are;
+    ``observed`` is what was seen of the ranks' processes around the time of other tools' dumps.
     """
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
     evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
     if files.kinds:
         examined = _examine_foreign_files(
-            files, evidence, problems, stalled_after_s, executor, seen, health, inventory
+            files,
+            evidence,
+            problems,
+            stalled_after_s,
+            executor,
+            seen,
+            health,
+            inventory,
+            observed or {},
         )
         if examined is not None:
             if (
@@ -111,6 +122,7 @@ def _examine_foreign_files(
     seen: Callable[[int, int], None] | None,
     health: Sequence[NodeHealth],
     inventory: Inventory | None,
+    observed: Mapping[int, Observation],
 ) -> ExaminedJob | None:
     """Diagnose other tools' dumps, together with the black boxes if those are of fewer ranks.
 
@@ -154,6 +166,7 @@ def _examine_foreign_files(
         unread=len(unread) + evidence.unread,
         health=health,
         inventory=inventory,
+        observed=observed,
     )
 
 

@@ -5,7 +5,7 @@ find the causes and word them. No torch, no I/O.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
@@ -40,7 +40,7 @@ from commlens.matching.collectives import compare_coalesced
 from commlens.model.cause import Ended, LostNode, Unrecorded
 from commlens.model.collective import ChannelKey
 from commlens.model.health import NodeHealth
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import Observation, RankLog
 from commlens.model.topology import Inventory
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.pace import find_slow_in_records
@@ -170,6 +170,7 @@ def examine_dumps(
     unread: int = 0,
     health: Sequence[NodeHealth] = (),
     inventory: Inventory | None = None,
+    observed: Mapping[int, Observation] | None = None,
 ) -> ExaminedJob:
     """Diagnose a job from other tools' dumps, and keep the evidence.
 
@@ -181,6 +182,7 @@ def examine_dumps(
         unread: number of files that could not be read, and may belong to ranks without a dump.
         health: the hardware of nodes.
         inventory: where hosts are.
+        observed: what was seen of the ranks' processes around the time of the dumps.
     """
     # These need numpy, which the diagnosis of black boxes does without.
     from commlens.diagnosis.index.dump_index import index_dumps
@@ -197,6 +199,8 @@ def examine_dumps(
             if logs
             else nothing_to_diagnose([*missing, "No rank's dump could be read."])
         )
+    for dump in chosen:
+        dump.observation = (observed or {}).get(dump.rank, dump.observation)
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
         job.more_health, job.inventory = health, inventory

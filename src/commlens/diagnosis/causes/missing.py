@@ -307,7 +307,7 @@ def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
         return "may-be-working"
     if absence.is_certain:
         return None
-    if not context.job.knows.stacks:
+    if not context.job.has_stack(absence.ranks[0]):
         return "outside-not-recorded"
     ended = any(context.job.views[rank].exit.ended for rank in absence.ranks)
     return "ended-unobserved" if ended else "not-observed"

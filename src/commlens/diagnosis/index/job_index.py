@@ -302,6 +302,10 @@ class JobIndex:
             kinds[key] = (*alike, number)
         return kinds
 
+    def has_stack(self, rank: int) -> bool:
+        """Return whether the rank's stack is known, or would be if it could have been taken."""
+        return self.knows.stacks or self.views[rank].log.main_stack is not None
+
     def tracks_on(self, key: ChannelKey) -> dict[int, Track]:
         """Return the tracks of the ranks that have records of a channel."""
         return {rank: self.views[rank].tracks[key] for rank in self.users.get(key, ())}

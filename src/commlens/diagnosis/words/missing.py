@@ -146,7 +146,7 @@ def _evidence(context: Context, found: FoundMissing) -> list[str]:
         evidence += [_loop_evidence(cause, found.loop)] if found.loop is not None else []
         evidence += [UNDECIDED] if cause.blamed_by == "undecided" else []
         evidence += _leaving_evidence(cause)
-    elif context.job.knows.stacks:
+    elif context.job.has_stack(absence.ranks[0]):
         evidence += _stack_evidence(view, absence)
     return [*evidence, *_failure_evidence(view), *phrases.aborted(context, absence.blocked)]
 
