@@ -234,6 +234,34 @@ def test_an_error_of_the_device():
     assert rows.exception == "CUDA error: no luck"
 
 
+REMOTE_ERROR = (
+    "[rank0]:[E1127 00:44:59.954526528 ProcessGroupNCCL.cpp:612] [Rank 0] Collective"
+    " WorkNCCL(SeqNum=61, OpType=_ALLGATHER_BASE, NumelIn=16512, NumelOut=33024,"
+    " Timeout(ms)=300000) raised the following async exception: NCCL error: remote process exited"
+    " or there was a network error, NCCL version 2.28.9",
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
+    " prematurely.",
+    "Last error:",
+    "socketProgress: Connection closed by remote peer localhost<41476>",
+    "Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2770",
+    "[rank0]:[E1127 00:44:59.955811149 ProcessGroupNCCL.cpp:2303] [PG ID 0 PG GUID 0(default_pg)"
+    " Rank 0]  failure detected by watchdog at work sequence id: 61 PG status: last enqueued work:"
+    " 75, last completed work: 60",
+)
+
+
+def test_an_error_of_nccl_before_the_timeout_is_no_timeout():
+    rows = read(*REMOTE_ERROR)[0]
+    assert (rows.timed_out, rows.timeouts, rows.problems) == (False, [], [])
+    assert [(one.op, number) for one, number in zip(rows.args, rows.sequence, strict=True)] == [
+        ("all_gather", 61)
+    ]
+    told = ["NCCL error: remote process exited", "peer localhost<41476>"]
+    assert [text in rows.exception for text in told] == [True, True]
+    unnamed = read(*REMOTE_ERROR[:4])[0]  # without the line that names the group
+    assert (unnamed.timed_out, unnamed.timeouts) == (False, [])
+
+
 def test_text_that_speaks_of_something_else_says_nothing():
     assert read("epoch 1", "loss 2.5", "the watchdog barks", "rank: 3") == {}
     assert detect.detect_kind(b"epoch 1\nloss 2.5\n") is detect.TEXT
@@ -254,6 +282,7 @@ def test_single_lines():
         5,
         -1,
         None,
+        False,
     )
     assert parse_progress(
         "Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4."

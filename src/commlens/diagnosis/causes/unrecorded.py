@@ -33,9 +33,19 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     unknown = not context.job.knows.every_process and any(
         node.rank in context.job.views for node in nodes
     )
+    if context.job.only_logs:
+        nodes = [node for node in nodes if not _waits_ended_early(context, node)]
     for (_, kind, record), members in sorted(_alike(context, nodes).items()):
         present = kind == "no-record" and not unknown
         _add(context, members, record, present=present, others=others)
+
+
+def _waits_ended_early(context: Context, node: Node) -> bool:
+    """Return whether all ranks that waited for this one failed before their timeout, because a peer
+    had ended: then a silent rank may have come to the collective.
+    """
+    waiting = [context.job.views[edge.rank] for edge in context.graph.edges_into(node)]
+    return all(view.exit.kind == "peer" and not view.timed_out for view in waiting)
 
 
 def _alike(context: Context, nodes: list[Node]) -> dict[tuple[Instance, str, str], list[Node]]:

@@ -352,8 +352,8 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
     batch = int(dump.coalesced[first])
     parts = [row for row in open_rows if batch and int(dump.coalesced[row]) == batch] or [first]
     op = columns.op(first)
-    age = max(0, view.now_ns - op.announced_ns)
-    stuck = not view.log.captured_ns or age >= limit
+    age = max(0, view.now_ns - op.announced_ns) if op.announced_ns else 0
+    stuck = not (view.log.captured_ns and op.announced_ns) or age >= limit
     view.head = Block(
         op, [columns.op(row) for row in parts], DEVICE, op.announced_ns, "enqueued", stuck, age
     )

@@ -60,6 +60,7 @@ _TIMEOUT: Final = re.compile(
     r"WorkNCCL\((?P<fields>[^()\n]{0,2000}Timeout\(ms\)=[^()\n]{1,2000})\)(?: ran for"
     r" (?P<ran>\d{1,15}) milliseconds)?"
 )
+_ASYNC_ERROR: Final = "raised the following async exception: "
 _FIELD: Final = re.compile(r"(\w{1,40})(?:\(ms\))?=(\[[^\]]{0,1000}\]|[^,]{0,1000})")
 _HEAD: Final = re.compile(r"(?:\[[^\]]{0,200}\] ?){1,8}")
 _INT_MAX: Final = (1 << 63) - 1
@@ -125,7 +126,7 @@ class Group(NamedTuple):
 
 
 class Timeout(NamedTuple):
-    """A collective that timed out."""
+    """A collective that timed out, or that failed otherwise."""
 
     number: int  # sequence number in its group
     op: str  # OpType
@@ -139,6 +140,7 @@ class Timeout(NamedTuple):
 class Progress(NamedTuple):
     """The progress of a process group on a rank."""
 
+    has_failed: bool = False  # NCCL reported an error before the time was over
     number: int | None  # sequence number of the work in the line
     enqueued: int
     started: int  # -1 if unknown
@@ -193,9 +195,10 @@ def may_go_on(text: str) -> bool:
 
 
 def is_whole(text: str) -> bool:
-    """Return whether a line tells a timeout or the progress of a group to its end."""
+    """Return whether a line tells a timeout, an error or the progress of a group to its end."""
     timeout = parse_timeout(text)
-    return (timeout is not None and timeout.ran_ms >= 0) or parse_progress(text) is not None
+    ended = timeout is not None and (timeout.ran_ms >= 0 or timeout.has_failed)
+    return ended or parse_progress(text) is not None
 
 
 def begins_message(text: str) -> bool:
@@ -241,6 +244,7 @@ def parse_timeout(text: str) -> Timeout | None:
 
 def _number(text: str) -> int | None:
     """Return a number that fits in 64 bits; None for any other text: some torch versions print
+        _ASYNC_ERROR in text,
     sizes of -1 as 18446744073709551615.
     """
     text = text.strip()

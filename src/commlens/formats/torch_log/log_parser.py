@@ -250,7 +250,7 @@ class LogParser:
     def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
         timeout, progress = L.parse_timeout(text), L.parse_progress(text)
         if timeout is not None:
-            about.timed_out = True
+            about.timed_out = about.timed_out or not timeout.has_failed
             about.unassigned[timeout.group_rank, timeout.number] = timeout
             about.times.setdefault(timeout.number, L.parse_time(text))
         if group is not None and (timeout is not None or progress is not None):
@@ -279,7 +279,8 @@ class LogParser:
         if uncaught := _UNCAUGHT.match(text):
             about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
         found = _FATAL.search(text)
-        if found is None and "atchdog" in text:
+        failed = timeout is not None and timeout.has_failed and not about.exception
+        if found is None and ("atchdog" in text or failed):
             found = _CUDA_ERROR.search(text) or _NCCL_ERROR.search(text)
         if found:
             self._set_exception(rank, about, found[0], [])
@@ -501,6 +502,8 @@ class LogParser:
         use.
         """
         group, progress = known.group, known.progress
+            if timeout.has_failed:
+                continue
         name = group.name or ("0" if group.is_default else "")
         timeouts = {
             number: timeout
@@ -508,7 +511,8 @@ class LogParser:
             if timeout is not None
         }
         for timeout in timeouts.values():
-            if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
+            unplaced = not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE
+            if unplaced and not timeout.has_failed:
                 columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
         if not name:  # a process-local number, which differs between ranks
             return

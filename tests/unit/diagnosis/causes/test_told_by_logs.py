@@ -13,6 +13,7 @@ from goldens import hold
 
 import commlens
 from commlens.commands import main
+from commlens.model.cause import Ended
 
 TIMEOUT = (
     "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE,"
@@ -924,3 +925,22 @@ def test_torchruns_list_holds_the_traceback_of_a_recorded_worker(tmp_path: Path)
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "exception", [2])
     assert verdict.source == "train.py:88" and "ValueError: bad shard 7" in verdict.summary
+
+
+REMOTE_ERROR = (
+    "[rank0]:[E1127 00:44:59.954526528 ProcessGroupNCCL.cpp:612] [Rank 0] Collective"
+    " WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=300000)"
+    " raised the following async exception: NCCL error: remote process exited or there was a"
+    " network error, NCCL version 2.28.9\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
+    " prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer n0<41476>\n"
+    + progress(0, 41, 40)
+)
+
+
+def test_a_rank_that_tells_nothing_beside_an_error_of_its_peer(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text(REMOTE_ERROR)
+    (tmp_path / "rank1.log").write_text("[rank1]: saved\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert isinstance(verdict.cause, Ended)
+    assert (verdict.cause.how, verdict.culprits) == ("after-a-peer", [])
