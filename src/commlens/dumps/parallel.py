@@ -188,6 +188,8 @@ def _read_files(
             if kind is not TEXT:
                 unread.append(source.name)
             continue
+        if kind is TEXT:
+            several = _with_unnamed_lines(several, name)
         for columns in several:
             note = ""
             if not columns.of_job or name.sure:
@@ -204,6 +206,20 @@ def _read_files(
                 )
             elif ranks is None or columns.rank in ranks:
                 yield columns
+
+
+def _with_unnamed_lines(several: list[RankColumns], name: FileName) -> list[RankColumns]:
+    """Join an error in a log's lines without a rank to the other lines of the rank whose log it is,
+    by its name: C++ prints no rank.
+    """
+    unnamed = next((one for one in several if one.rank < 0 and not one.of_job), None)
+    own = next((one for one in several if one.rank == name.rank >= 0), None)
+    if unnamed is None or own is None or len(unnamed) or not unnamed.exception:
+        return several
+    if not own.exception:
+        own.exception, own.exception_stack = unnamed.exception, unnamed.exception_stack
+        own.device_assertion = unnamed.device_assertion
+    return [one for one in several if one is not unnamed]
 
 
 def read_ranks(

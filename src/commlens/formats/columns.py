@@ -210,6 +210,8 @@ class RankColumns:
     # cause of the process's death in a log: the last line of a traceback, a CUDA error
     exception: str = ""
     exception_stack: Stack = ()
+    # the first assertion that failed in a kernel, according to a log
+    device_assertion: str = ""
     # how the process ended, according to a log
     observation: Observation = field(default_factory=Observation)
 

@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple
 ErrorKind = Literal[
     "shared-gpu",
     "no-such-gpu",
+    "device-assert",
     "bad-kernel",
     "shared-memory",
     "port-taken",
@@ -29,7 +30,8 @@ ErrorKind = Literal[
 """What the error is about.
 
 ``shared-gpu``: two ranks use one GPU. ``no-such-gpu``: the node shows fewer GPUs than ranks.
-``bad-kernel``: a kernel of the rank's program failed. ``shared-memory``: /dev/shm is full.
+``device-assert``: a check in a kernel of the rank's program failed. ``bad-kernel``: such a kernel
+failed otherwise. ``shared-memory``: /dev/shm is full.
 ``port-taken``: another process listens on the store's port. ``not-all-joined``: fewer processes
 came to the store than the world size says. ``store-unreachable``: the store's address does not
 answer. ``store-lost``: the store's process ended. ``rendezvous``: not all nodes came to torchrun's
@@ -44,10 +46,11 @@ _TEXT_MAX: Final = 4000
 _KINDS: Final[tuple[tuple[ErrorKind, re.Pattern[str]], ...]] = (
     ("shared-gpu", re.compile(r"Duplicate GPU detected")),
     ("no-such-gpu", re.compile(r"CUDA error: invalid device ordinal")),
+    ("device-assert", re.compile(r"CUDA error: device-side assert")),
     (
         "bad-kernel",
         re.compile(
-            r"CUDA error: (?:an illegal memory access|device-side assert|misaligned address"
+            r"CUDA error: (?:an illegal memory access|misaligned address"
             r"|unspecified launch failure|an illegal instruction)"
         ),
     ),
@@ -98,6 +101,7 @@ _KINDS: Final[tuple[tuple[ErrorKind, re.Pattern[str]], ...]] = (
 _OWN: Final = (
     "shared-gpu",
     "no-such-gpu",
+    "device-assert",
     "bad-kernel",
     "shared-memory",
     "port-taken",
@@ -133,6 +137,12 @@ def peer_host(text: str | None) -> str:
     """Return the host or address of the peer that an error of NCCL names; empty if none."""
     found = _PEER_HOST.search((text or "")[:_TEXT_MAX])
     return found["host"] if found is not None else ""
+
+
+def is_kernel_error(text: str | None) -> bool:
+    """Return whether an error is of a kernel of the rank's program."""
+    known = known_error(text)
+    return known is not None and known.kind in ("device-assert", "bad-kernel")
 
 
 def is_own_error(text: str | None) -> bool:

@@ -139,6 +139,8 @@ class RankLog(msgspec.Struct):
     left: bool = False
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
+    # the first assertion that failed in one of its kernels, as its output tells it
+    device_assertion: str = ""
     refusal: Refusal | None = None  # if that is, or was raised from, one of strict verification's
     hazards: list[Hazard] = []  # latent faults, which its process found at its end
     initialised: bool = False  # init_process_group has returned

@@ -248,6 +248,11 @@ REMOTE_ERROR = (
     " Rank 0]  failure detected by watchdog at work sequence id: 61 PG status: last enqueued work:"
     " 75, last completed work: 60",
 )
+ASSERTION = (
+    "/pytorch/aten/src/ATen/native/cuda/IndexKernelUtils.cu:16: vectorized_gather_kernel: block:"
+    ' [93,0,0], thread: [{},0,0] Assertion `ind >=0 && ind < ind_dim_size && "vectorized gather'
+    ' kernel index out of bounds"` failed.'
+)
 
 
 def test_an_error_of_nccl_before_the_timeout_is_no_timeout():
@@ -260,6 +265,29 @@ def test_an_error_of_nccl_before_the_timeout_is_no_timeout():
     assert [text in rows.exception for text in told] == [True, True]
     unnamed = read(*REMOTE_ERROR[:4])[0]  # without the line that names the group
     assert (unnamed.timed_out, unnamed.timeouts) == (False, [])
+
+
+def test_the_first_failed_assertion_of_a_kernel():
+    """The device prints it for each thread, and without the rank."""
+    asserted = [ASSERTION.format(thread) for thread in range(40)]
+    first = (
+        "IndexKernelUtils.cu:16, vectorized_gather_kernel: ind >=0 && ind < ind_dim_size &&"
+        ' "vectorized gather kernel index out of bounds"'
+    )
+    raised = (
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/home/me/train.py", line 117, in step',
+        "[rank1]: torch.AcceleratorError: CUDA error: device-side assert triggered",
+    )
+    thrown = "  what():  CUDA error: device-side assert triggered"
+    rows = read(*asserted, *raised, "terminate called after throwing an instance", thrown)
+    assert list(rows) == [1]
+    assert rows[1].device_assertion == first
+    assert rows[1].exception == "torch.AcceleratorError: CUDA error: device-side assert triggered"
+    prefixed = read(*(f"[default1]:{line}" for line in asserted))[1]
+    told = (prefixed.device_assertion, prefixed.exception)
+    assert told == (first, "CUDA error: device-side assert triggered")
+    assert read("terminate called after throwing an instance", thrown)[-1].exception == told[1]
 
 
 def test_text_that_speaks_of_something_else_says_nothing():

@@ -22,6 +22,7 @@ IB = (
             "",
         ),
         ("RuntimeError: CUDA error: invalid device ordinal", "no-such-gpu", ""),
+        ("CUDA error: device-side assert triggered", "device-assert", ""),
         ("CUDA error: an illegal memory access was encountered", "bad-kernel", ""),
         (
             f"{NCCL.format('unhandled system error')}\nLast error:\nError while creating shared"

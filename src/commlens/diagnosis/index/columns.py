@@ -52,6 +52,7 @@ _KEPT = (
     "timed_out",
     "exception",
     "exception_stack",
+    "device_assertion",
     "observation",
     "stuck_watchdog_s",
     "launcher_signal",

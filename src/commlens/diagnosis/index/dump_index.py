@@ -69,6 +69,7 @@ def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
         problems=list(dump.problems),
         exception=dump.exception or None,
         exception_stack=dump.exception_stack,
+        device_assertion=dump.device_assertion,
         observation=dump.observation,
         versions={dump.origin: dump.version} if dump.version else {},
     )

@@ -230,6 +230,7 @@ def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> l
         dump.timed_out = dump.timed_out or log.timed_out
         dump.exception = dump.exception or log.exception
         dump.exception_stack = dump.exception_stack or log.exception_stack
+        dump.device_assertion = dump.device_assertion or log.device_assertion
         if dump.observation.end is End.UNKNOWN:
             dump.observation = msgspec.structs.replace(log.observation)
     return list(by_rank.values())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.dead import FoundDead
+from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import death_step
 from commlens.diagnosis.words.phrases import prose
+from commlens.matching.known_errors import is_kernel_error
 from commlens.model.cause import DeathDoubt
 from commlens.text import capital, frame_phrase, ranks_phrase, verb
 
@@ -50,11 +52,13 @@ def words(context: Context, found: FoundDead) -> Words:
             else death_step(view, found.frame)
         ),
         evidence=[
+            *_assertion(view),
             *(f"rank {rank} {exit_words(views[rank].exit)}." for rank in others),
             *phrases.aborted(context, peers),
         ][:_SHOWN],
         would_raise_confidence=_WOULD_RAISE[cause.doubt] if cause.doubt is not None else None,
         waits=waits,
+        finds_kernel=not undecided and is_kernel_error(view.log.exception),
     )
 
 
@@ -72,6 +76,14 @@ def _summary(context: Context, found: FoundDead) -> str:
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
     return summary
+
+
+def _assertion(view: RankView) -> list[str]:
+    """Return the assertion that failed in a kernel, if the rank ended with its error."""
+    assertion = view.log.device_assertion
+    if not assertion or view.exit.why != "exception":
+        return []
+    return [f"An assertion failed in a kernel of rank {view.rank}: {assertion}."]
 
 
 def _waits(context: Context, found: FoundDead) -> str:

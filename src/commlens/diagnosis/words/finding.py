@@ -21,6 +21,8 @@ class Words(NamedTuple):
     would_raise_confidence: str | None = None
     # the part of the summary about other ranks than the culprits: those that wait
     waits: str = ""
+    # the next step tells how to find the kernel of the program that failed
+    finds_kernel: bool = False
 
 
 def finding_of(cause: AnyCause, words: Words) -> Finding:

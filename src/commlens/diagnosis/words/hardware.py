@@ -164,10 +164,11 @@ _NEXT: Mapping[Fault, str] = {
 }
 
 
-_PROGRAM_STEP = (
+_KERNEL_STEP = (
     "look for an illegal access in the program's kernels (compute-sanitizer,"
-    " CUDA_LAUNCH_BLOCKING=1); if it only happens on this GPU, test {node}"
+    " CUDA_LAUNCH_BLOCKING=1)"
 )
+_GPU_STEP = "if it only happens on this GPU, test {node}"
 _MOMENTS: Mapping[type[Cause], str] = {
     StuckInside: "the last rank came to it",
     Missing: "the first rank waited",
@@ -218,14 +219,18 @@ def _with_hardware(words: Words, cause: OfHardware) -> Words:
                 " occurrence would, or a test of the hardware."
             ),
         )
-    return words._replace(next_step=f"{words.next_step}; {next_step(first)}".lstrip("; "))
+    step = next_step(first, finds_kernel=words.finds_kernel)
+    return words._replace(next_step=f"{words.next_step}; {step}".lstrip("; "))
 
 
-def next_step(hardware: Hardware) -> str:
-    """Return what to do about a change of hardware."""
+def next_step(hardware: Hardware, *, finds_kernel: bool = False) -> str:
+    """Return what to do about a change of hardware. With ``finds_kernel``, the finding already
+    tells how to find the program's kernel that failed.
+    """
     event = hardware.event
-    is_program = event.what == "xid" and xid(event.number).effect == "program"
-    step = _PROGRAM_STEP if is_program else _NEXT[event.fault]
+    step = _NEXT[event.fault]
+    if event.what == "xid" and xid(event.number).effect == "program":
+        step = _GPU_STEP if finds_kernel else f"{_KERNEL_STEP}; {_GPU_STEP}"
     return step.format(node=hardware.node, part=event.part)
 
 

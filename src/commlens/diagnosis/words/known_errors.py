@@ -16,6 +16,12 @@ _STEPS: Final[dict[ErrorKind, str]] = {
         "start at most as many ranks on a node as it shows GPUs: check --nproc-per-node,"
         " CUDA_VISIBLE_DEVICES and what the scheduler granted"
     ),
+    "device-assert": (
+        "look in that rank's batch for an index out of range, as such an assertion usually is: a"
+        " token beyond the embedding's size, a label beyond the number of classes; its output"
+        " names the assertion, and CUDA_LAUNCH_BLOCKING=1 shows the line, for CUDA tells the error"
+        " of a kernel late"
+    ),
     "bad-kernel": (
         "run that rank's data with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer: CUDA tells"
         " the error of a kernel late, so the line that raised it may be another one"

@@ -22,7 +22,7 @@ INTERESTING: Final = re.compile(
     rb"|managed by process"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the"
     rb" failed|torch[./]distributed|NCCL (?:INFO|WARN)|but didn't join collective|the lagging ranks"
-    rb"|[Tt]he above exception|-- Process \d"
+    rb"|[Tt]he above exception|-- Process \d|, thread: \[\d+,\d+,\d+\] Assertion `"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -90,6 +90,11 @@ _LAGGING: Final = re.compile(
     r"\[(?P<behind>\d{1,7}(?:, \d{1,7})*)\] finished collective #\d{1,18}, but didn't join"
     r" collective #|ranks \[(?P<never>\d{1,7}(?:, \d{1,7})*)\] are the lagging ranks"
 )
+# of CUDA: once for each thread in which it failed
+_DEVICE_ASSERTION: Final = re.compile(
+    r"(?P<place>\S{1,400}:\d{1,7}): (?P<kernel>.{1,400}?): block: \[[\d,]{5,40}\], thread:"
+    r" \[[\d,]{5,40}\] Assertion `(?P<text>.{1,400})` failed"
+)
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(
     r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
@@ -135,12 +140,12 @@ class Timeout(NamedTuple):
     timeout_ms: int  # 0 if unknown
     ran_ms: int  # -1 if unknown
     group_rank: int | None  # of the process that wrote the line, in an unnamed group
+    has_failed: bool = False  # NCCL reported an error before the time was over
 
 
 class Progress(NamedTuple):
     """The progress of a process group on a rank."""
 
-    has_failed: bool = False  # NCCL reported an error before the time was over
     number: int | None  # sequence number of the work in the line
     enqueued: int
     started: int  # -1 if unknown
@@ -239,12 +244,12 @@ def parse_timeout(text: str) -> Timeout | None:
         _number(fields.get("Timeout", "")) or 0,
         int(found["ran"]) if found["ran"] else -1,
         int(rank[1]) if rank else None,
+        _ASYNC_ERROR in text,
     )
 
 
 def _number(text: str) -> int | None:
     """Return a number that fits in 64 bits; None for any other text: some torch versions print
-        _ASYNC_ERROR in text,
     sizes of -1 as 18446744073709551615.
     """
     text = text.strip()
@@ -322,6 +327,16 @@ def parse_stuck_watchdog(text: str) -> int:
     """
     found = _STUCK_WATCHDOG.search(text)
     return int(found[1]) if found else 0
+
+
+def parse_device_assertion(text: str) -> str:
+    """Return the assertion that failed in a kernel: ``"Indexing.cu:16, vectorized_gather_kernel:
+    ind < size"``; empty in any other line.
+    """
+    found = _DEVICE_ASSERTION.search(text)
+    if not found:
+        return ""
+    return clean(f"{found['place'].rpartition('/')[2]}, {found['kernel']}: {found['text']}")
 
 
 def parse_world_size(text: str) -> int:

@@ -76,9 +76,12 @@ _CHAINED: Final = re.compile(r"^(?:The above exception was|During handling of th
 _BARE: Final = re.compile(r"torch\.distributed\.Dist\w{1,40}Error: ")
 _ERROR_LINES_MAX: Final = 4  # after an exception of NCCL, up to its "Last error:"
 _CAUSE_MAX: Final = 500  # characters of an exception that caused another one
+_ASSERTED: Final = "device-side assert"
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 # of gloo, in C++
 _UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")
+# of torch, in C++
+_UNCAUGHT_CUDA: Final = re.compile(r"^\s*what\(\):\s+(?P<error>CUDA error: .{1,200})")
 _UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Ops whose log lines contain neither the peer nor the counter of the sequence number."""
@@ -121,6 +124,7 @@ class _Rank:
     chained: bool = False  # the next exception is one that the last one caused
     exception: str = ""
     by_launcher: bool = False  # the launcher raised it
+    device_assertion: str = ""  # the first that failed in a kernel
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
     observation: Observation = field(default_factory=Observation)
     host: str = ""
@@ -278,6 +282,9 @@ class LogParser:
             self._add_stack_line(text)
         if uncaught := _UNCAUGHT.match(text):
             about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
+        elif not about.exception and (uncaught := _UNCAUGHT_CUDA.match(text)):
+            about.exception = uncaught["error"]
+        about.device_assertion = about.device_assertion or L.parse_device_assertion(text)
         found = _FATAL.search(text)
         failed = timeout is not None and timeout.has_failed and not about.exception
         if found is None and ("atchdog" in text or failed):
@@ -391,6 +398,7 @@ class LogParser:
         self._split_by_group_rank()
         self._forget_mixed_counters()
         self._add_nccl_ranks()
+        self._place_unnamed_errors()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
         told = [
             one
@@ -412,6 +420,23 @@ class LogParser:
         for rank, place in self._nccl.places().items():
             self._ranks[rank].add_place(rank, place)
         self._communicators = self._nccl.communicators()
+
+    def _place_unnamed_errors(self) -> None:
+        """Give what C++ and the device print without a rank to the rank whose exception is of the
+        same error: Python prints that once more, with the rank.
+        """
+        unnamed = self._ranks.get(-1)
+        if unnamed is not None:
+            named = [about for rank, about in self._ranks.items() if rank >= 0]
+            asserted = [about for about in named if _ASSERTED in about.exception]
+            if len(asserted) == 1:
+                asserted[0].device_assertion = unnamed.device_assertion
+                unnamed.device_assertion = ""
+            if unnamed.exception and any(unnamed.exception in one.exception for one in named):
+                unnamed.exception = ""
+        for about in self._ranks.values():
+            if about.device_assertion and not about.exception:
+                about.exception = f"CUDA error: {_ASSERTED} triggered"
 
     def _forget_mixed_counters(self) -> None:
         """Forget the progress of groups that send messages: the counter is that of messages or of
@@ -458,6 +483,7 @@ class LogParser:
         columns.of_job = rank < 0 and (about.by_launcher or _tells_nothing(about))
         columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
         columns.exception = about.exception
+        columns.device_assertion = about.device_assertion
         columns.exception_stack = stack_of(about.exception_frames)
         columns.observation = about.observation
         if self._only_local and rank >= 0:
@@ -476,6 +502,8 @@ class LogParser:
             _add_calls(columns, lists, communicator, places)
         columns.channels = list(places)
         for (group_rank, _), timeout in about.unassigned.items():
+            if timeout.has_failed:
+                continue
             rank_text = (
                 f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
             )
@@ -502,8 +530,6 @@ class LogParser:
         use.
         """
         group, progress = known.group, known.progress
-            if timeout.has_failed:
-                continue
         name = group.name or ("0" if group.is_default else "")
         timeouts = {
             number: timeout

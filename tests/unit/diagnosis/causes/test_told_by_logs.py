@@ -936,6 +936,25 @@ REMOTE_ERROR = (
     " prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer n0<41476>\n"
     + progress(0, 41, 40)
 )
+ASSERTED = (
+    "/pytorch/aten/src/ATen/native/cuda/IndexKernelUtils.cu:16: vectorized_gather_kernel: block:"
+    " [93,0,0], thread: [{},0,0] Assertion `ind >=0 && ind < ind_dim_size` failed.\n"
+)
+THROWN = (
+    "[rank1]: For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "terminate called after throwing an instance of 'c10::AcceleratorError'\n"
+    "  what():  CUDA error: device-side assert triggered\n"
+)
+
+
+def test_the_log_of_a_rank_whose_kernel_failed(tmp_path: Path) -> None:
+    """Its peer's NCCL error is no timeout, and C++ prints no rank."""
+    asserted = "".join(ASSERTED.format(thread) for thread in range(32))
+    (tmp_path / "rank0.log").write_text(REMOTE_ERROR)
+    (tmp_path / "rank1.log").write_text(asserted + THROWN)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "exception", [1])
+    hold("dead/told-by-logs-device-assert", verdict)
 
 
 def test_a_rank_that_tells_nothing_beside_an_error_of_its_peer(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ NEIGHBOUR_KILLED = HealthEvent(
 )
 
 
+GPU_STOPPED = HealthEvent(what="xid", fault="gpu-fault", part="gpu0", at_ns=10**18, number=43)
+
+
 def died(ranks: list[int], there: list[int]) -> Dead:
     return Dead(
         kind="dead",
@@ -45,6 +48,18 @@ def test_the_ranks_of_a_node_are_those_that_run_there() -> None:
     assert isinstance(verdict.cause, Dead)
     assert verdict.cause.hardware[0].ranks == [0, 1, 2]
     assert verdict.victims == [0, 1, *range(8, 16)]
+
+
+@pytest.mark.parametrize("finds_kernel", [True, False])
+def test_how_to_find_a_failed_kernel_is_told_once(finds_kernel: bool) -> None:
+    """An Xid of the program's own fault adds what the error's step does not tell."""
+    cause = died([1], [1])
+    cause.why = "exception"
+    cause.hardware = [Hardware("n0", [1], GPU_STOPPED, 0.3, True)]
+    step = "run it with CUDA_LAUNCH_BLOCKING=1"
+    words = add_hardware(Words("died", next_step=step, finds_kernel=finds_kernel), cause)
+    assert words.next_step.count("CUDA_LAUNCH_BLOCKING") == (1 if finds_kernel else 2)
+    assert words.next_step.endswith("; if it only happens on this GPU, test n0")
 
 
 @pytest.mark.parametrize(
