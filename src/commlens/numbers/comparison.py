@@ -150,8 +150,8 @@ class Comparison:
         untold = [part for part in untold if not must_be_equal(part, check)]
         differences = [*find_differences(equal, check.tolerance), *self._unlearned(check, untold)]
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
-        compared = [each for each in differences if each.key[0] != "rng"]
-        history.append(Compared(check.number, len(compared)))
+        counted = [each for each in differences if each.key[0] != "rng" or each.learned]
+        history.append(Compared(check.number, len(counted)))
         found: list[Diverged] = []
         for kinds in (TRAINED, ("buffer",), ("value",), ("rng",)):
             some = [each for each in differences if each.key[0] in kinds]

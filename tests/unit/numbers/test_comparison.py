@@ -238,6 +238,7 @@ def test_random_numbers_that_were_in_step() -> None:
         assert not job.check(step, {generator: float(step), **later(step)})
     found = only(job.check(4, {generator: 4.0, **later(4)}, {3: {generator: 9.0}}))
     assert (found.why, found.departure, found.culprits) == ("rng", "other-random-numbers", [3])
+    assert [(each.step, each.differing) for each in found.history][-2:] == [(3, 0), (4, 1)]
     assert (found.certain, found.equal_at) == (False, 3)
     assert not job.check(5, {generator: 5.0, **later(5)}, {3: {generator: 10.0}})
 
