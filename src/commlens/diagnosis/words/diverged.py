@@ -221,7 +221,11 @@ def _element(cause: Diverged) -> str:
             f"Only one bit differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
             " change a single bit; failing hardware does."
         )
-    return f"Only element {tensor.element} differs, as when hardware flipped a bit some steps ago."
+    flipped = f"Only element {tensor.element} differs, as when hardware flipped a bit"
+    if cause.equal_at is None:
+        return f"{flipped} before this check."
+    unit = "step" if cause.source.startswith("optimizer") else "call"
+    return f"{flipped} between the checks in {unit} {cause.equal_at} and {unit} {cause.step}."
 
 
 def _hyperparameters(cause: Diverged) -> str:

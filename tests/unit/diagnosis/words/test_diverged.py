@@ -148,6 +148,18 @@ def test_a_bit() -> None:
     assert words(found).next_step.startswith("test the memory of rank 3")
 
 
+def test_one_element_changed_between_two_checks() -> None:
+    sides = [TensorSide([0, 1, 2], "0" * 16, 1.0), TensorSide([3], "1" * 16, 1.0)]
+    found = diverged(f"parameter {NORM}")
+    found.departure = "one-element"
+    found.tensors = [DivergedTensor("parameter", NORM, sides, element=37)]
+    flipped = "Only element 37 differs, as when hardware flipped a bit"
+    expected = f"{flipped} between the checks in step 300 and step 400."
+    assert words(found).explanation.endswith(expected)
+    found.equal_at = None
+    assert words(found).explanation.endswith(f"{flipped} before this check.")
+
+
 def test_nan_everywhere() -> None:
     job = Job()
     job.check(300, MODEL)
