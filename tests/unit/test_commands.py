@@ -184,6 +184,20 @@ def test_an_unknown_option_is_named(capsys):
             "The program nope.py cannot be read: there is no such file.",
         ),
         (
+            ["launch", "--check-numbers", "every 1 steps", "t.py"],
+            "The program every 1 steps cannot be read: there is no such file. If it is the value"
+            " of --check-numbers, write '--check-numbers=every 1 steps'.",
+        ),
+        (
+            ["run", "--debug", "sample", "t.py"],
+            "The program sample cannot be read: there is no such file. If it is the value of"
+            " --debug, write --debug=sample.",
+        ),
+        (
+            ["launch", "--check-numbers", "every-1.py"],
+            "The program every-1.py cannot be read: there is no such file.",
+        ),
+        (
             ["launch", "--no-python", "nope"],
             "The command nope cannot be run: there is no such executable file.",
         ),

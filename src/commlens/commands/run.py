@@ -43,10 +43,11 @@ class RunCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import settings_environment, variable_of
         from commlens.launch import worker
-        from commlens.launch.options import OPTIONS, settings_from
+        from commlens.launch.options import OPTIONS, refuse_value, settings_from
 
         program = program_of(arguments, "run train.py --lr 0.1")
         refuse_launcher(program, module=arguments.module)
+        refuse_value(arguments, program[0], module=arguments.module)
         given = settings_from(arguments)
         # Pass on only what was given here: the worker finds the rest in the same places.
         chosen = {name for name in OPTIONS if given.origins[name] == "command line"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from commlens.config import ACCEPTED, SAMPLE, Resolved, load_settings
-from commlens.errors import CommandError, did_you_mean
+from commlens.errors import CommandError, CommlensError, did_you_mean
 from commlens.launch.new_warnings import new_warnings
 from commlens.text import joined
 from commlens.verification.sampling import EVERY
@@ -163,6 +165,37 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
     overrides["check_numbers"] = arguments.commlens_check_numbers
     overrides.update(more)
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)
+
+
+def refuse_value(arguments: argparse.Namespace, program: str, *, module: bool) -> None:
+    """Refuse the value of an option in the program's place: ``--debug`` and ``--check-numbers``
+    take a value only after ``=``.
+
+    Args:
+        arguments: the parsed options of :func:`add_settings`.
+        program: the script's path, or the module's name.
+        module: it is a module's name.
+
+    Raises:
+        CommandError: there is no such program, and an option that was given takes this value.
+    """
+    if module or Path(program).exists():
+        return
+    for name, without_value in (("check_numbers", "on"), ("debug", True)):
+        if getattr(arguments, f"commlens_{name}") == without_value and _accepts(name, program):
+            flag = "--" + name.replace("_", "-")
+            raise CommandError(
+                f"The program {program} cannot be read: there is no such file. If it is the value"
+                f" of {flag}, write {shlex.quote(f'{flag}={program}')}."
+            )
+
+
+def _accepts(name: str, value: str) -> bool:
+    try:
+        ACCEPTED[name].parse(value)
+    except (CommlensError, ValueError):
+        return False
+    return True
 
 
 def program_from(given: Sequence[str], own_options: Collection[str], *, module: bool) -> list[str]:

@@ -32,6 +32,7 @@ from commlens.launch.options import (
     add_settings,
     own_options,
     program_from,
+    refuse_value,
     settings_from,
     usage_error,
 )
@@ -163,6 +164,8 @@ def launch(argv: Sequence[str]) -> int:
             "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
             f" {rest}`."
         )
+    if not arguments.no_python:
+        refuse_value(arguments, arguments.training_script, module=arguments.module)
     check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
     resolved = settings_from(
         arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir
