@@ -40,7 +40,7 @@ def ask_witness(
     groups = _groups(cause.waits)
     if any_group and not groups:
         groups = [_ranks_of(each, by_pid) for each in communicators]
-    about = _about(communicators, groups, by_pid)
+    about = _about(communicators, groups, {log.rank: log.pid for log in logs if log.pid})
     if about is not None:
         cause.ras = _witness(cause, about, by_pid)
         if cause.ras.says == "disagrees" and cause.confidence == "medium":
@@ -66,25 +66,31 @@ def _groups(waits: Sequence[Wait]) -> list[list[int]]:
 def _about(
     communicators: Iterable[RasCommunicator],
     groups: Sequence[Sequence[int]],
-    by_pid: Mapping[int, int],
+    pids: Mapping[int, int],
 ) -> RasCommunicator | None:
     """Return the communicator of one of the groups; of several, one in which RAS sees a problem."""
-    same = [each for each in communicators if any(_is_of(each, group, by_pid) for group in groups)]
+    same = [each for each in communicators if any(_is_of(each, group, pids) for group in groups)]
     wrong = [each for each in same if each.apart or each.silent]
     return next(iter(wrong or same), None)
 
 
-def _is_of(each: RasCommunicator, group: Sequence[int], by_pid: Mapping[int, int]) -> bool:
-    """Return whether a communicator is of a group: its processes are, in the same order."""
+def _is_of(each: RasCommunicator, group: Sequence[int], pids: Mapping[int, int]) -> bool:
+    """Return whether a communicator is of a group: its processes are, in the same order.
+
+    Jobs on one node share RAS's default port, so the answer may be another job's. A process that is
+    not the rank's shows that, even if others have the same pids on another node.
+
+    Args:
+        each: the communicator.
+        group: the global ranks.
+        pids: of the job's ranks, as far as they are known.
+    """
     named = [(rank.rank, rank.pid) for rank in (*each.behind, *each.silent)]
     told = list(enumerate(each.pids)) if each.pids else named
-    pairs = [(place, by_pid[pid]) for place, pid in told if pid in by_pid]
-    fits = not each.size or each.size == len(group)
-    return (
-        fits
-        and bool(pairs)
-        and all(place < len(group) and group[place] == rank for place, rank in pairs)
-    )
+    if any(place >= len(group) for place, _ in told) or each.size not in (0, len(group)):
+        return False
+    known = [(pid, pids[group[place]]) for place, pid in told if pid and group[place] in pids]
+    return bool(known) and all(pid == own for pid, own in known)
 
 
 def _witness(

@@ -66,9 +66,17 @@ def test_it_agrees_disagrees_or_is_silent(told: RasCommunicator, says: str, sent
     [
         RasCommunicator(name="0x2", size=2, pids=PIDS[:2], apart=True, behind=named(0)),
         RasCommunicator(name="0x3", size=4, pids=[7, 8, 9, 10], apart=True),
+        RasCommunicator(name="0x5", size=4, pids=[7, 8, PIDS[2], 10], apart=True, behind=named(2)),
+        RasCommunicator(name="6", apart=True, behind=[RasRank(1, 8), RasRank(2, PIDS[2])]),
         RasCommunicator(name="0x4", size=4, pids=PIDS[::-1], apart=True, behind=named(1)),
     ],
-    ids=["a smaller group", "another job", "another order"],
+    ids=[
+        "a smaller group",
+        "another job",
+        "another job with one of the pids",
+        "another job with one of the pids, in text",
+        "another order",
+    ],
 )
 def test_what_is_told_of_another_group_is_left_out(told: RasCommunicator) -> None:
     verdict = verdict_with(told)
