@@ -20,6 +20,7 @@ from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
 from commlens.diagnosis.words.diverged import verdict_of
 from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.hazard import Hazard
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.page import render_page
 from commlens.reports.verdict_page import verdict_html
@@ -372,6 +373,27 @@ def test_nothing_is_wrong_and_nothing_is_known(open_page: OpenPage, serious_faul
     assert serious_faults(page) == []
     page = open_page(write(tmp_path, []))
     assert "nothing to diagnose" in page.inner_text("h1").lower()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_all_latent_faults_are_listed(open_page: OpenPage, tmp_path: Path, is_stuck: bool):
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=3)
+        if is_stuck:
+            yield Stay(57, "load_batch") if rank else all_reduce(job.world, line=3)
+
+    torchs = Frame("/t/distributed_c10d.py", 3000, "all_reduce", FrameKind.LIBRARY)
+    logs = Job(2).run(program).logs()
+    for log in logs:
+        log.hazards = [
+            Hazard("never-waited", 1, (torchs, Frame("/home/me/train.py", line, "step")))
+            for line in (7, 9)
+        ]
+    answer = open_page(write(tmp_path, logs)).inner_text("#verdict")
+    assert "Also" not in answer
+    latent = answer.partition("Latent faults")[2]
+    assert "train.py:7 step" in latent and "train.py:9 step" in latent
+    assert ("confidence" in answer) == is_stuck
 
 
 def test_what_cannot_be_unpacked_leaves_the_plain_text(open_page: OpenPage, tmp_path: Path):

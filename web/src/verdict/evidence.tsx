@@ -1,11 +1,11 @@
 import { Section } from "../shared/page";
 import type { VerdictPage } from "./data";
-import { sentence } from "./summary";
+import { isHazard, sentence } from "./summary";
 
 /** The evidence for the verdict, the evidence that is missing, and the files that were read. */
 export function Evidence({ page }: { page: VerdictPage }) {
   const { verdict } = page;
-  const first = verdict.findings[0];
+  const first = verdict.findings.find((finding) => !isHazard(finding));
   return (
     <Section id="evidence" title="Evidence">
       <div class="columns">

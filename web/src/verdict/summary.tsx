@@ -11,14 +11,15 @@ const TONES: Record<string, string> = { healthy: "good", waiting: "waiting", und
 /** The answer, before everything else. */
 export function Summary({ page }: { page: VerdictPage }) {
   const { verdict } = page;
-  const [first, ...others] = verdict.findings;
+  const hazards = verdict.findings.filter(isHazard);
+  const [first, ...others] = verdict.findings.filter((finding) => !isHazard(finding));
   const tone = TONES[verdict.kind] ?? "fault";
   return (
     <section id="verdict" class={`verdict ${tone}`} aria-labelledby="verdict-title">
       <p class="kind">
         <span class="chip kind-chip">{HEADLINES[verdict.kind] ?? verdict.kind.replace("/", ": ")}</span>
-        {verdict.why !== "unknown" && verdict.findings.length > 0 && <span class="chip">{verdict.why.replaceAll("-", " ")}</span>}
-        {verdict.findings.length > 0 && <span class="chip">{verdict.confidence} confidence</span>}
+        {verdict.why !== "unknown" && first && <span class="chip">{verdict.why.replaceAll("-", " ")}</span>}
+        {first && <span class="chip">{verdict.confidence} confidence</span>}
       </p>
       <h1 id="verdict-title">{unbroken(headline(verdict.summary || verdict.kind))}</h1>
       <dl class="answer">
@@ -59,7 +60,7 @@ export function Summary({ page }: { page: VerdictPage }) {
         <CopyButton label="Copy for a ticket" text={page.text} />
         <CopyButton label="Copy as JSON" text={() => JSON.stringify(verdict, null, 2)} />
       </div>
-      {others.length > 0 && <Others findings={others} />}
+      {verdict.findings.length > (first ? 1 : 0) && <Others findings={others} hazards={hazards} />}
     </section>
   );
 }
@@ -76,13 +77,19 @@ function Source({ source }: { source: SourceLines }) {
   );
 }
 
-function Others({ findings }: { findings: Finding[] }) {
+/** A latent fault of the program, which stands beside what the verdict is about. */
+export function isHazard(finding: Finding): boolean {
+  return finding.kind === "hazard";
+}
+
+function Others({ findings, hazards }: { findings: Finding[]; hazards: Finding[] }) {
   const roots = findings.filter((finding) => finding.root_cause);
   const rest = findings.filter((finding) => !finding.root_cause);
   return (
     <div class="others">
       {roots.length > 0 && <FindingList title="Also wrong, independently" findings={roots} />}
       {rest.length > 0 && <FindingList title="Also found" findings={rest} />}
+      {hazards.length > 0 && <FindingList title="Latent faults" findings={hazards} />}
     </div>
   );
 }
