@@ -24,7 +24,7 @@ export function Evidence({ page }: { page: VerdictPage }) {
           ) : (
             <p class="dim">No evidence is known to be missing.</p>
           )}
-          {first?.would_raise_confidence && <p>To raise the confidence: {sentence(first.would_raise_confidence)}</p>}
+          {first?.would_raise_confidence && verdict.confidence !== "high" && <p>Confidence: {verdict.confidence}. {sentence(first.would_raise_confidence)}</p>}
         </div>
       </div>
       <h3>Sources</h3>
