@@ -14,6 +14,7 @@ const SERIES = 6;
 const IN_FLIGHT = 1;
 const FAILED = 2;
 const UNKNOWN = 3;
+const FOUND_LATER = 4;
 
 type Scale = ScaleLinear<number, number>;
 interface Spot {
@@ -146,6 +147,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
         <span class="legend">
           {labels.slice(0, 12).map((label, index) => <span key={label}><i class={`swatch series-${(index % SERIES) + 1}`} />{label}</span>)}
           <span><i class="swatch swatch-open" />in flight</span>
+          {data.lanes.some((lane) => lane.ops.state.includes(FOUND_LATER)) && <span><i class="swatch swatch-faded" />ended within the bar</span>}
           {data.lanes.some((lane) => lane.ops.state.includes(FAILED)) && <span><i class="swatch swatch-failed" />failed</span>}
         </span>
         <span class="zooms">
@@ -226,7 +228,7 @@ function describe(data: Data, lane: Lane, op: number): string {
     ? data.captured_known ? `in flight for ${seconds((data.captured - start) / 1e6)}` : "in flight"
     : state === UNKNOWN
       ? "completion unknown"
-      : `${state === FAILED ? "failed after" : "took"} ${seconds(Math.max(0, ops.end[op]! - start) / 1e6)}`;
+      : `${state === FAILED ? "failed after" : state === FOUND_LATER ? "took at most" : "took"} ${seconds(Math.max(0, ops.end[op]! - start) / 1e6)}`;
   return [
     `rank ${lane.rank}`,
     `${data.texts[ops.name[op]!]} #${ops.number[op]} of ${channel.label} [${channel.ranks}]`,
@@ -299,7 +301,7 @@ function draw(canvas: HTMLCanvasElement, { data, labels, rows, laneHeight, width
           pen.fill();
         }
       } else {
-        pen.globalAlpha = state === UNKNOWN ? 0.45 : 1;
+        pen.globalAlpha = state === UNKNOWN || state === FOUND_LATER ? 0.45 : 1;
         pen.fillStyle = state === FAILED ? colours.culprit : paint;
         pen.fillRect(x, y, wide, barHeight);
         pen.globalAlpha = 1;

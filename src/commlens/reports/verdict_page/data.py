@@ -99,7 +99,9 @@ class Ops(msgspec.Struct):
     name: list[int] = []  # index into texts, as are the next two
     asked: list[int] = []
     place: list[int] = []
-    state: list[int] = []  # 0 completed, 1 in flight, 2 failed, 3 not known whether it completed
+    # 0 completed, 1 in flight, 2 failed, 3 not known whether it completed, 4 completed at some
+    # moment up to its end
+    state: list[int] = []
 
 
 class Lane(msgspec.Struct):

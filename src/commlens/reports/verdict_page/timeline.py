@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from commlens.diagnosis.index.job_index import ChannelKey, RankView
-from commlens.model.collective import Channel, Collective, State
+from commlens.model.collective import Channel, Collective, LearnedHow, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.job import Job, label
 from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
@@ -26,6 +26,7 @@ _STATES = {
     State.FAILED: 2,
     State.UNKNOWN: 3,
 }
+_FOUND_LATER = 4
 
 
 class Index(Generic[T]):
@@ -86,7 +87,7 @@ def timeline(job: Job) -> Timeline:
             columns.name.append(texts(_name(op)))
             columns.asked.append(texts(args_phrase(op)))
             columns.place.append(texts(frame_phrase(op.source)))
-            columns.state.append(_STATES[op.state])
+            columns.state.append(_FOUND_LATER if _was_found_later(op) else _STATES[op.state])
         made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
     made.channels, made.texts = (
         [_channel_ref(job.index.channels[key]) for key in channels.values],
@@ -134,6 +135,15 @@ def _last(history: Sequence[Collective], most: int) -> list[Collective]:
         [op for op in shown[:-most] if op.in_flight] + shown[-most:]
         if len(shown) > most
         else list(shown)
+    )
+
+
+def _was_found_later(op: Collective) -> bool:
+    """Return whether its end is only known to lie before a moment at which it was looked for: torch
+    waits for it in C++, as DDP does.
+    """
+    return (
+        op.state is State.COMPLETED and op.learned_how is LearnedHow.POLL and not op.wait_ended_ns
     )
 
 

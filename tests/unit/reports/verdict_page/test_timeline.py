@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from builders import MS, Job, Stay, all_reduce
 from verdict_pages import page_of, stays
 
+from commlens.model.collective import LearnedHow
+
 
 def test_records_without_times_have_tables_but_no_timeline() -> None:
     logs = Job(4).run(stays).logs()
@@ -17,6 +19,14 @@ def test_records_without_times_have_tables_but_no_timeline() -> None:
     page = page_of(logs)
     assert page.timeline.lanes == [] and page.timeline.notes
     assert page.tables
+
+
+def test_an_end_that_was_found_later_is_no_moment() -> None:
+    logs = Job(4).run(stays).logs()
+    in_cpp, in_python = logs[0].collectives[1:3]
+    in_cpp.learned_how, in_cpp.wait_ended_ns = LearnedHow.POLL, 0
+    in_python.learned_how = LearnedHow.POLL
+    assert page_of(logs).timeline.lanes[0].ops.state == [0, 4, 0, 1]
 
 
 def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> (
