@@ -161,7 +161,7 @@ def _print_output(checked: Checked, outputs: dict[int, str]) -> None:
 
 def _write(checked: Checked, arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
-        write_page(arguments.html, checked.examined)
+        write_page(arguments.html, checked.examined, has_times=False)
     if arguments.sarif is not None:
         from commlens.atomic_write import write_whole
         from commlens.reports.sarif import sarif

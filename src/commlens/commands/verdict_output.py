@@ -31,10 +31,12 @@ def add_html(parser: argparse.ArgumentParser, about: str) -> None:
     )
 
 
-def write_page(file: Path, examined: ExaminedJob) -> None:
-    """Write the page of ``--html``, and print its name."""
+def write_page(file: Path, examined: ExaminedJob, *, has_times: bool = True) -> None:
+    """Write the page of ``--html``, and print its name; ``has_times`` as in
+    :func:`~commlens.reports.verdict_page.verdict_page`.
+    """
     from commlens.atomic_write import write_whole
     from commlens.reports.verdict_page import verdict_html
 
-    write_whole(file, verdict_html(examined))
+    write_whole(file, verdict_html(examined, has_times=has_times))
     print(f"commlens: Wrote {file}: open it in a browser.", file=sys.stderr)

@@ -27,7 +27,7 @@ export function Timeline({ page, selected }: { page: VerdictPage; selected: numb
   const data = page.timeline;
   const ranks = page.ranks.rank.length;
   const about = data.lanes.length === 0
-    ? "There is nothing to draw."
+    ? data.notes.length > 0 ? undefined : "There is nothing to draw."
     : `A bar is a collective, from its issue to its end; one that never ended is hatched and open at the right. ${
         data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the culprits and some of each class. ` : ""
       }Drag to move, Ctrl and the wheel (or the buttons) to zoom.`;

@@ -24,18 +24,18 @@ from commlens.version import __version__
 _FILES_NAMED = 3
 
 
-def verdict_html(examined: ExaminedJob) -> bytes:
-    """Return the page of an examined job as HTML."""
-    page = verdict_page(examined)
+def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
+    """Return the page of an examined job as HTML; ``has_times`` as in :class:`Job`."""
+    page = verdict_page(examined, has_times=has_times)
     verdict = examined.verdict
     return render_page(
         "verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text
     )
 
 
-def verdict_page(examined: ExaminedJob) -> VerdictPage:
-    """Return the page's content as data."""
-    job = Job(examined)
+def verdict_page(examined: ExaminedJob, *, has_times: bool = True) -> VerdictPage:
+    """Return the page's content as data; ``has_times`` as in :class:`Job`."""
+    job = Job(examined, has_times=has_times)
     merged, stack_of = stacks(job)
     return VerdictPage(
         commlens=__version__,
@@ -72,7 +72,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     if not logs:
         return []
     hosts = sorted({log.host for log in logs if log.host})
-    captured = max(view.now_ns for view in job.index.views.values())
+    captured = max(view.now_ns for view in job.index.views.values()) if job.has_times else 0
     versions = dict(pair for log in logs[:1] for pair in log.versions.items())
     sources = sorted({log.source for log in logs if log.source})
     folders = {source.rpartition("/")[0] for source in sources}

@@ -46,10 +46,16 @@ class Doing(NamedTuple):
 
 
 class Job:
-    """An examined job, with its ranks in classes."""
+    """An examined job, with its ranks in classes.
 
-    def __init__(self, examined: ExaminedJob) -> None:
-        self.examined = examined
+    Args:
+        examined: the job.
+        has_times: whether the times in its records are those of a clock. In those of ranks that
+            did not run together, only the order counts.
+    """
+
+    def __init__(self, examined: ExaminedJob, *, has_times: bool = True) -> None:
+        self.examined, self.has_times = examined, has_times
         self.verdict, self.index, self.mismatches, self.graph = examined
         self.all_ranks = sorted(
             {
@@ -68,8 +74,9 @@ class Job:
         """Whether each rank's records say when they were copied; if not, how long an op has been in
         flight is unknown.
         """
-        return self.index.knows.capture_time or all(
-            view.log.captured_ns for view in self.index.views.values()
+        return self.has_times and (
+            self.index.knows.capture_time
+            or all(view.log.captured_ns for view in self.index.views.values())
         )
 
     def role(self, rank: int) -> Role:

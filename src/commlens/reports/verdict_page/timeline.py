@@ -49,6 +49,8 @@ def timeline(job: Job) -> Timeline:
     """Return the most relevant lanes, the last collectives of each, and the arrivals at the
     collectives that the findings name.
     """
+    if not job.has_times:
+        return Timeline(notes=["The ranks did not run together, so there is no timeline."])
     ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
     chosen = {rank: _last(job.index.views[rank].history, most) for rank in ranks}

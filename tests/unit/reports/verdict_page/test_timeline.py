@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from builders import MS, Job, Stay, all_reduce
 from verdict_pages import page_of, stays
 
+from commlens.diagnosis.examine import examine_logs
 from commlens.model.collective import LearnedHow
+from commlens.reports.verdict_page import verdict_page
 
 
 def test_records_without_times_have_tables_but_no_timeline() -> None:
@@ -27,6 +29,13 @@ def test_an_end_that_was_found_later_is_no_moment() -> None:
     in_cpp.learned_how, in_cpp.wait_ended_ns = LearnedHow.POLL, 0
     in_python.learned_how = LearnedHow.POLL
     assert page_of(logs).timeline.lanes[0].ops.state == [0, 4, 0, 1]
+
+
+def test_ranks_that_did_not_run_together_have_no_times() -> None:
+    page = verdict_page(examine_logs(Job(4).run(stays).logs()), has_times=False)
+    assert page.timeline.lanes == [] and "did not run together" in page.timeline.notes[0]
+    assert "Recorded until" not in dict(page.facts)
+    assert page.classes and not [one for one in page.classes if " s" in one.detail]
 
 
 def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> (
