@@ -35,7 +35,9 @@ def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> V
         if outcome.stuck
         else ""
     )
-    explanation = " ".join(filter(None, [stops, found.explanation]))
+    told = found.explanation
+    told = capital(told) if stops and told.startswith("rank") else told
+    explanation = " ".join(filter(None, [stops, told]))
     first = msgspec.structs.replace(found.findings[0], explanation=explanation)
     return msgspec.structs.replace(
         found, explanation=explanation, findings=[first, *found.findings[1:]]
