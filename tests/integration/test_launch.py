@@ -14,6 +14,7 @@ import pytest
 from chosen import chosen, long
 from launching import Bench, Program
 
+from commlens.launch.torchrun import job_name, parse
 from commlens.processes import senders
 
 pytest.importorskip("torch")
@@ -163,6 +164,18 @@ def test_a_late_rank_and_the_end_of_the_wait(bench: Bench) -> None:
     assert program.end() == 0
     assert "arrived after" in program.error, program.report()
     assert bench.boxes_left == []
+
+
+@pytest.mark.parametrize(
+    ("slurm", "name"), [("", "train-n0-29500"), ("4711", "train-4711-n0-29500")]
+)
+def test_all_nodes_name_the_job_alike(
+    monkeypatch: pytest.MonkeyPatch, slurm: str, name: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", slurm)
+    for rank in ("0", "1"):
+        rendezvous = ["--master-addr", "n0", "--master-port", "29500", "--node-rank", rank]
+        assert job_name(parse(["--nnodes", "2", *rendezvous, "train.py"])) == name
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGTERM)])

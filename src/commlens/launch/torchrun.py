@@ -285,10 +285,9 @@ def job_name(arguments: argparse.Namespace) -> str:
         str(getattr(arguments, name, "") or "")
         for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")
     ]
-    slurm = os.environ.get("SLURM_JOB_ID", "")
-    return job_dirs.safe_name(
-        "-".join([program, slurm, *(part for part in rendezvous if part not in ("none", ""))]), 120
-    )
+    shared = [os.environ.get("SLURM_JOB_ID", ""), *rendezvous]
+    parts = [program, *(part for part in shared if part not in ("none", ""))]
+    return job_dirs.safe_name("-".join(parts), 120)
 
 
 def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
