@@ -207,6 +207,14 @@ def test_a_job_whose_terminal_goes_away(bench: Bench) -> None:
     assert "VERDICT" not in said
 
 
+@pytest.mark.skipif(not senders.AVAILABLE, reason="the handler in C was not built here")
+def test_a_rank_that_ends_the_job(bench: Bench) -> None:
+    program = bench.launch("train.py", "end")
+    assert program.end() != 0
+    said = " ".join(program.error.split())
+    assert "commlens: the launcher received SIGTERM from rank 1 (pid " in said, program.report()
+
+
 @pytest.mark.long
 def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> None:
     # torchrun's workers otherwise share one store over all starts, in which gloo finds the
