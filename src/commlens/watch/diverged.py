@@ -14,6 +14,7 @@ import msgspec
 from commlens.blackbox import job_dirs
 from commlens.model.verdict import Verdict
 
+_MOST: Final = 50  # findings in one verdict
 _NAME: Final = f"{job_dirs.NUMBERS_VERDICT}*"
 
 
@@ -25,3 +26,13 @@ def take_verdict(folders: Iterable[Path]) -> Verdict | None:
             path.unlink()  # of two that read it, one reports it
             return msgspec.json.decode(content.removeprefix(job_dirs.NUMBERS_HEAD), type=Verdict)
     return None
+
+
+def together(former: Verdict | None, verdict: Verdict) -> Verdict:
+    """Return a verdict on all tensors that were found to differ so far: the first ones may be why
+    the others do.
+    """
+    if former is None or former.kind != "diverged":
+        return verdict
+    findings = [*former.findings, *verdict.findings][:_MOST]
+    return Verdict.from_findings(findings, looked_at=former.looked_at)

@@ -34,7 +34,7 @@ from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.death_report import lines_at_end, report_death
-from commlens.watch.diverged import take_verdict
+from commlens.watch.diverged import take_verdict, together
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
@@ -443,7 +443,9 @@ class Watcher:
         verdict = take_verdict(self.folders) if not self._over else None
         if verdict is None:
             return
+        former = self.reporter.verdict
         self.reporter.report(verdict)
+        self.reporter.verdict = together(former, verdict)
         self.reporter.save_dump()
         if self.settings.on_diverged == "abort":
             self._abort("on_diverged", verdict)
