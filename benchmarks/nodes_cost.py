@@ -4,7 +4,8 @@ The nodes run the real code (``commlens.watch.nodes.exchange``) in a few process
 own connection, and meet in a real TCPStore in a process of its own. Each has 8 ranks and 8 channels
 that reach other nodes. When it is asked for records, it packs real black boxes of 2,000 records,
 in which one rank of the job has not reached the last collective. The reporter has a process to
-itself, so that its CPU and memory can be measured. With --judge, it reads the newest records of all
+itself, so that its CPU and memory can be measured. With --woken, each node also waits in the store
+for a moment after each exchange, as nodes that rest for long do. With --judge, it reads the newest records of all
 ranks, as it does where a few ranks are not enough. As root, all run in a network namespace without
 DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
 
@@ -46,6 +47,7 @@ from commlens.watch.mismatches.channel_progress import ChannelDigest
 from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import meeting_places, remote_evidence, states_tree
 from commlens.watch.nodes.beat import key, pack_digests
+from commlens.watch.nodes.calls import wake_key
 from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import (
     NodeEvidence,
@@ -59,6 +61,8 @@ from commlens.watch.snapshot import one_run
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "support"))
 RANKS = 8
 CHANNELS = 8
+INNER = 32  # slot of a node that bundles values and, with more than 1024, has others below it
+WOKEN = "NODES_COST_WOKEN"
 REST_S = 20.0
 SETTLE_S = 60.0
 PER_PROCESS = 320
@@ -81,7 +85,11 @@ class Row(NamedTuple):
     store_mb_s: float  # received and sent, at rest
     reporter_share: float  # of a core, at rest
     value_bytes: int
+    inner_share: float  # of a core, at rest, of a node that bundles values and has others below it
     stall_share: float = 0.0  # of a core, of the store while ranks wait
+    inner_stall_share: float = 0.0  # the same while ranks wait
+    store_s: float = 0.0  # CPU time of the store while the evidence is gathered
+    inner_s: float = 0.0  # of that node
     evidence_kb: float = 0.0  # states and records
     gather_s: float = 0.0  # and read
     diagnose_s: float = 0.0
@@ -212,10 +220,15 @@ def start_node(number: int, address: meeting_places.Store, told: dict[str, Any])
     return node
 
 
-def run_nodes(nodes: list[meeting.Nodes]) -> None:
+def run_nodes(nodes: list[meeting.Nodes], spent: dict[int, float]) -> None:
     """Do for many nodes, each with its own connection, what the thread of each does: hundreds of
     threads would fight for one GIL.
+
+    Args:
+        nodes: the nodes.
+        spent: gets the CPU time of each, by its slot.
     """
+    pauses = WOKEN in os.environ
     clients = {}
     due = dict.fromkeys(range(len(nodes)), 0.0)
     while True:
@@ -226,7 +239,12 @@ def run_nodes(nodes: list[meeting.Nodes]) -> None:
                 clients[at] = node._places[0].open(lambda waited_s: True)
                 node.update(slot=clients[at].add(key("nodes"), 1) % LOOK - 1)
             node._poke.clear()
-            node._exchange(clients[at], node._mine.slot)
+            began = time.thread_time()
+            slot = node._mine.slot
+            node._exchange(clients[at], slot)
+            if pauses:
+                clients[at].pause(wake_key(slot), 0.0, node._poke.fileno())
+            spent[slot] = spent.get(slot, 0.0) + time.thread_time() - began
             due[at] = time.monotonic() + node._period_s()
         time.sleep(0.01)
 
@@ -237,9 +255,10 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
     told = digests()
     evidence = Evidence(world_size)
     nodes = {number: new_node(number, address, told) for number in numbers}
+    spent: dict[int, float] = {}
     for first in range(THREADS):
         threading.Thread(
-            target=run_nodes, args=(list(nodes.values())[first::THREADS],), daemon=True
+            target=run_nodes, args=(list(nodes.values())[first::THREADS], spent), daemon=True
         ).start()
 
     def answer() -> None:
@@ -259,11 +278,17 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
         if order == "stall":
             for number, node in nodes.items():
                 node.update(wait_id=number + 1, wait_s=5.0)
-        pipe.send(sum(node._mine.count for node in nodes.values()))
+        pipe.send(
+            spent.get(INNER, 0.0)
+            if order == "inner"
+            else sum(node._mine.count for node in nodes.values())
+        )
 
 
-def tell(pipes: list[Any], order: str) -> int:
-    """Send an order to all, and return how many exchanges their nodes have made."""
+def tell(pipes: list[Any], order: str) -> float:
+    """Send an order to all, and return how many exchanges their nodes have made, or the CPU seconds
+    of the node that bundles values and has nodes below it in the tree.
+    """
     for pipe in pipes:
         pipe.send(order)
     return sum(pipe.recv() for pipe in pipes)
@@ -318,6 +343,7 @@ def measure_with(count: int, store: Any, processes: list[Any]) -> Row:
     time.sleep(5)
     start_cpu = used() - before
     done, at, began, own = tell(pipes, "count"), used(), time.monotonic(), cpu_s()
+    inner = tell(pipes, "inner")
     received = loopback_bytes()
     time.sleep(REST_S)
     spent = time.monotonic() - began
@@ -334,6 +360,7 @@ def measure_with(count: int, store: Any, processes: list[Any]) -> Row:
         mb_s,
         own_share,
         len(msgspec.msgpack.encode(first._mine)),
+        (tell(pipes, "inner") - inner) / (time.monotonic() - began),
     )
     row = measure_stall(rest, first, pipes, processes, used)
     first._closing.set()
@@ -352,9 +379,11 @@ def measure_stall(
     world_size = row.nodes * RANKS
     tell(pipes, "stall")
     time.sleep(3)
-    at, began = used(), time.monotonic()
+    at, began, inner = used(), time.monotonic(), tell(pipes, "inner")
     time.sleep(5)
-    stall_share = (used() - at) / (time.monotonic() - began)
+    spent = time.monotonic() - began
+    stall_share, inner_stall_share = (used() - at) / spent, (tell(pipes, "inner") - inner) / spent
+    at, inner = used(), tell(pipes, "inner")
 
     gc.collect()
     gc.freeze()
@@ -376,6 +405,7 @@ def measure_stall(
     few = few_ranks(first, own, lambda: here)
     gather_s = time.monotonic() - began
     assert few is not None
+    store_s, inner_s = used() - at, tell(pipes, "inner") - inner
     for process in processes[1:]:  # in a job, they run elsewhere
         os.kill(process.pid or 0, signal.SIGSTOP)
     began = time.monotonic()
@@ -388,6 +418,9 @@ def measure_stall(
         os.kill(process.pid or 0, signal.SIGCONT)
     return row._replace(
         stall_share=stall_share,
+        inner_stall_share=inner_stall_share,
+        store_s=store_s,
+        inner_s=inner_s,
         evidence_kb=read[0] / 1e3,
         gather_s=gather_s,
         diagnose_s=diagnose_s,
@@ -417,7 +450,10 @@ COLUMNS = (
     "store, at rest",
     "traffic",
     "reporter, at rest",
+    "inner node, at rest",
     "store, in a stall",
+    "inner node, in a stall",
+    "gathering: store, inner node",
     "evidence",
     "gathered and read in",
     "diagnosed in",
@@ -434,7 +470,10 @@ def cells(row: Row) -> list[str]:
         f"{100 * row.store_share:.1f}%",
         f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s",
         f"{100 * row.reporter_share:.1f}%",
+        f"{100 * row.inner_share:.1f}%",
         f"{100 * row.stall_share:.0f}%",
+        f"{100 * row.inner_stall_share:.1f}%",
+        f"{row.store_s:.1f} s, {1000 * row.inner_s:.0f} ms",
         f"{row.evidence_kb:.0f} kB",
         f"{row.gather_s:.1f} s",
         f"{row.diagnose_s:.1f} s",
@@ -497,7 +536,12 @@ def main() -> None:
     parser.add_argument(
         "--judge", action="store_true", help="only read and diagnose the evidence, without a store"
     )
+    parser.add_argument(
+        "--woken", action="store_true", help="wait in the store after each exchange, as many do"
+    )
     asked = parser.parse_args()
+    if asked.woken:
+        os.environ[WOKEN] = "1"
     if os.geteuid() == 0 and "NODES_COST_NETWORK" not in os.environ:
         command = [
             "unshare",

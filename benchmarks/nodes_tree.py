@@ -12,6 +12,7 @@ data parallel group. Nodes that are asked for records pack real black boxes of 2
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import resource
@@ -36,15 +37,20 @@ from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.fold.alike import counts_for_all
 from commlens.diagnosis.fold.state_key import RECORDS, state_key
+from commlens.diagnosis.views.status import status_of
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
+from commlens.watch import other_nodes
 from commlens.watch.few_ranks import few_ranks
-from commlens.watch.nodes import bundles, exchange, known_nodes, remote_evidence, states_tree
+from commlens.watch.nodes import ask, bundles, exchange, periods, remote_evidence, states_tree
+from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
+from commlens.watch.nodes.calls import wake_key
 from commlens.watch.nodes.looks import LOOK
+from commlens.watch.nodes.periods import QUICK_S, rest_period_s, rests_long
 from commlens.watch.nodes.remote_evidence import newest_records
 from commlens.watch.nodes.states import States
 from commlens.watch.snapshot import one_run
@@ -53,6 +59,7 @@ RANKS: Final = 8
 CALLS: Final = 1200  # of each rank in each of its two groups
 CAPACITY: Final = 2000
 NEVER_S: Final = 1e9
+TICK_S: Final = 0.5  # between two looks of a watcher at its ranks
 _REST_LOOKS: Final = 20
 OBSERVED: Final = Observation(
     end=End.RUNNING, window_s=5.0, proc_state="S", cpu_s=0.0, stack_moved=False
@@ -89,7 +96,8 @@ class Client:
     def existing(self, keys: Sequence[str]) -> list[str]:
         """Return those of these keys that exist."""
         self.requests += len(keys)
-        return [key for key in keys if key in self._memory.values]
+        there = self._memory
+        return [key for key in keys if key in there.values or key in there.counters]
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist."""
@@ -200,31 +208,44 @@ def states_of_node(job: SimulatedJob, node: int, keys: Sequence[bytes]) -> State
     return found
 
 
+class Asking(NamedTuple):
+    """What ``commlens status`` costs while the job stands still."""
+
+    requests: int  # of the command
+    kb: float  # read by it
+    cpu_s: float  # of it
+    of_nodes: int  # requests of all nodes
+
+
 class Row(NamedTuple):
     """The figures of one number of nodes."""
 
     nodes: int
-    rest_ms: float  # CPU time of the reporter for each look at the values of all nodes
-    rest_kb: float  # read by it for each look
-    rest_requests: int  # of it for each look
+    exchanges: float  # of all nodes, a second at rest
+    all_ms: float  # CPU time of the reporter for a look at the values of all nodes
+    all_kb: float  # read by it for that
+    all_requests: int  # of it for that
+    reporter_share: float  # of a core at rest
     bundler_ms: float  # CPU time of a node that bundles values, for each look
     leaf_ms: float  # CPU time of another node for each look
     requests: int  # of all nodes, from the request for states to the verdict
     inner_ms: float  # CPU time of a node below the root of the tree
     inner_kb: float  # read by it
     rounds: int  # looks of the reporter at the values of others until it had the last answer
-    evidence_kb: float  # read by the reporter: states and records
+    evidence_kb: float  # read by the reporter from the request to the verdict
     reporter_s: float  # its CPU time for states, records and diagnosis
+    status: Asking
     verdict: Verdict
 
 
 def simulate(count: int) -> Row:
     """Simulate so many nodes."""
-    for module in (exchange, known_nodes):
+    for module in (exchange, periods):
         module.LOST_S = NEVER_S  # type: ignore[attr-defined]
-    exchange.GATHER_S = NEVER_S  # type: ignore[misc]
+    exchange.GATHER_S = ask._ANSWERS_S = NEVER_S  # type: ignore[misc]
     states_tree.FIRST_S = NEVER_S  # type: ignore[misc]
-    bundles.STALE_S = NEVER_S  # type: ignore[misc]
+    for module in (bundles, exchange):
+        module.STALE_S = NEVER_S  # type: ignore[attr-defined]
     job = SimulatedJob(count, (count - 3) * RANKS + 5)
     memory, told, keys = Memory(), digests(), usual_keys(job)
     decode = exchange.decoded
@@ -239,10 +260,14 @@ def simulate(count: int) -> Row:
         node.update(ranks=ranks, world_size=job.size, digests=pack_digests(told), slot=slot)
         nodes.append(node)
 
+    reads_all = True
+
     def look(number: int) -> float:
+        nodes[number]._bundled_at = -NEVER_S if reads_all or number == GROUP else NEVER_S
         began = time.thread_time()
         if not number:
             exchange.decoded = decode
+            nodes[0]._read_all_at = nodes[0]._bundled_at
         nodes[number]._exchange(clients[number], number)  # type: ignore[arg-type]
         exchange.decoded = known  # type: ignore[assignment]
         return time.thread_time() - began
@@ -256,8 +281,12 @@ def simulate(count: int) -> Row:
     assert len(reporter.others) == count - 1
     of_reporter.read.clear()
     of_reporter.requests = 0
-    rest_s = [look(0) for _ in range(3)]
-    rest_kb, rest_requests = of_reporter.read.total() / 3e3, of_reporter.requests // 3
+    all_s = [look(0) for _ in range(3)]
+    all_kb, all_requests = of_reporter.read.total() / 3e3, of_reporter.requests // 3
+    reads_all = False
+    share = (min(all_s) + tick_s(reporter)) / rest_period_s(count)
+    share += min(look(0) for _ in range(_REST_LOOKS)) / QUICK_S
+    share += min(tick_s(reporter) for _ in range(_REST_LOOKS)) / TICK_S
     bundler_s = [look(GROUP) for _ in range(_REST_LOOKS)]
     leaf_s = [look(count - 1) for _ in range(_REST_LOOKS)]
     for client in clients:
@@ -312,19 +341,96 @@ def simulate(count: int) -> Row:
     most = 1  # it has as many nodes below it as any but the root
     return Row(
         count,
-        1000 * min(rest_s),
-        rest_kb,
-        rest_requests,
+        count / rest_period_s(count),
+        1000 * min(all_s),
+        all_kb,
+        all_requests,
+        share,
         1000 * min(bundler_s),
         1000 * min(leaf_s),
         sum(client.requests for client in clients),
         1000 * spent[most],
         clients[most].read["states"] / 1e3,
         rounds,
-        (of_reporter.read["states"] + of_reporter.read["evidence"]) / 1e3,
+        of_reporter.read.total() / 1e3,
         cpu_s,
+        ask_status(job, nodes, clients, look, keys),
         verdict,
     )
+
+
+def tick_s(node: exchange.Nodes) -> float:
+    """Return the CPU time for what a watcher asks of the other nodes each time it looks at its
+    ranks.
+    """
+    began = time.thread_time()
+    for _ in range(2):
+        node.waits(time.monotonic_ns())
+        assert node.reporter is None and node.dead_elsewhere == [] and node.others
+    node.take_news()
+    node.take_disagreement(time.monotonic())
+    return time.thread_time() - began
+
+
+def ask_status(
+    job: SimulatedJob,
+    nodes: list[exchange.Nodes],
+    clients: list[Client],
+    look: Callable[[int], float],
+    keys: Sequence[bytes],
+) -> Asking:
+    """Let a command on the last node ask what all ranks are doing."""
+    memory = clients[0]._memory
+    for number, (node, client) in enumerate(zip(nodes, clients, strict=True)):
+        node._looks._take = functools.partial(job.evidence, number)
+        node._looks._take_states = functools.partial(states_of_node, job, number, keys)
+        client.requests = 0
+    nodes[0].update(wait_id=1, wait_s=30.0)
+    look(0)
+    asker, found = Client(memory), []
+    last = len(nodes) - 1
+    here = range(last * RANKS, (last + 1) * RANKS)
+
+    def ask() -> None:
+        logs = [job.log(rank) for rank in here]
+        began = time.thread_time()
+        asked = AskedNodes(asker, here)  # type: ignore[arg-type]
+        few = other_nodes._look(asked, here, lambda: logs)
+        status = status_of("job", few.join(logs), few.lines, alike=few.alike, hosts=few.hosts)
+        cpu_s = time.thread_time() - began
+        assert status.verdict.culprits == [job.culprit], status.verdict
+        assert sum(len(row.ranks) for row in status.rows) == job.size
+        found.append(cpu_s)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive():
+        woken = [number for number in range(len(nodes)) if is_woken(memory, number)]
+        if not rests_long(len(nodes)) and memory.counters[key("nodes")] // LOOK > looks_seen(nodes):
+            woken = list(range(len(nodes)))  # they look at the counter anyway
+        collecting = [number for number in range(len(nodes)) if nodes[number]._looks.is_collecting]
+        for number in [*woken, *collecting]:
+            look(number)
+            if (taking := nodes[number]._looks._thread) is not None:
+                taking.join()
+                look(number)
+        time.sleep(0.01)
+    (cpu_s,) = found
+    of_nodes = sum(client.requests for client in clients)
+    return Asking(asker.requests, asker.read.total() / 1e3, cpu_s, of_nodes)
+
+
+def looks_seen(nodes: list[exchange.Nodes]) -> int:
+    """Return the number of the last look that all nodes have seen."""
+    return min(node._looks._number for node in nodes)
+
+
+def is_woken(memory: Memory, number: int) -> bool:
+    """Return whether a node has been woken, once."""
+    with contextlib.suppress(KeyError):
+        del memory.values[wake_key(number)]
+        return True
+    return False
 
 
 def answer(
@@ -340,23 +446,30 @@ def answer(
 COLUMNS = (
     "nodes",
     "ranks",
-    "at rest, a look of the reporter",
-    "of a node that bundles",
+    "exchanges of all nodes at rest",
+    "the reporter's look at all values",
+    "the reporter at rest",
+    "a look of a node that bundles",
     "of another node",
     "in a stall, requests of all nodes",
     "inner node: CPU, read",
     "reporter: rounds",
     "reporter: read",
     "reporter: CPU",
+    "`commlens status`: requests, read, CPU",
+    "requests of all nodes for it",
 )
 
 
 def cells(row: Row) -> list[str]:
     """Return a row of the table."""
+    status = row.status
     return [
         f"{row.nodes:,}",
         f"{row.nodes * RANKS:,}",
-        f"{row.rest_requests} requests, {row.rest_kb:.0f} kB, {row.rest_ms:.0f} ms",
+        f"{row.exchanges:.0f}/s",
+        f"{row.all_requests} requests, {row.all_kb:.0f} kB, {row.all_ms:.0f} ms",
+        f"{100 * row.reporter_share:.1f}%",
         f"{row.bundler_ms:.1f} ms",
         f"{row.leaf_ms:.1f} ms",
         f"{row.requests:,}",
@@ -364,6 +477,8 @@ def cells(row: Row) -> list[str]:
         f"{row.rounds}",
         f"{row.evidence_kb:.0f} kB",
         f"{row.reporter_s:.1f} s",
+        f"{status.requests:,}, {status.kb:.0f} kB, {status.cpu_s:.1f} s",
+        f"{status.of_nodes:,}",
     ]
 
 

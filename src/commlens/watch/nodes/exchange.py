@@ -67,6 +67,7 @@ EXAMINE_REST_S: Final = 1.0
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
 _RETRY_MAX_S: Final = 2.0
+_ASKED_S: Final = 10.0  # after a request, nodes that bundle values do so often
 _BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node of which a rank waits for longer rests less
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
@@ -123,6 +124,7 @@ class Nodes:
         self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
         self._bundles = Bundles()
+        self._bundled_at = 0.0  # time.monotonic() at which this node last bundled values
         self._read_all_at = 0.0  # time.monotonic() at which all values were read last
         self._read_count = 0  # how many nodes there were
         self._count = 0  # of nodes that ever drew a number
@@ -141,6 +143,7 @@ class Nodes:
         self._refused = False  # by the place where the nodes meet
         self._lost_refused = False  # by the store that was lost
         self._asked: Request | None = None
+        self._asked_at = 0.0  # time.monotonic() of it
         self._evidence: bytes | None = None  # to be stored
         self._disagreements: dict[int, int] = {}  # by slot: how many were examined
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
@@ -673,7 +676,23 @@ class Nodes:
         rest_s = rest_period_s(self._count)
         if is_next is not False:
             rest_s = min(rest_s, QUICK_S)
+        if bundled_by(self._mine.slot, self._count):
+            rest_s = min(rest_s, self._bundle_every_s())
         return min(rest_s, busy_period_s(self._count)) if busy else rest_s
+
+    def _bundle_every_s(self) -> float:
+        """Return how often a node bundles values: often after a request, because its neighbours are
+        most likely asked, too.
+        """
+        is_asked = time.monotonic() - self._asked_at < _ASKED_S
+        return PERIOD_S if is_asked else rest_period_s(self._count)
+
+    def _bundle_is_due(self) -> bool:
+        now = time.monotonic()
+        is_due = now - self._bundled_at >= 0.9 * self._bundle_every_s()
+        if is_due:
+            self._bundled_at = now
+        return is_due
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
@@ -691,12 +710,13 @@ class Nodes:
             )
         if evidence is not None:
             client.set(key("evidence", slot), evidence)
+            client.set(key("answered", slot), msgspec.msgpack.encode(mine.answered))
         own = msgspec.msgpack.encode(mine)
         client.set(key("node", slot), own)
         self._count = count
         self._bundles.stale_s = STALE_S * rest_period_s(count)
         self._follow_calls(client, mine)
-        if neighbours := bundled_by(slot, count):
+        if self._bundle_is_due() and (neighbours := bundled_by(slot, count)):
             store_bundle(client, slot, own, neighbours, mine.count)
         values = self._values(client, count)
         beats = [
@@ -723,19 +743,23 @@ class Nodes:
                         self._collected_for = request[:2]
                         self._collecting = self._collecting_for(request, now)
                         self._own_states = None
-                    self._asked = request
+                    self._asked, self._asked_at = request, now
             # gather() may have asked again since this node's value was stored
             asks = self._mine.asks if self._mine.asked_tree is None else 0
             wanted = [
                 beat.slot
                 for beat in beats
-                if asks and beat.answered == (slot, asks) and beat.slot not in self._gathered
+                if asks
+                and not self._mine.asked_nodes
+                and beat.answered == (slot, asks)
+                and beat.slot not in self._gathered
             ]
             left = [
                 beat.slot
                 for beat in beats
                 if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)
             ]
+        wanted += self._answered(client, slot, asks)
         if wanted or left:
             values = client.get([key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
@@ -750,6 +774,21 @@ class Nodes:
         # those that report, or would be next, hear of one another often
         self._known.lost_s = LOST_S if self._is_next() else lost_after_s(count)
         self._call_reporter(client, mine)
+
+    def _answered(self, client: Client, slot: int, asks: int) -> list[int]:
+        """Return those of the few nodes that this one asks which have stored their evidence since:
+        it costs less than to read their values.
+        """
+        with self._lock:
+            asked = self._mine.asked_nodes if asks and self._gathering else []
+            waits_for = [other for other in asked if other not in self._gathered]
+        there = client.existing([key("answered", other) for other in waits_for])
+        request = msgspec.msgpack.encode((slot, asks))
+        return [
+            int(name.rpartition("/")[2])
+            for name, value in zip(there, client.get(there), strict=True)
+            if value == request
+        ]
 
     def _follow_calls(self, client: Client, mine: Beat) -> None:
         """If this node reports, wake those that it asks or has news for, and note which ones have
@@ -785,16 +824,14 @@ class Nodes:
             # silent.
             known, new = self._known.to_read(self._mine, count, self._contact)
             asks_all = self._gathering and not self._mine.asked_nodes
-            asks_some = self._from_root is not None or (self._gathering and not asks_all)
-            asked = {*self._called, *(self._mine.asked_nodes if asks_some else ())}
         now = time.monotonic()
         if len(known) + len(new) > BUNDLES_ABOVE:
             was_read = count == self._read_count and not asks_all
             if was_read and now - self._read_all_at < 0.9 * rest_period_s(count):
-                known, new = sorted(asked.intersection([*known, *new])), []
+                known, new = sorted(self._called.intersection([*known, *new])), []
             else:
                 self._read_all_at, self._read_count = now, count
-            return self._bundles.read(client, [*known, *new], now, asked)
+            return self._bundles.read(client, [*known, *new], now, self._called)
         # A node may have drawn its slot and not yet stored its value.
         there = client.existing([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])
