@@ -44,8 +44,8 @@ from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
+from commlens.watch.nodes import collecting, meeting_places, remote_evidence, states_tree
 from commlens.watch.nodes import exchange as meeting
-from commlens.watch.nodes import meeting_places, remote_evidence, states_tree
 from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.calls import wake_key
 from commlens.watch.nodes.looks import LOOK
@@ -399,7 +399,7 @@ def measure_stall(
     evidence = Evidence(world_size)
     here = remote_evidence.unpack(evidence.packed(0, RECORDS), "node0").logs
     own = evidence.states(0)
-    meeting.unpack_states = counted(meeting.unpack_states)
+    collecting.unpack_states = counted(collecting.unpack_states)
     remote_evidence.unpack = counted(remote_evidence.unpack)
     began, cpu_began = time.monotonic(), cpu_s()
     few = few_ranks(first, own, lambda: here)

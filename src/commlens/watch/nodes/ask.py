@@ -159,14 +159,25 @@ def newest_beats(client: Client, count: int) -> list[Beat]:
         count: how many nodes ever drew a number.
     """
     slots = range(max(0, count - _MOST), count)
+    is_bundled = len(slots) > BUNDLES_ABOVE
     values = (
         Bundles().read(client, slots, time.monotonic())
-        if len(slots) > BUNDLES_ABOVE
+        if is_bundled
         else client.get(client.existing([key("node", slot) for slot in slots]))
     )
+    beats = [beat for beat in map(decoded, values) if beat is not None]
+    found = _of_last_incarnations(beats)
+    if not is_bundled or not found:
+        return found
+    # bundles are late, and the value of the node that reports tells of the waits of all
+    first = min(found, key=lambda one: (one.finished, one.order))
+    (value,) = client.get([key("node", first.slot)])
+    return [decoded(value) or first if beat is first else beat for beat in found]
+
+
+def _of_last_incarnations(beats: Sequence[Beat]) -> list[Beat]:
     found: list[Beat] = []
     ranks: set[int] = set()
-    beats = [beat for beat in map(decoded, values) if beat is not None]
     for beat in sorted(beats, key=lambda one: one.slot, reverse=True):
         if ranks.isdisjoint(beat.ranks):
             found.append(beat)

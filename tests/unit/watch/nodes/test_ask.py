@@ -62,7 +62,9 @@ def test_the_values_of_many_nodes_are_read_in_bundles() -> None:
     for slot in range(0, 400, 32):
         own = store.values[key("node", slot)]
         store_bundle(store, slot, own, bundled_by(slot, 400), 1)  # type: ignore[arg-type]
+    store.values[key("node", 0)] = msgspec.msgpack.encode(Beat(0, "a", [0], wait_s=9.0))
     store.read = 0
     nodes = AskedNodes(store, [7])  # type: ignore[arg-type]
     assert len(nodes.beats) == 400 and len(nodes.others) == 399
-    assert store.read == 13
+    assert store.read == 13 + 1
+    assert nodes.beats[0].wait_s == 9.0, "bundles are late"
