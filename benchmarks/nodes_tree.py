@@ -323,6 +323,7 @@ def simulate(count: int) -> Row:
             time.sleep(0.01)
             continue
         rounds += 1
+        time.sleep(0.05)  # the reporter's other thread
         for number in active:
             spent[number] += look(number)
             request = nodes[number].take_request()

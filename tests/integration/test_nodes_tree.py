@@ -36,6 +36,25 @@ def main():
 main()
 """
 
+SWAPPED = """
+import torch, torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    first, second = dist.new_group(), dist.new_group()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(40):
+        swaps = dist.get_rank() == 5 and number == 30
+        if dist.get_rank() == 0 and number == 30:
+            print("swaps now", flush=True)
+        for group in (second, first) if swaps else (first, second):
+            dist.all_reduce(torch.ones(4), group=group)
+        optimizer.step()
+
+main()
+"""
+
 SLOTS = """
 import sys
 from commlens.watch.nodes.beat import decoded, key
@@ -69,9 +88,11 @@ while True:
 """
 
 
-def start(made: list[Node], per_node: int, stall_timeout: str = "4") -> None:
+def start(
+    made: list[Node], per_node: int, stall_timeout: str = "4", program: str = PROGRAM
+) -> None:
     script = made[0].folder.parent / "train.py"
-    script.write_text(PROGRAM)
+    script.write_text(program)
     launch(
         made,
         [str(script)],
@@ -130,6 +151,21 @@ def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path, count: int, per
     )
     (verdict,) = verdicts(made)
     assert verdict["culprits"] == [5]
+
+
+@pytest.mark.parametrize(("count", "per_node"), SHAPES)
+def test_a_fault_that_is_certain_is_reported_before_the_stall_timeout(
+    tmp_path: Path, count: int, per_node: int
+) -> None:
+    with nodes(count, tmp_path) as made:
+        start(made, per_node, stall_timeout="auto", program=SWAPPED)
+        until(made[0], "swaps now")
+        began = time.monotonic()
+        until(made[0], "VERDICT")
+        assert time.monotonic() - began < 45, "the stall timeout is 60 s"
+        until(made[0], "dump saved in")
+    (verdict,) = verdicts(made)
+    assert verdict["culprits"] == [5] and verdict["certain"]
 
 
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)

@@ -6,8 +6,12 @@ which tells a job that cannot go on from one that pauses between two steps of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
 
 from commlens.diagnosis.index import activity
 from commlens.model.cause import Mismatch, Missing
@@ -19,6 +23,11 @@ LOOKS: Final = 3
 STILL_S: Final = 2.0
 STILL_ON_DEVICE_S: Final = 5.0
 """The same while collectives are in flight on a device, whose end is seen late."""
+_WAITS: Final = 1
+_ON_DEVICE: Final = 2
+PoseKeys = Mapping[bytes, int]
+"""Ranks by the key of their pose, as bit masks."""
+NO_POSES: Final[PoseKeys] = MappingProxyType({})
 _DOUBTS_OF_BLAME: Final = frozenset({None, "undecided", "routine-may-change"})
 """Doubts about who is to blame for a mismatch, not about whether there is one."""
 
@@ -70,24 +79,52 @@ def pose_of(log: RankLog) -> Pose | None:
     )
 
 
+def pose_key(log: RankLog) -> bytes | None:
+    """Return a key that ranks share if they stand in the same place, whatever their threads'
+    numbers; None if :func:`pose_of` knows no pose. It also tells whether a rank waits for others or
+    has ended, and whether a collective is in flight on its device.
+    """
+    pose = pose_of(log)
+    if pose is None:
+        return None
+    places = sorted(
+        [[frame.file, frame.line, frame.function] for frame in frames] for _, frames in pose.threads
+    )
+    content = [pose.ended, pose.issued, [[at, how.value] for at, how in pose.in_flight], places]
+    waits = _WAITS * (pose.ended or _waits_for_ranks(log))
+    digest = hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=8).digest()
+    return bytes([waits | _ON_DEVICE * pose.on_device]) + digest
+
+
 class Standstill:
     """Several looks at a job that may stand still. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._poses: dict[int, Pose] = {}
+        self._others: PoseKeys = NO_POSES
         self._since_s = 0.0
         self._until_s = 0.0
         self._looks = 0
 
-    def look(self, logs: Sequence[RankLog], now_s: float) -> None:
-        """Add a look at all ranks."""
+    def look(self, logs: Sequence[RankLog], now_s: float, others: PoseKeys = NO_POSES) -> None:
+        """Add a look at all ranks.
+
+        Args:
+            logs: of all ranks, or of some.
+            now_s: when they were read.
+            others: the poses of the ranks without a log.
+        """
         size = max((log.world_size for log in logs), default=0)
         found = {log.rank: pose_of(log) for log in logs}
         poses = {rank: pose for rank, pose in found.items() if pose is not None}
-        if poses.keys() != set(range(size)):
+        seen = sum(1 << rank for rank in poses)
+        for mask in others.values():
+            seen |= mask
+        if seen != (1 << size) - 1 or len(poses) < len(found):
             poses = {}
-        if not poses or poses != self._poses:
+        if not poses or (poses, others) != (self._poses, self._others):
             self._poses, self._since_s, self._looks = poses, now_s, 0
+            self._others = others
         self._until_s = now_s
         self._looks += 1
 
@@ -99,14 +136,16 @@ class Standstill:
     @property
     def is_proven(self) -> bool:
         """Whether no thread of any rank has moved in several looks, for long enough."""
-        on_device = any(pose.on_device for pose in self._poses.values())
+        on_device = any(pose.on_device for pose in self._poses.values()) or any(
+            key[0] & _ON_DEVICE for key in self._others
+        )
         still_s = STILL_ON_DEVICE_S if on_device else STILL_S
         return (
             bool(self._poses) and self._looks >= LOOKS and self._until_s - self._since_s >= still_s
         )
 
 
-def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
+def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog], others: PoseKeys = NO_POSES) -> bool:
     """Return whether it is certain that something blocks the ranks for good, whoever is to blame,
     and every rank waits for others. A rank that sleeps or waits for something else may go on and
     end their waits.
@@ -114,7 +153,8 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
     Args:
         verdict: made of the logs. A mismatch counts only if it blocks ranks. Ranks that are known
             never to arrive may be anywhere.
-        logs: of all ranks.
+        logs: of all ranks, or of some.
+        others: the poses of the ranks without a log.
     """
     cause = verdict.cause
     if not verdict.is_fault or not verdict.certain:
@@ -124,6 +164,9 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
     ):
         return False
     anywhere = cause.ranks if isinstance(cause, Missing) else []
+    examined = sum(1 << log.rank for log in logs)
+    if any(mask & ~examined and not key[0] & _WAITS for key, mask in others.items()):
+        return False
     return all(
         log.rank in anywhere or log.observation.has_ended or _waits_for_ranks(log) for log in logs
     )

@@ -14,6 +14,7 @@ from commlens.diagnosis.fold.alike import (
     ranks_to_examine,
     standing_for_others,
 )
+from commlens.diagnosis.standstill import NO_POSES, PoseKeys
 from commlens.model.ranklog import RankLog
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
@@ -54,6 +55,7 @@ class FewRanks(NamedTuple):
     alike: AlikeRanks  # the ranks without a log
     nodes: dict[int, NodeEvidence]  # by slot: those that were asked
     silent: list[Beat]  # the nodes that did not answer
+    poses: PoseKeys = NO_POSES  # of all ranks that stand still
 
 
 def few_ranks(
@@ -100,7 +102,8 @@ def few_ranks(
         alike = AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
         wanted = awaited_others(logs, alike)
         if not wanted:
-            return FewRanks(logs, standing_for_others(logs, alike), found, silent)
+            standing = standing_for_others(logs, alike)
+            return FewRanks(logs, standing, found, silent, states.poses)
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.diagnosis.fold.alike import NONE_ALIKE, counts_for_all
+from commlens.diagnosis.standstill import NO_POSES
 from commlens.dumps import save
 from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
@@ -125,6 +126,7 @@ class Evidence:
         self.lacks_records = False
         # of the last diagnosis: the ranks that were not examined
         self.alike = NONE_ALIKE
+        self.poses = NO_POSES  # of the ranks of all nodes, if these were not all examined
         # by slot: what the other nodes sent for the last diagnosis
         self._newest: dict[int, remote_evidence.NodeEvidence] = {}
 
@@ -154,7 +156,7 @@ class Evidence:
             about: the verdict that was made of these. The nodes that it is about are asked for more
                 records, or all nodes are, if it names nobody.
         """
-        self.alike = NONE_ALIKE
+        self.alike, self.poses = NONE_ALIKE, NO_POSES
         remote, more = self.remote_logs(about)
         here, problems = self._logs_here()
         return self._joined([*here, *remote], [*problems, *more])
@@ -188,7 +190,7 @@ class Evidence:
         few = few_ranks(self.nodes, self.states(), read_here)
         if few is None:
             return None
-        self.alike, self._newest = few.alike, few.nodes
+        self.alike, self.poses, self._newest = few.alike, few.poses, few.nodes
         self.remote |= {node.host: node for node in few.nodes.values()}
         problems += [problem for node in few.nodes.values() for problem in node.problems]
         problems += [*map(_unanswered, few.silent), *self.nodes.unknown]
@@ -372,6 +374,15 @@ class Reporter:
         # with records of many nodes, it would take as long as the diagnosis
         with collector_paused():
             return self._diagnose_again(stands_still=stands_still)
+
+    def diagnose_few(self) -> Verdict | None:
+        """Diagnose a few ranks in each state of a job on many nodes. None if that does not tell
+        what is wrong with all: it costs too much to ask all before the stall timeout.
+        """
+        self.preload()
+        with collector_paused():
+            self._diagnosed = verdict = self._judge_few()
+        return verdict
 
     def _diagnose_again(self, *, stands_still: bool) -> Verdict:
         few = self._judge_few() if stands_still else None

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from commlens.config import AUTO, Settings
 from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
-from commlens.diagnosis.standstill import Standstill, cannot_go_on
+from commlens.diagnosis.standstill import NO_POSES, PoseKeys, Standstill, cannot_go_on
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
@@ -474,32 +474,43 @@ class StallDetector:
                 return wait.timeout_s
         return 0.0
 
-    def add_early(self, check: Check, verdict: Verdict, logs: Sequence[RankLog]) -> bool:
+    def add_early(
+        self,
+        check: Check,
+        verdict: Verdict | None,
+        logs: Sequence[RankLog],
+        others: PoseKeys = NO_POSES,
+        *,
+        rest_s: float = 0.0,
+    ) -> bool:
         """Add what a check before the stall timeout found. Returns whether to report it: what
         blocks the ranks is certain, the whole job stands still, and it was not reported before.
 
         Args:
             check: that was made.
-            verdict: of the check.
-            logs: of all ranks, from which it was made.
+            verdict: of the check; None if it found nothing that holds for all ranks.
+            logs: of all ranks, or of a few of many, from which it was made.
+            others: the poses of the ranks without a log.
+            rest_s: until the next check at least.
         """
         stall = self.stall
         assert stall is not None
         stall.early_looks += 1
-        stall.standstill.look(logs, check.now)
-        is_certain = cannot_go_on(verdict, logs)
-        if is_certain and stall.standstill.is_proven and _key(verdict) not in stall.reported:
+        stall.standstill.look(logs if verdict is not None else [], check.now, others)
+        is_certain = verdict is not None and cannot_go_on(verdict, logs, others)
+        is_proven = is_certain and stall.standstill.is_proven
+        if verdict is not None and is_proven and _key(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
             return True
         longest_s = _CERTAIN_EVERY_S if is_certain else RECHECK_MAX_S
-        rest_s = min(2.0 ** min(stall.early_looks, 8), longest_s)
+        next_s = min(2.0 ** min(stall.early_looks, 8), longest_s)
         if is_certain and stall.standstill.has_begun:
-            rest_s = STANDSTILL_EVERY_S
+            next_s = STANDSTILL_EVERY_S
         elif not check.notice_due:
-            rest_s = min(rest_s, max(STANDSTILL_EVERY_S, NOTICE_S - check.age_s))
+            next_s = min(next_s, max(STANDSTILL_EVERY_S, NOTICE_S - check.age_s))
         # the check at the stall timeout comes in time
         left_s = check.patience_s - CONFIRM_S - SAMPLE_S - check.age_s
-        stall.next_check = check.now + min(rest_s, max(0.0, left_s))
+        stall.next_check = check.now + min(max(next_s, rest_s), max(0.0, left_s))
         return False
 
     def add_notice(self, check: Check, verdict: Verdict, logs: Sequence[RankLog]) -> bool:

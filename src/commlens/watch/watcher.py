@@ -45,7 +45,8 @@ from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.nodes.states import states_snapshot
-from commlens.watch.reporting import MANY_NODES, Diagnose, Evidence, Reporter, Say
+from commlens.watch.nodes.states_tree import TREE_ABOVE
+from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
@@ -66,6 +67,12 @@ NEVER_SEEN_S: Final = 60.0
 DUMPS_PER_STALL: Final = 3
 # how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
 REPORTERS_DUMP_S: Final = 2.0
+LOOK_EARLY_NODES: Final = 2048
+"""With more other nodes, a wait is not looked at before the stall timeout."""
+LOOKED_AT_PER_S: Final = 320.0
+"""Nodes that are asked for their states before the stall timeout: each look costs the store 17
+requests of each node.
+"""
 _NEWEST: Final = 16  # records that show how a wait ended
 # a job that is stopped after ranks have waited this long gets a verdict
 STOPPED_REPORT_S: Final = 5.0
@@ -470,8 +477,8 @@ class Watcher:
                 self.reporter.tell(line)
             else:
                 self._stalls.stall = ended
-        # each look asks all nodes for evidence
-        looks_early = len(self._nodes.others) <= MANY_NODES
+        # each look asks all nodes for the states of their ranks
+        looks_early = len(self._nodes.others) <= LOOK_EARLY_NODES
         check = self._stalls.update(members, waiting, now_ns, looks_early=looks_early)
         if before is not None and self._stalls.stall is not before:
             self._observer.forget_samples()
@@ -500,17 +507,28 @@ class Watcher:
         if self._strangers.find(time.monotonic()):
             stall.next_check = check.now + 1.0  # observe them first
             return
-        verdict = reporter.diagnose(stands_still=True)
+        others = len(self._nodes.others)
+        is_cheap = check.before_timeout and others > TREE_ABOVE
+        verdict = reporter.diagnose_few() if is_cheap else reporter.diagnose(stands_still=True)
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._over:
             return
         if check.timeout_s and not waits_recorded(reporter.logs, check.timeout_s):
             return
-        if (
-            self._stalls.add_early(check, verdict, reporter.logs)
+        is_new = (
+            self._stalls.add_early(
+                check,
+                verdict,
+                reporter.logs,
+                reporter.evidence.poses,
+                rest_s=others / LOOKED_AT_PER_S,
+            )
             if check.before_timeout
-            else self._stalls.add_verdict(check, verdict)
-        ):
+            else verdict is not None and self._stalls.add_verdict(check, verdict)
+        )
+        if verdict is None:
+            return
+        if is_new:
             held = verdict.victims or verdict.culprits
             line = (
                 f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"

@@ -10,7 +10,7 @@ import pytest
 from builders import SCRIPT, Job, Stay, all_reduce, at, collective, training
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.standstill import Standstill, cannot_go_on, pose_of
+from commlens.diagnosis.standstill import Standstill, cannot_go_on, pose_key, pose_of
 from commlens.model.collective import Channel, Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 
@@ -258,3 +258,41 @@ def test_a_mismatch_that_blocks_no_rank_is_no_reason(sleeps: bool) -> None:
     assert any(finding.kind == "mismatch/reduce-op" for finding in verdict.findings)
     assert sleeps or verdict.certain
     assert not cannot_go_on(verdict, logs)
+
+
+def of_many(logs: list[RankLog]) -> dict[bytes, int]:
+    """Return the poses of all ranks as the nodes tell them."""
+    found: dict[bytes, int] = {}
+    for log in logs:
+        if (key := pose_key(log)) is not None:
+            found[key] = found.get(key, 0) | 1 << log.rank
+    return found
+
+
+def test_ranks_without_a_log_stand_still_if_their_nodes_say_so() -> None:
+    logs = deadlock()
+    poses = of_many(logs)
+    assert sum(poses.values()) == 0b11
+    standstill = Standstill()
+    for at_s in (100.0, 101.0, 102.0):
+        standstill.look(logs[:1], at_s, poses)
+    assert standstill.is_proven
+    moved = deadlock()
+    elsewhere = (Frame(SCRIPT, 99, "elsewhere"),)
+    moved[1].stacks = [msgspec.structs.replace(moved[1].stacks[0], frames=elsewhere)]
+    assert of_many(moved) != poses
+    standstill.look(logs[:1], 103.0, of_many(moved))
+    assert standstill.has_begun and not standstill.is_proven
+    moved[1].observation.stack_moved = True
+    assert pose_key(moved[1]) is None
+    standstill.look(logs[:1], 104.0, of_many(moved))
+    assert not standstill.has_begun, "nothing is known of a rank"
+
+
+def test_a_rank_without_a_log_that_waits_for_no_rank_may_go_on() -> None:
+    logs = deadlock()
+    verdict = diagnose_logs(logs)
+    assert cannot_go_on(verdict, logs, of_many(logs))
+    sleeps = {bytes([0]) + b"12345678": 1 << 7}
+    assert not cannot_go_on(verdict, logs, of_many(logs) | sleeps)
+    assert cannot_go_on(verdict, logs, {bytes([0]) + b"12345678": 1}), "its log tells more"

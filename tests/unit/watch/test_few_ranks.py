@@ -36,7 +36,7 @@ class Others:
         ]
 
     def gather_states(self, own: States) -> States:
-        states = States(dict(own.by_key), own.alone)
+        states = States(dict(own.by_key), own.alone, poses=dict(own.poses))
         for beat in self.others:
             if beat.slot not in self.dumb | self.slow:
                 states.add(self.states(beat.slot))
@@ -47,6 +47,7 @@ class Others:
         for log in self.logs[slot * PER_NODE : (slot + 1) * PER_NODE]:
             key = state_key(log)
             found.add(States({key: 1 << log.rank}) if key else States({}, 1 << log.rank))
+            found.add(States(poses={b"still": 1 << log.rank}))
         return found
 
     def gather(self, read: object, *, of: list[int], records: int) -> Any:
@@ -89,6 +90,7 @@ def test_the_culprits_node_and_some_that_wait_are_asked() -> None:
     verdict = diagnose_logs(few.logs, alike=few.alike)
     assert counts_for_all(verdict, few.alike)
     assert verdict.culprits == [51]
+    assert few.poses == {b"still": (1 << NODES * PER_NODE) - 1}
     assert verdict.victims == [rank for rank in range(NODES * PER_NODE) if rank != 51]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -263,7 +264,7 @@ class StillJob:
         """Nothing moved in the last look."""
         return self.is_proven
 
-    def look(self, logs: object, now_s: float) -> None:
+    def look(self, logs: object, now_s: float, others: object) -> None:
         """Nothing is looked at."""
 
 
@@ -279,6 +280,7 @@ def early(
     steps: int = 1,
     is_proven: bool = True,
     logs: Sequence[RankLog] = (),
+    rest_s: float = 0.0,
 ) -> tuple[list[float], list[float], list[float]]:
     """Follow a wait that began at 100 s. Returns after how many seconds checks were made, the
     verdict was reported, and a notice was due.
@@ -294,7 +296,10 @@ def early(
             continue
         checks.append(tenth / 10)
         add = detector.add_verdict if not check.before_timeout else None
-        if add(check, verdict) if add else detector.add_early(check, verdict, logs):
+        is_new = (
+            add(check, verdict) if add else detector.add_early(check, verdict, logs, rest_s=rest_s)
+        )
+        if is_new:
             reports.append(tenth / 10)
         elif check.before_timeout and detector.add_notice(check, verdict, logs):
             notices.append(tenth / 10)
@@ -304,6 +309,29 @@ def early(
 def test_what_is_proven_is_reported_at_the_learned_limit() -> None:
     checks, reports, notices = early(StallDetector(Settings()), CYCLE, limit_s=6.0, until_s=50)
     assert checks[0] == reports[0] == 6.0 and len(reports) == 1 and not notices
+
+
+def test_many_nodes_are_looked_at_less_often() -> None:
+    looks = early(StallDetector(Settings()), CYCLE, limit_s=6.0, until_s=50, is_proven=False)[0]
+    fewer, *_ = early(
+        StallDetector(Settings()), CYCLE, limit_s=6.0, until_s=50, is_proven=False, rest_s=8.0
+    )
+    assert len(fewer) < len(looks)
+    assert all(later - at >= 8.0 for at, later in itertools.pairwise(fewer))
+
+
+def test_nothing_is_proven_by_a_look_that_says_nothing_of_all_ranks() -> None:
+    detector = StallDetector(Settings())
+    members = [member(1, since_s=100.0, steps=1), member(2, steps=1)]
+    check = None
+    for tenth in range(200):
+        check = detector.update(members, waits(members), int((100 + tenth / 10) * S))
+        if check is not None:
+            break
+    assert check is not None and check.before_timeout
+    assert not detector.add_early(check, None, [])
+    assert detector.stall is not None and detector.stall.next_check > check.now
+    assert not detector.stall.standstill.has_begun
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from commlens.diagnosis.fold.state_key import RECORDS, records_of, state_key
+from commlens.diagnosis.standstill import pose_key
 from commlens.errors import FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
@@ -32,11 +33,14 @@ class States(msgspec.Struct, array_like=True):
     by_key: dict[bytes, int] = {}
     alone: int = 0  # ranks that are in no state with others
     too_many: bool = False  # states: some are missing
+    poses: dict[bytes, int] = {}  # of ranks that stand still, by the key of their pose
 
     def add(self, other: States) -> None:
         """Add the ranks of other nodes. What was added before may be added again."""
         for key, mask in other.by_key.items():
             self.by_key[key] = self.by_key.get(key, 0) | mask
+        for key, mask in other.poses.items():
+            self.poses[key] = self.poses.get(key, 0) | mask
         self.alone |= other.alone
         self.too_many |= other.too_many or len(self.by_key) > STATES_MAX
 
@@ -61,6 +65,7 @@ class _Packed(msgspec.Struct, array_like=True):
     alone: bytes
     too_many: bool
     request: tuple[int, int]
+    poses: dict[bytes, bytes]
 
 
 def states_of(
@@ -75,17 +80,19 @@ def states_of(
         observations: by pid.
         health: the hardware of this node.
     """
-    found = States({})
+    found = States({}, poses={})
     for number, member in enumerate(members):
-        key = None
+        key = pose = None
         if member.box is not None and member.status is not None:
             try:
                 log = member.box.log(newest=newest_records(member.box.status(), RECORDS))
                 log.observation = observations.get(member.pid, Observation())
                 log.health = health if not number else None
-                key = state_key(log)
+                key, pose = state_key(log), pose_key(log)
             except FormatError:
-                key = None
+                key = pose = None
+        if pose is not None:
+            found.poses[pose] = found.poses.get(pose, 0) | 1 << member.rank
         if key is None:
             found.alone |= 1 << max(member.rank, 0)
         else:
@@ -122,7 +129,8 @@ def ranks_in(mask: int) -> set[int]:
 def pack_states(states: States, request: tuple[int, int]) -> bytes:
     """Pack an answer to the request of a node: its slot and the number of the request."""
     by_key = {key: _bytes(mask) for key, mask in list(states.by_key.items())[:STATES_MAX]}
-    packed = _Packed(by_key, _bytes(states.alone), states.too_many, request)
+    poses = {key: _bytes(mask) for key, mask in list(states.poses.items())[:STATES_MAX]}
+    packed = _Packed(by_key, _bytes(states.alone), states.too_many, request, poses)
     return zlib.compress(msgspec.msgpack.encode(packed), 1)
 
 
@@ -136,7 +144,8 @@ def unpack_states(content: bytes, request: tuple[int, int]) -> States | None:
     if packed.request != request:
         return None
     by_key = {key: int.from_bytes(mask, "little") for key, mask in packed.by_key.items()}
-    return States(by_key, int.from_bytes(packed.alone, "little"), packed.too_many)
+    poses = {key: int.from_bytes(mask, "little") for key, mask in packed.poses.items()}
+    return States(by_key, int.from_bytes(packed.alone, "little"), packed.too_many, poses)
 
 
 def _bytes(mask: int) -> bytes:
