@@ -44,7 +44,13 @@ from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
-from commlens.watch.nodes import collecting, meeting_places, remote_evidence, states_tree
+from commlens.watch.nodes import (
+    collecting,
+    meeting_places,
+    periods,
+    remote_evidence,
+    states_tree,
+)
 from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.calls import wake_key
@@ -70,6 +76,7 @@ THREADS = 4  # of each process that runs nodes
 RECORDS = 2000
 # all nodes share the cores of one machine, so they need longer than in a job
 states_tree.FIRST_S = meeting.GATHER_S = 60.0  # type: ignore[misc]
+periods.LOST_S = meeting.LOST_S = 60.0  # type: ignore[misc,attr-defined]
 HEAD = 12  # bytes of a packed box before its compressed content
 ASKED_AGAIN = 1 + WAITERS_ASKED  # nodes: the culprit's, and those of some that wait for it
 MORE = more_records_of_each(ASKED_AGAIN * RANKS)
@@ -362,6 +369,7 @@ def measure_with(count: int, store: Any, processes: list[Any]) -> Row:
         len(msgspec.msgpack.encode(first._mine)),
         (tell(pipes, "inner") - inner) / (time.monotonic() - began),
     )
+    print(rest, file=sys.stderr, flush=True)
     row = measure_stall(rest, first, pipes, processes, used)
     first._closing.set()
     first._poke.set()

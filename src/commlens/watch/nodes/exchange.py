@@ -705,7 +705,7 @@ class Nodes:
             self._mine = mine = msgspec.structs.replace(
                 self._mine,
                 count=self._mine.count + 1,
-                successors=self._known.successors(self._mine),
+                successors=self._known.view(self._mine, time.monotonic()).successors,
                 ended_at=(self._mine.ended_at or count) if self._mine.ended else 0,
             )
         if evidence is not None:
@@ -819,19 +819,24 @@ class Nodes:
 
     def _values(self, client: Client, count: int) -> list[bytes]:
         """Read the values of other nodes, as far as they matter to this one."""
+        now = time.monotonic()
         with self._lock:
+            asks_all = self._gathering and not self._mine.asked_nodes
+            was_read = count == self._read_count and not asks_all
+            is_due = not was_read or now - self._read_all_at >= 0.9 * rest_period_s(count)
             # As of the last values: if the store took long, that is no sign that the others fell
             # silent.
-            known, new = self._known.to_read(self._mine, count, self._contact)
-            asks_all = self._gathering and not self._mine.asked_nodes
-        now = time.monotonic()
+            known, new = (
+                self._known.to_read(self._mine, count, self._contact)
+                if is_due
+                else (sorted(self._called - {self._mine.slot}), [])
+            )
+        if not is_due:
+            return self._bundles.read(client, known, now, self._called)
         if len(known) + len(new) > BUNDLES_ABOVE:
-            was_read = count == self._read_count and not asks_all
-            if was_read and now - self._read_all_at < 0.9 * rest_period_s(count):
-                known, new = sorted(self._called.intersection([*known, *new])), []
-            else:
-                self._read_all_at, self._read_count = now, count
+            self._read_all_at, self._read_count = now, count
             return self._bundles.read(client, [*known, *new], now, self._called)
+        self._read_count = 0
         # A node may have drawn its slot and not yet stored its value.
         there = client.existing([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])

@@ -45,6 +45,7 @@ class View(NamedTuple):
     digests: set[bytes]  # of those that live, packed
     dead: list[int]  # ranks that have died
     with_news: list[Beat]
+    successors: list[int]  # slots of the nodes that would report after this one
 
 
 class Lost(NamedTuple):
@@ -125,7 +126,15 @@ class KnownNodes:
             {bytes(beat.digests) for beat in live},
             sorted(rank for beat in heard if beat.dead for rank in beat.dead),
             [beat for beat in heard if beat.news],
+            self._successors(peers),
         )
+
+    @staticmethod
+    def _successors(peers: Sequence[Known]) -> list[int]:
+        following = heapq.nsmallest(
+            _SUCCESSORS, (known.beat.order for known in peers if not known.beat.finished)
+        )
+        return [slot for _, slot in following]
 
     def lost(self, mine: Beat, now: float, *, after_s: float, without_store: bool) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left."""
@@ -215,14 +224,6 @@ class KnownNodes:
         }
 
     # --- whom to read
-
-    def successors(self, mine: Beat) -> list[int]:
-        """Return the slots of the nodes that would report after this one."""
-        following = heapq.nsmallest(
-            _SUCCESSORS,
-            (known.beat.order for known in self.peers(mine) if not known.beat.finished),
-        )
-        return [slot for _, slot in following]
 
     def to_read(self, mine: Beat, count: int, now: float) -> tuple[list[int], list[int]]:
         """Return the slots of the known nodes, and of the nodes not yet known, whose values to

@@ -80,7 +80,9 @@ def test_nodes_that_are_asked_are_woken(nodes: list[Nodes]) -> None:
     slot = last._mine.slot
     found: list[Any] = []
     asking = threading.Thread(
-        target=lambda: found.append(first.gather(lambda _, content: content, of=[slot]))
+        target=lambda: found.append(
+            first.gather(lambda _, content: content, of=[slot], timeout_s=AT_ONCE_S)
+        )
     )
     asking.start()
     request = eventually(last.take_request)
