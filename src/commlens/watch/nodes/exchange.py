@@ -795,20 +795,21 @@ class Nodes:
         called.
         """
         self._called = set()
-        if not rests_long(self._count) or self._is_next() is not None:
+        if rest_period_s(self._count) <= PERIOD_S or self._is_next() is not None:
             return
         self._called = self._calls.take(client)
         asks, news = mine.asks, mine.news[-1].number if mine.news else 0
         if (asks, news) != self._woke:
             only = mine.asked_nodes if news == self._woke[1] else []
             self._woke = (asks, news)
-            wake(client, only or [beat.slot for beat in self.others])
+            if rests_long(self._count):
+                wake(client, only or [beat.slot for beat in self.others])
 
     def _call_reporter(self, client: Client, mine: Beat) -> None:
         """Let the node that reports read this node's value if it tells of a death, or of a wait
         where that node knows of none.
         """
-        reporter = self.reporter if rests_long(self._count) else None
+        reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
         if reporter is None:
             return
         waits = mine.wait_id if not reporter.wait_id else self._told[1]
