@@ -16,11 +16,15 @@ longer waits for the store to wake it.
 # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
 _BUSY_NODES: Final = 512
 _REST_NODES: Final = 625  # with more, so does the period at rest
+_WOKEN_NODES: Final = 480
+"""The same of nodes that have to be woken: a wait costs the store half as much as an exchange."""
 _LOST_PERIODS: Final = 3.0
 
 
 def rest_period_s(count: int) -> float:
     """Return how long each of so many nodes rests while no rank waits."""
+    if rests_long(count):
+        return PERIOD_S * count / _WOKEN_NODES
     return PERIOD_S * max(1.0, count / _REST_NODES)
 
 
@@ -36,7 +40,7 @@ def lost_after_s(count: int) -> float:
 
 def rests_long(count: int) -> bool:
     """Return whether so many nodes rest for so long that they have to be woken."""
-    return rest_period_s(count) > QUICK_S
+    return PERIOD_S * count / _REST_NODES > QUICK_S
 
 
 def asked_period_s(count: int) -> float:

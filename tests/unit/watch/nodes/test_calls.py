@@ -52,7 +52,8 @@ def nodes(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]
         meet(node, rank)
         assert eventually(lambda of=node: of._mine.slot >= 0)
     assert eventually(lambda: len(made[0].others) == COUNT - 1 and made[-1].reporter, 30)
-    monkeypatch.setattr(periods, "_REST_NODES", 0.1)
+    for name in ("_REST_NODES", "_WOKEN_NODES"):
+        monkeypatch.setattr(periods, name, 0.1)
     time.sleep(3 * periods.PERIOD_S)  # they see that they are many
     yield made
     for node in made:

@@ -18,3 +18,4 @@ def test_the_store_is_not_asked_more_often_the_more_nodes_there_are(count: int) 
 def test_nodes_rest_as_long_as_ever_unless_they_are_many() -> None:
     assert rest_period_s(600) == 1.0 and lost_after_s(600) == 5.0
     assert not rests_long(1250) and rests_long(1300)
+    assert rest_period_s(1250) == 2.0 < rest_period_s(1300)
