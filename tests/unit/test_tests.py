@@ -230,7 +230,7 @@ NOT_YET = {
         watch/death_report watch/roster
     """,
     "unit/watch/test_reporting.py": """
-        dumps/garbage watch/nodes/lost
+        dumps/garbage
     """,
     "unit/watch/test_watcher.py": """
         diagnosis/index/activity watch/job_abort
