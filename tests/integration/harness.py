@@ -216,14 +216,24 @@ class Harness:
                     discard_job(root)
         return result
 
-    def run_program(self, source: str, world_size: int, folder: Path, **options: Any) -> JobResult:
+    def run_program(
+        self,
+        source: str,
+        world_size: int,
+        folder: Path,
+        *,
+        arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> JobResult:
         """Run a program, as ``train.py``, in place of a scenario; the options are those of
         ``run_job``.
         """
         program = folder / "train.py"
         program.write_text(source)
         scenario = replace(find("healthy-plain"), name="train")
-        return self.run_job(scenario, world_size, folder, arguments=[str(program)], **options)
+        return self.run_job(
+            scenario, world_size, folder, arguments=[str(program), *arguments], **options
+        )
 
 
 def kill(pids: list[int], number: signal.Signals) -> None:

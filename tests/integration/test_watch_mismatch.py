@@ -1,15 +1,20 @@
-"""Ranks that disagree while the job runs, under `commlens launch` and with the detached watcher:
-real processes, real gloo.
+"""Ranks that disagree while the job runs, under `commlens launch`, with the detached watcher, and
+watched from here: real processes, real gloo.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chosen import long
+from harness import Harness, JobResult, shown
 from launching import Bench
+
+from commlens.config import Settings
+from commlens.model.verdict import Verdict
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -66,7 +71,7 @@ def main():
     if how == "skipped" and rank == 1:
         first(step)
     dist.barrier()
-    os.write(1, b"training ends\\n")
+    os.write(1, f"training ends {time.time()}\\n".encode())
     time.sleep(0.3)
     dist.destroy_process_group()
 
@@ -136,23 +141,37 @@ def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["skipped", long("swapped")])
-def test_ranks_out_of_step_are_warned_of_and_never_ended(bench: Bench, how: str) -> None:
-    program = bench.launch("--on-mismatch", "abort", "train.py", how, "110")
-    told = program.until("VERDICT", stream="err")
-    assert told < program.until("training ends")
-    assert program.end() == 0, program.report()
-    assert "rank 1" in verdicts(program.err)[0]
-    assert len(verdicts(program.err)) == 1, program.report()
-    assert "It is a warning." in program.error.replace("\n   ", "")
-    assert "ending the job" not in program.error
+def test_ranks_out_of_step_are_warned_of_and_never_ended(
+    jobs: Harness, tmp_path: Path, how: str
+) -> None:
+    result = jobs.run_program(
+        PROGRAM, 2, tmp_path, settings=Settings(on_mismatch="abort"), arguments=[how, "110"]
+    )
+    assert set(result.exits.values()) == {0}, result
+    [(told, verdict)] = [(at, what) for at, what in result.said if isinstance(what, Verdict)]
+    assert told < min(ends_of_training(result)), result
+    assert "rank 1" in verdict.summary
+    assert "It is a warning." in " ".join(shown(verdict).split())
+    assert not any("ending the job" in line for line in result.lines)
 
 
-def test_a_refusal_of_strict_verification_is_reported_once_by_its_cause(bench: Bench) -> None:
-    program = bench.launch("train.py", "transposed", "20", COMMLENS_DEBUG_MODE="1")
-    assert program.end() != 0
-    (verdict,) = verdicts(program.err)
-    assert "all_reduce #" in verdict, program.report()
-    assert "float32[2,3]" in program.error
-    text = " ".join(program.error.split())
-    assert "Strict verification refused all_reduce #" in text, program.report()
+def ends_of_training(result: JobResult) -> list[float]:
+    """When each rank said that training ends."""
+    return [
+        float(at) for at in re.findall(r"training ends (\S+)", "".join(result.outputs.values()))
+    ]
+
+
+def test_a_refusal_of_strict_verification_is_reported_once_by_its_cause(
+    jobs: Harness, tmp_path: Path
+) -> None:
+    result = jobs.run_program(
+        PROGRAM, 2, tmp_path, settings=Settings(debug=True), arguments=["transposed", "20"]
+    )
+    assert 0 not in result.exits.values(), result
+    [verdict] = result.verdicts
+    assert "all_reduce #" in verdict.summary, result
+    text = " ".join(shown(verdict).split())
+    assert "float32[2,3]" in text
+    assert "Strict verification refused all_reduce #" in text, result
     assert "before it was issued: ranks 0-1 raised DistributedOperationException." in text
