@@ -5,15 +5,18 @@ code; and functions of the user's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chosen import long
 
 pytest.importorskip("torch")
 
-from launching import Bench, Program
+from harness import Harness
+from launching import Bench
+
+from commlens.config import Settings
 
 PRELUDE = """
 import collections, dataclasses, json, logging, os, pathlib, sys, time
@@ -187,13 +190,13 @@ BAD_LINE = 1 + next(i for i, line in enumerate(PRELUDE.splitlines()) if "dist.br
 class Outcome:
     """The refusals that a program's two ranks raised, and their logs."""
 
-    def __init__(self, bench: Bench, program: Program, code: int) -> None:
-        self.program, self.code = program, code
-        assert (bench.folder / "results1.json").exists(), program.report()
-        self.by_rank = [
-            json.loads((bench.folder / f"results{rank}.json").read_text()) for rank in (0, 1)
-        ]
-        self.logs = [(bench.folder / f"log{rank}.txt").read_text() for rank in (0, 1)]
+    def __init__(self, folder: Path, code: int, error: str, report: str) -> None:
+        self.code = code
+        self.error = error  # the launcher's
+        self.report = report  # of all that was printed
+        assert (folder / "results1.json").exists(), report
+        self.by_rank = [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+        self.logs = [(folder / f"log{rank}.txt").read_text() for rank in (0, 1)]
 
     def both(self, name: str) -> tuple[str, str] | None:
         """Kind and text, the same on both ranks."""
@@ -212,21 +215,29 @@ def run(
         program = getattr(bench, launcher)(
             *[str(script) if part == "SCRIPT" else part for part in command], **environ
         )
-        return Outcome(bench, program, program.end())
+        return Outcome(folder, program.end(), program.error, program.report())
     finally:
         bench.close()
 
 
+def run_forked(jobs: Harness, folder: Path, text: str, *arguments: str, **options: Any) -> Outcome:
+    """Run a program without a launcher."""
+    text = f"import os; os.chdir({str(folder)!r})" + text  # which starts with an empty line
+    result = jobs.run_program(text, 2, folder, arguments=arguments, **options)
+    return Outcome(folder, max(result.exits.values(), key=abs), "", str(result))
+
+
 @pytest.fixture(scope="module")
-def debugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    yield run(
+def debugged(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(
         tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0"
     )
 
 
 @pytest.fixture(scope="module")
-def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    yield run(tmp_path_factory.mktemp("regions"), REGIONS, "SCRIPT", COMMLENS_VERIFY_TIMEOUT="1.5")
+def regions(jobs: Harness, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("regions")
+    return run_forked(jobs, folder, REGIONS, settings=Settings(verify_timeout=1.5))
 
 
 class TestLaunchDebug:
@@ -243,7 +254,7 @@ class TestLaunchDebug:
         self, debugged: Outcome
     ):
         assert debugged.code != 0
-        text = debugged.program.error
+        text = debugged.error
         summary = text[text.index("Root Cause (first observed failure)") :]
         assert (
             "Operation: `torch.distributed.broadcast`" in summary
@@ -252,13 +263,13 @@ class TestLaunchDebug:
         printed = [
             line for line in text.splitlines() if "]:   - Process 0: [1, 5]     float32 " in line
         ]
-        assert len(printed) == 1, debugged.program.report()
+        assert len(printed) == 1, debugged.report
         assert text.count("(The whole message is in the output of rank ") == 2, (
             "of the other rank: its traceback, and torchrun's summary"
         )
 
     def test_the_traceback_has_no_line_of_the_verifier(self, debugged: Outcome):
-        assert "commlens/verification/" not in debugged.program.error
+        assert "commlens/verification/" not in debugged.error
 
 
 class TestOwnFunctions:
@@ -328,11 +339,11 @@ class TestOwnFunctions:
 
 class TestRegions:
     def test_collectives_are_verified_inside_only(self, regions: Outcome):
-        assert regions.code == 0, regions.program.report()
+        assert regions.code == 0, regions.report
         assert regions.both("outside") is None
         assert regions.both("inside") == (
             "mismatch/shape",
-            TABLE.format(number=2, script="cases", line=BAD_LINE),
+            TABLE.format(number=2, script="train", line=BAD_LINE),
         )
         assert regions.both("after") is None
 
@@ -381,7 +392,7 @@ def test_under_torchrun(tmp_path: Path):
         launcher="torchrun",
         CAUGHT="1",
     )
-    assert outcome.code == 0, outcome.program.report()
+    assert outcome.code == 0, outcome.report
     assert outcome.both("seed") == (
         "mismatch/shape",
         TABLE.format(number=2, script="cases", line=BAD_LINE),
@@ -395,9 +406,11 @@ def test_under_torchrun(tmp_path: Path):
 
 
 @pytest.mark.parametrize("who", ["all", long("one")])
-def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, who: str):
-    outcome = run(tmp_path, LATE, "SCRIPT", who, launcher="torchrun")
-    assert outcome.code == 0, outcome.program.report()
+def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(
+    jobs: Harness, tmp_path: Path, who: str
+):
+    outcome = run_forked(jobs, tmp_path, LATE, who, recorded=False)
+    assert outcome.code == 0, outcome.report
     if who == "all":
         late = outcome.both("late")
         assert late is not None and late[0] == "mismatch/reduce-op"
