@@ -13,21 +13,30 @@ from conftest import RunCommlens
 pytestmark = pytest.mark.launches
 
 
-def test_doctor_says_which_engine_and_why(native_cache: Path, run_commlens: RunCommlens):
+def test_doctor_says_which_engine_and_recorder_and_why(
+    native_cache: Path, run_commlens: RunCommlens
+):
     without = run_commlens("doctor")
     assert without.returncode == 0, without.stderr
     assert "\nengine           python, because the native engine was not built" in without.stdout
+    [line] = [line for line in without.stdout.splitlines() if line.startswith("recorder ")]
+    assert "by default" in line and "; read through _dump_" in line
     built = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
     assert (
         "\nengine           native, because it was built for this torch and Python" in built.stdout
     )
-    chosen = run_commlens(
-        "doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache), "COMMLENS_ENGINE": "python"}
-    )
+    environ = {
+        "COMMLENS_NATIVE_DIR": str(native_cache),
+        "COMMLENS_ENGINE": "python",
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+    chosen = run_commlens("doctor", environ=environ).stdout
     assert (
         "\nengine           python, because the setting engine is python (COMMLENS_ENGINE)"
-        in chosen.stdout
+        in chosen
     )
+    assert "\nrecorder         torch's own: off by TORCH_FR_BUFFER_SIZE" in chosen
+    assert "nothing tells which are complete" in chosen.split("What would not work here:")[1]
 
 
 def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Path):
@@ -52,12 +61,3 @@ def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Pa
     ):
         assert words in problems, words
     assert os.pathsep not in done.stderr
-
-
-def test_doctor_says_how_torchs_recorder_is_read(run_commlens: RunCommlens):
-    said = run_commlens("doctor").stdout
-    [line] = [line for line in said.splitlines() if line.startswith("recorder ")]
-    assert "by default" in line and "; read through _dump_" in line
-    off = run_commlens("doctor", environ={"TORCH_FR_BUFFER_SIZE": "0"}).stdout
-    assert "\nrecorder         torch's own: off by TORCH_FR_BUFFER_SIZE" in off
-    assert "nothing tells which are complete" in off.split("What would not work here:")[1]
