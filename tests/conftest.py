@@ -201,6 +201,29 @@ def run_commlens(tmp_path: Path) -> RunCommlens:
     return run
 
 
+@pytest.fixture
+def call_commlens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> RunCommlens:
+    """Call the command line as ``run_commlens`` does, but in this process, which has imported
+    torch: for commands that import it and leave the process as it is.
+    """
+    from commlens import commands
+
+    def call(
+        *arguments: str, environ: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            for name, value in (environ or {}).items():
+                patch.setenv(name, value)
+            status = commands.main(list(arguments))
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, status, out, err)
+
+    return call
+
+
 def _left_behind(mark: str) -> Iterator[tuple[int, str]]:
     """Processes, other than this one, that a test started: their pids and command lines."""
     for folder in Path("/proc").iterdir():

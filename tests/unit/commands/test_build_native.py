@@ -13,8 +13,8 @@ from conftest import RunCommlens
 pytestmark = pytest.mark.launches
 
 
-def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
-    done = run_commlens(
+def test_no_compiler_is_one_sentence(call_commlens: RunCommlens, tmp_path: Path):
+    done = call_commlens(
         "build-native",
         environ={"PATH": str(tmp_path), "CXX": "", "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
     )
@@ -26,8 +26,8 @@ def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_compiler_that_is_not_there_is_named(run_commlens: RunCommlens):
-    done = run_commlens("build-native", environ={"CXX": "no-such-compiler"})
+def test_a_compiler_that_is_not_there_is_named(call_commlens: RunCommlens):
+    done = call_commlens("build-native", environ={"CXX": "no-such-compiler"})
     assert done.returncode == 2
     assert (
         done.stderr
@@ -35,14 +35,14 @@ def test_a_compiler_that_is_not_there_is_named(run_commlens: RunCommlens):
     )
 
 
-def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_path: Path):
+def test_a_compiler_that_fails_leaves_nothing(call_commlens: RunCommlens, tmp_path: Path):
     compiler = tmp_path / "bad++"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && { echo bad++ 1.0; exit 0; }\necho "x.cpp:1: error: it'
         ' is broken" >&2\nexit 1\n'
     )
     compiler.chmod(0o755)
-    done = run_commlens(
+    done = call_commlens(
         "build-native",
         environ={"CXX": str(compiler), "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")},
     )
@@ -55,7 +55,7 @@ def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_pat
 
 @pytest.mark.parametrize("how", ["command", "installation"])
 def test_a_relative_folder_is_the_callers(
-    how: str, run_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, call_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The compiler runs in another folder."""
     compiler = tmp_path / "cannot-link"
@@ -65,7 +65,7 @@ def test_a_relative_folder_is_the_callers(
     )
     compiler.chmod(0o755)
     if how == "command":
-        said = run_commlens("build-native", "-o", "cache", environ={"CXX": str(compiler)}).stderr
+        said = call_commlens("build-native", "-o", "cache", environ={"CXX": str(compiler)}).stderr
     else:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("CXX", str(compiler))
@@ -77,14 +77,14 @@ def test_a_relative_folder_is_the_callers(
     assert f"(exit status 1): ld: cannot open output file {tmp_path}/cache/" in said
 
 
-def test_a_cache_that_cannot_be_written_is_named(run_commlens: RunCommlens, tmp_path: Path):
+def test_a_cache_that_cannot_be_written_is_named(call_commlens: RunCommlens, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    done = run_commlens("build-native", "-o", str(tmp_path / "file"), environ={"CXX": "/bin/echo"})
+    done = call_commlens("build-native", "-o", str(tmp_path / "file"), environ={"CXX": "/bin/echo"})
     assert done.returncode == 2
     assert f"cannot be saved in {tmp_path / 'file'}" in done.stderr
 
 
-def test_what_was_built_is_not_built_again(native_cache: Path, run_commlens: RunCommlens):
-    done = run_commlens("build-native", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
+def test_what_was_built_is_not_built_again(native_cache: Path, call_commlens: RunCommlens):
+    done = call_commlens("build-native", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
     assert done.returncode == 0, done.stderr
     assert "exists already, built on" in done.stdout
