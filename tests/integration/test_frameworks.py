@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,42 +34,39 @@ def start(bench: Bench, name: str, fault: str) -> Program:
     return program
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("accelerate", "accelerate"),
-        ("fabric", "lightning"),
-        ("lightning", "lightning"),
-        ("transformers", "transformers"),
-        ("ray", "ray"),
-        ("deepspeed", "deepspeed"),
-    ],
-)
-def test_a_healthy_run_has_no_word_and_an_exception_is_named(
-    name: str, package: str, tmp_path: Path
-) -> None:
+@pytest.fixture(params=["accelerate", "fabric", "lightning", "transformers", "ray", "deepspeed"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Of an example whose framework is installed."""
+    found: str = request.param
+    package = {"fabric": "lightning"}.get(found, found)
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; `make frameworks` installs it")
-    folders = [tmp_path / "healthy", tmp_path / "faulty"]
-    for folder in folders:
-        folder.mkdir()
-    healthy, faulty = map(Bench, folders)
-    try:
-        runs = [
-            start(bench, name, fault) for bench, fault in ((healthy, "none"), (faulty, "error"))
-        ]
-        codes = [run.end(timeout_s=350) for run in runs]
-    finally:
-        for bench in (healthy, faulty):
-            bench.close()
-    text = "\n".join([*runs[0].out, *runs[0].err])
-    assert codes[0] == 0 and re.search(r"loss \d", text), runs[0].report()
-    assert "commlens:" not in text and "VERDICT" not in text, runs[0].report()
-    assert not healthy.boxes_left and not healthy.dumped
-    assert codes[1] != 0, runs[1].report()
+    return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.long
+def test_a_healthy_run_has_no_word(name: str, bench: Bench) -> None:
+    run = start(bench, name, "none")
+    assert run.end(timeout_s=350) == 0, run.report()
+    text = "\n".join([*run.out, *run.err])
+    assert re.search(r"loss \d", text), run.report()
+    assert "commlens:" not in text and "VERDICT" not in text, run.report()
+    assert not bench.boxes_left and not bench.dumped
+
+
+def test_an_exception_is_named(name: str, bench: Bench) -> None:
+    run = start(bench, name, "error")
+    assert run.end(timeout_s=350) != 0, run.report()
     # Ray's and torchrun's
     prefix = re.compile(r"\x1b\[\d+m|\(RayTrainWorker pid=\d+\)|^\[rank\d\]:", re.MULTILINE)
-    words = " ".join(prefix.sub("", "\n".join([*runs[1].out, *runs[1].err])).split())
+    words = " ".join(prefix.sub("", "\n".join([*run.out, *run.err])).split())
     line = next(
         number
         for number, text in enumerate((EXAMPLES / "faults.py").read_text().splitlines(), 1)
@@ -76,4 +74,4 @@ def test_a_healthy_run_has_no_word_and_an_exception_is_named(
     )
     assert (
         f"VERDICT rank 1 raised ValueError: a bad batch at faults.py:{line} misbehave" in words
-    ), runs[1].report()
+    ), run.report()
