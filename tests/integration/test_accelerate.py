@@ -4,13 +4,15 @@ exception kept.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+if importlib.util.find_spec("accelerate") is None:  # an import here would take each worker 2 s
+    pytest.skip("accelerate is not installed", allow_module_level=True)
 
 from launching import Bench, Program, says_whether_a_call_waits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from commlens.commands import COMMANDS
 from commlens.scenarios import SCENARIOS
 from conftest import REPOSITORY, SOURCE
 
-pytest.importorskip("furo")
+if importlib.util.find_spec("furo") is None:  # an import here would take each worker a second
+    pytest.skip("furo is not installed", allow_module_level=True)
 pytest.importorskip("torch")  # the reference shows docstrings, and torchrun's options
 
 DOCS = REPOSITORY / "docs"
