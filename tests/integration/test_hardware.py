@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from emulated_nodes import launch, nodes, wait
 from harness import Harness, JobResult
 from incidents import CAUSES, NO_CAUSES, PER_NODE, RANKS, Incident, tell
 from node_files import NodeFiles
-from test_slow_rank import LAUNCH, TRAIN
+from test_slow_rank import TRAIN, look_often
 
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
@@ -183,25 +180,19 @@ def heat(table):
 
 
 @pytest.mark.long
-def test_heat_is_named_as_the_reason_of_a_slow_rank(tmp_path: Path) -> None:
+def test_heat_is_named_as_the_reason_of_a_slow_rank(
+    jobs: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_often(monkeypatch)
     files = NodeFiles(tmp_path / "node", gpus=3)
     table = str(files.root / "nvidia-smi.csv")
     loop = "    for _ in range(250):\n"
     assert loop in TRAIN
     hot = f"    for step in range(250):\n        if step == dist.get_rank() * 50 == 50:\n            heat({table!r})\n"
-    (tmp_path / "train.py").write_text(HEAT + TRAIN.replace(loop, hot))
-    (tmp_path / "launch.py").write_text(LAUNCH)
-    done = subprocess.run(
-        [sys.executable, "launch.py"],
-        cwd=tmp_path,
-        env={**os.environ, "COMMLENS_HEALTH": str(files.root)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stderr.split())
-    assert "Rank 1 makes the job slow" in said
+    program = HEAT + TRAIN.replace(loop, hot)
+    result = jobs.run_program(program, 3, tmp_path, settings=Settings(health=str(files.root)))
+    assert set(result.exits.values()) == {0}, result
+    said = " ".join(" ".join(result.lines).split())
+    assert "Rank 1 makes the job slow" in said, result
     assert "GPU 0000:11:00.0 lowered its clock because of heat or power" in said, said
     assert "look at the cooling and the power of" in said.lower()

@@ -5,11 +5,15 @@ shortened.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import Harness
+
+from commlens.config import Settings
+from commlens.speed import pace
+from commlens.watch import slowness
+from commlens.watch.alerts import metrics
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -38,42 +42,31 @@ def main():
 main()
 """
 
-LAUNCH = """
-import sys
-from commlens import commands
-from commlens.speed import pace
-from commlens.watch import slowness
-from commlens.watch.alerts import metrics
 
-pace.MIN_S = 2.0
-slowness.INTERVAL_S = 0.4
-slowness.CPU_SHARE = 0.1
-metrics.WRITE_EVERY_S = 0.4
-options = ["--metrics-file", "now.prom", "--on-verdict", "cp now.prom then.prom"]
-sys.exit(commands.main(["launch", "--nproc-per-node", "3", *options, "train.py"]))
-"""
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watcher look for a slow rank every 0.4 s."""
+    monkeypatch.setattr(pace, "MIN_S", 2.0)
+    monkeypatch.setattr(slowness, "INTERVAL_S", 0.4)
+    monkeypatch.setattr(slowness, "CPU_SHARE", 0.1)
 
 
-def test_the_slow_rank_and_its_line_are_told_once(tmp_path: Path) -> None:
+def test_the_slow_rank_and_its_line_are_told_once(
+    jobs: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DDP waits for its collectives in C++, where nobody records it."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "launch.py").write_text(LAUNCH)
-    done = subprocess.run(
-        [sys.executable, "launch.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = re.sub(r"\s+", " ", done.stderr)
-    assert said.count("makes the job slow: all others wait for") == 1, done.stderr
-    assert "commlens: Rank 1 makes the job slow" in said
+    look_often(monkeypatch)
+    monkeypatch.setattr(metrics, "WRITE_EVERY_S", 0.4)
+    now, then = tmp_path / "now.prom", tmp_path / "then.prom"
+    settings = Settings(metrics_file=str(now), on_verdict=f"cp {now} {then}")
+    result = jobs.run_program(TRAIN, 3, tmp_path, settings=settings)
+    assert set(result.exits.values()) == {0}, result
+    said = " ".join(" ".join(result.lines).split())
+    assert said.count("makes the job slow: all others wait for") == 1, result
+    assert "Rank 1 makes the job slow" in said
     line = TRAIN.splitlines().index("        time.sleep(0.02)") + 1
     assert f"train.py:{line} load_batch" in said or "py-spy record" in said
     pytest.importorskip("prometheus_client")
-    told = (tmp_path / "then.prom").read_text()
+    told = then.read_text()
     assert re.search(r'^commlens_steps_total\{job="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE), (
         told
     )
@@ -81,5 +74,5 @@ def test_the_slow_rank_and_its_line_are_told_once(tmp_path: Path) -> None:
         r'^commlens_waiting_ratio\{job="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE
     ), "rank 0 waits"
     assert re.search(r'^commlens_group_bytes_per_second\{group="default group"', told, re.MULTILINE)
-    assert not (tmp_path / "now.prom").exists(), "the job is over"
-    assert not list(tmp_path.glob("commlens-dumps/*")), "nothing is wrong, so nothing is dumped"
+    assert not now.exists(), "the job is over"
+    assert not list(tmp_path.glob("dumps/*")), "nothing is wrong, so nothing is dumped"
