@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -263,6 +264,7 @@ def test_ddp() -> None:
     verdict = checked(trains_with_ddp, steps=3)
     assert verdict.kind == "healthy" and not verdict.findings
     assert verdict.summary == "no mismatch or deadlock in 3 steps of 2 ranks on gloo"
+    assert gc.get_freeze_count() == 0, "The caller's garbage is collected again."
 
 
 def test_ddp_on_a_rank_that_skips_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import selectors
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -129,7 +130,7 @@ class Ranks:
         """Run some ranks, several at a time."""
         runs: list[Run] = []
         children: dict[int, _Child] = {}
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, _shared_pages():
             try:
                 while todo or children:
                     while todo and len(children) < self._at_once:
@@ -203,6 +204,21 @@ class Ranks:
             else f"its run ended early ({_status_words(status)})"
         )
         return Run(sequence, {}, {}, {})
+
+
+@contextlib.contextmanager
+def _shared_pages() -> Iterator[None]:
+    """Let the garbage collectors of the processes that are forked meanwhile leave what is here now
+    alone. It would have to be copied for each of them.
+    """
+    if gc.get_freeze_count():  # the program's own doing, which stays
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _kill(child: _Child) -> None:
