@@ -233,8 +233,8 @@ def _is_inside_loop(text: str, position: int, period: int) -> bool:
     """Return whether the letters before ``position`` repeat for long with this period, and the
     letter there does not just end that loop.
     """
-    start = position
-    while start > period and text[start - 1] == text[start - 1 - period]:
+    start, far = position, max(period, position - _LONG_RUN)
+    while start > far and text[start - 1] == text[start - 1 - period]:
         start -= 1
     run = position - start
     if run < min(_REPEATS * period, _CONTEXTS[0]):
