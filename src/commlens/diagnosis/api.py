@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from commlens.diagnosis.examine import ExaminedJob, examine_dumps, examine_logs
 from commlens.dumps.discover import DumpFiles, discover
-from commlens.dumps.read import Evidence, read_own_files
+from commlens.dumps.read import Evidence, read_own_files, read_verdict
 from commlens.dumps.sources import Paths as NamedPaths
+from commlens.dumps.sources import Source
 from commlens.errors import EvidenceError
 from commlens.model.health import NodeHealth
-from commlens.model.ranklog import Observation
+from commlens.model.ranklog import Observation, RankLog
 from commlens.model.topology import Inventory
 from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
@@ -102,7 +103,7 @@ def examine_paths(
             return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(files.paths, problems))
-    return examine_logs(
+    examined = examine_logs(
         evidence.logs,
         problems=problems,
         stalled_after_s=stalled_after_s,
@@ -111,6 +112,19 @@ def examine_paths(
         health=health,
         inventory=inventory,
     )
+    if not examined.verdict.is_fault and (found := _diverged(files.reports, evidence.logs)):
+        return examined._replace(verdict=found)
+    return examined
+
+
+def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | None:
+    """Return the verdict on tensors that differ which was saved beside these black boxes, since
+    they hold no tensors.
+    """
+    folders = {log.source.rpartition("/")[0] for log in logs}
+    beside = (each for each in reports if each.name.rpartition("/")[0] in folders)
+    verdicts = (read_verdict(each) for each in beside)
+    return next((each for each in verdicts if each is not None and each.kind == "diverged"), None)
 
 
 def _examine_foreign_files(

@@ -37,6 +37,7 @@ class DumpFiles:
     paths: Paths  # to walk again
     # black boxes and observations of their processes
     own: list[tuple[Source, Kind]] = field(default_factory=list)
+    reports: list[Source] = field(default_factory=list)  # verdicts and pages beside them
     kinds: Counter[str] = field(default_factory=Counter)  # number of other tools' files by kind
     size: int = 0  # stored bytes of all other tools' files, as far as known
     problems: list[str] = field(default_factory=list)  # sentences about files that cannot be used
@@ -96,6 +97,9 @@ def discover(
     logs: set[str] = set()
     left_out: list[str] = []
     for source, kind in _classify(found.paths, prefix, found.problems, left_out, own_only=own_only):
+        if kind is REPORT:
+            found.reports.append(source)
+            continue
         if kind.read is None:
             found.own.append((source, kind))
             continue
@@ -142,7 +146,7 @@ def _classify(
         folder, _, name = source.name.replace("!", "/").rpartition("/")
         if kind is None and BOX_NAME.fullmatch(name):
             kind = BLACK_BOX  # its process died while creating it
-        if kind is DUMP_MARKER or kind is REPORT:
+        if kind is DUMP_MARKER:
             continue
         if kind is None or (own_only and kind.read is not None):
             unknown[folder] += 1

@@ -23,9 +23,10 @@ from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
-from commlens.errors import FormatError
+from commlens.errors import CommlensError, FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.verdict import Verdict
 from commlens.text import clean_all, printable, ranks_phrase
 
 _JOBS_NAMED: Final = 20
@@ -183,6 +184,16 @@ def _read_box(source: Source) -> _Box:
             f"{source.name} is left out: its process (pid {log.pid}) never learned its rank."
         )
     return _Box(path, status, log, partial)
+
+
+def read_verdict(source: Source) -> Verdict | None:
+    """Return the verdict that was saved beside a dump; None if the file holds none."""
+    try:
+        content = source.read(OBSERVED_MAX + 1)
+        whole = clean_all(msgspec.json.decode(content)) if len(content) <= OBSERVED_MAX else None
+        return msgspec.convert(whole, Verdict)
+    except (CommlensError, ValueError, RecursionError):
+        return None
 
 
 def _read_observed(source: Source, problems: list[str]) -> _Observed:

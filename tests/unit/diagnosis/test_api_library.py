@@ -16,6 +16,7 @@ from builders import Job, Stay, at, training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlens.diagnosis.api import diagnose
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.verdict import Finding, Verdict
 
@@ -71,6 +72,33 @@ def shown(verdict: Verdict) -> Tags:
         "small",
     }
     return tags
+
+
+def test_the_numbers_of_a_dump_are_those_of_its_watcher(tmp_path: Path) -> None:
+    for job in ("one", "two"):
+        (tmp_path / job).mkdir()
+        for rank in range(4):
+            busy_box(rank).write(tmp_path / job)
+    assert diagnose(tmp_path / "two").kind == "healthy"
+    told = Verdict(kind="diverged", summary="rank 3's weight differs", looked_at="4 ranks")
+    (tmp_path / "one" / "verdict.json").write_bytes(told.to_json())
+    assert diagnose(tmp_path / "one") == told
+    assert diagnose(tmp_path / "two").kind == "healthy", "another job's"
+    for content in (
+        b'{"schema": "commlens.verdict/2"',
+        b'{"schema": "commlens.verdict/2", "kind": 3}',
+    ):
+        (tmp_path / "one" / "verdict.json").write_bytes(content)
+        assert diagnose(tmp_path / "one").kind == "healthy"
+
+
+def test_a_fault_in_the_records_is_the_verdict(tmp_path: Path) -> None:
+    for rank in range(2):
+        busy_box(rank, 2, records=8 + rank).write(tmp_path)
+    told = Verdict(kind="diverged", summary="rank 3's weight differs")
+    (tmp_path / "verdict.json").write_bytes(told.to_json())
+    verdict = diagnose(tmp_path, stalled_after_s=0.0)
+    assert verdict.is_fault and verdict.kind != "diverged", verdict
 
 
 def test_what_a_notebook_shows() -> None:
