@@ -116,10 +116,10 @@ function FindingList({ title, findings }: { title: string; findings: Finding[] }
   );
 }
 
-/** A sentence as a title; a file name at its start is not capitalised. */
+/** A sentence as a title; a name at its start, of a file or a tensor, is not capitalised. */
 function headline(text: string): string {
   const title = sentence(text);
-  return /^(ranks?|nothing|there|no)\b/.test(title) ? capital(title) : title;
+  return /^(ranks?|nodes?|nothing|there|no|only|the|strict|several|two) /.test(title) ? capital(title) : title;
 }
 
 function capital(text: string): string {
