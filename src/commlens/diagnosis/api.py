@@ -168,6 +168,9 @@ def _examine_foreign_files(
         return None
     if not dumps:
         return None
+    if all(dump.is_log for dump in dumps):
+        dumps += _silent_logs(files, unread, dumps, boxed)
+        unread = [name for name in unread if name not in files.empty]
     dumps += _unread_dumps(files, unread, dumps, boxed)
     if boxed:
         from commlens.formats.rank_log_columns import columns_from_log
@@ -182,6 +185,24 @@ def _examine_foreign_files(
         inventory=inventory,
         observed=observed,
     )
+
+
+def _silent_logs(
+    files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]
+) -> list[RankDump]:
+    """Return an empty log for each rank that has written nothing: a rank that was killed prints
+    nothing.
+    """
+    from commlens.diagnosis.index.columns import RankDump
+    from commlens.formats.columns import TEXT_LOG
+
+    known = {dump.rank for dump in dumps} | set(boxed)
+    ranks = {files.by_name(name).rank: name for name in unread if name in files.empty}
+    return [
+        RankDump(rank=rank, source=name, host=files.by_name(name).host, origin=TEXT_LOG)
+        for rank, name in sorted(ranks.items())
+        if rank >= 0 and rank not in known
+    ]
 
 
 def _unread_dumps(

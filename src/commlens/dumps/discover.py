@@ -44,6 +44,7 @@ class DumpFiles:
     prefix: str = ""  # of file names, as asked for
     # names of files that hold nothing readable and are named like another tool's dumps
     unread: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)  # names of files without a byte
     _names: dict[str, FileName] = field(default_factory=dict)
     # None if a source holds its bytes: walk again
     _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)
@@ -56,7 +57,7 @@ class DumpFiles:
             return iter(self._foreign)
         return (
             (source, kind)
-            for source, kind in _classify(self.paths, self.prefix, [], [])
+            for source, kind in _classify(self.paths, self.prefix, [], [], [])
             if kind.read is not None
         )
 
@@ -96,7 +97,9 @@ def discover(
     names: list[str] = []
     logs: set[str] = set()
     left_out: list[str] = []
-    for source, kind in _classify(found.paths, prefix, found.problems, left_out, own_only=own_only):
+    for source, kind in _classify(
+        found.paths, prefix, found.problems, left_out, found.empty, own_only=own_only
+    ):
         if kind is REPORT:
             found.reports.append(source)
             continue
@@ -113,7 +116,7 @@ def discover(
         found.kinds[kind.name] += 1
         found.size += max(source.size, 0)
     forms = {_form(name) for name in names}
-    found.unread = [name for name in left_out if _form(name) in forms]
+    found.unread = [name for name in (*left_out, *found.empty) if _form(name) in forms]
     names += found.unread
     found._names = dict(zip(names, parse_names(names, prefix), strict=True))
     found.problems += dict.fromkeys(
@@ -128,13 +131,19 @@ def _form(name: str) -> str:
 
 
 def _classify(
-    paths: Paths, prefix: str, problems: list[str], left_out: list[str], *, own_only: bool = False
+    paths: Paths,
+    prefix: str,
+    problems: list[str],
+    left_out: list[str],
+    empty: list[str],
+    *,
+    own_only: bool = False,
 ) -> Iterator[tuple[Source, Kind]]:
-    """Yield every dump file with its kind; add a problem for each file that is no dump or
-    unreadable, and its name to ``left_out``.
+    """Yield every dump file with its kind; add a problem for each file that is empty, no dump or
+    unreadable, and its name to ``empty`` or ``left_out``.
     """
     unknown: Counter[str] = Counter()
-    for source in open_sources(paths, problems, prefix=prefix, empty=left_out):
+    for source in open_sources(paths, problems, prefix=prefix, empty=empty):
         try:
             head = source.head(HEAD_BYTES)
             kind = detect_kind(head)

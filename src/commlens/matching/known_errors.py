@@ -113,6 +113,7 @@ _OWN: Final = (
 _PEER_HOST: Final = re.compile(
     r"(?:by|from|to) (?:remote )?peer (?P<host>[A-Za-z0-9][\w.:-]{0,254}?)<\d{1,5}>"
 )
+_LOOPBACK: Final = re.compile(r"localhost$|127\.")
 
 
 class KnownError(NamedTuple):
@@ -134,9 +135,11 @@ def known_error(text: str | None) -> KnownError | None:
 
 
 def peer_host(text: str | None) -> str:
-    """Return the host or address of the peer that an error of NCCL names; empty if none."""
+    """Return the host or address of the peer that an error of NCCL names; empty if none, or if it
+    is this machine's name for itself.
+    """
     found = _PEER_HOST.search((text or "")[:_TEXT_MAX])
-    return found["host"] if found is not None else ""
+    return found["host"] if found is not None and not _LOOPBACK.match(found["host"]) else ""
 
 
 def is_kernel_error(text: str | None) -> bool:

@@ -15,7 +15,7 @@ class FoundEnded:
     cause: Ended
     first: int  # the rank to tell of
     failed: list[int]  # ranks that failed
-    silent: list[int]  # ranks without a line in the logs
+    silent: list[int]  # ranks of which no line in the logs tells anything
 
 
 def find_ended(context: Context) -> None:
@@ -37,8 +37,8 @@ def find_ended(context: Context) -> None:
 def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> None:
     views = context.job.views
     first = min(peers, key=lambda rank: (views[rank].exit.at_ns or 1 << 62, rank))
-    silent = context.job.no_record if context.job.only_logs else []
-    suspects = list(silent) if len(silent) == 1 else []
+    silent = _silent_ranks(context) if context.job.only_logs else []
+    suspects = silent if len(silent) == 1 else []
     cause = Ended(
         kind="dead",
         why="exception",
@@ -51,8 +51,17 @@ def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> 
         processes=processes_of(context, peers),
         how="after-a-peer",
     )
-    found = FoundEnded(cause, first, failed, list(silent))
+    found = FoundEnded(cause, first, failed, silent)
     context.add(found, views[first].last_op, views[first].exit.source)
+
+
+def _silent_ranks(context: Context) -> list[int]:
+    """Return the ranks of which no line tells anything."""
+    told = context.job.views.values()
+    without = [
+        view.rank for view in told if view.columns is not None and view.columns.dump.tells_nothing
+    ]
+    return sorted([*context.job.no_record, *without])
 
 
 def _add_stopped(context: Context, stopped: list[int]) -> None:

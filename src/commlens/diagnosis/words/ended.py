@@ -28,7 +28,7 @@ def _after_a_peer(context: Context, found: FoundEnded) -> Words:
     first, suspects = found.first, found.cause.culprits
     which = "no record shows which peer"
     if found.silent:
-        which = f"there is no line of {ranks_phrase(found.silent)}"
+        which = f"no line tells anything of {ranks_phrase(found.silent)}"
     where = ranks_phrase(suspects) if suspects else "all ranks, and of the other nodes,"
     errors = [context.job.views[rank].log.exception for rank in found.failed]
     return Words(

@@ -957,9 +957,17 @@ def test_the_log_of_a_rank_whose_kernel_failed(tmp_path: Path) -> None:
     hold("dead/told-by-logs-device-assert", verdict)
 
 
-def test_a_rank_that_tells_nothing_beside_an_error_of_its_peer(tmp_path: Path) -> None:
-    (tmp_path / "rank0.log").write_text(REMOTE_ERROR)
-    (tmp_path / "rank1.log").write_text("[rank1]: saved\n")
+@pytest.mark.parametrize("printed", ["[rank1]: saved\n", ""])
+def test_a_rank_that_tells_nothing_beside_an_error_of_its_peer(
+    printed: str, tmp_path: Path
+) -> None:
+    """A rank that was killed prints nothing; torchrun makes its files all the same."""
+    for rank, text in enumerate([REMOTE_ERROR.replace(" n0<", " localhost<"), printed]):
+        folder = tmp_path / f"attempt_0/{rank}"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(text)
+        (folder / "stdout.log").write_text("")
     verdict = commlens.diagnose(tmp_path)
     assert isinstance(verdict.cause, Ended)
-    assert (verdict.cause.how, verdict.culprits) == ("after-a-peer", [])
+    assert (verdict.cause.how, verdict.culprits) == ("after-a-peer", [1])
+    assert verdict.next_step == "look at the output of rank 1 for the first error"
