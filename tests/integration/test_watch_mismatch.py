@@ -145,7 +145,7 @@ def test_ranks_out_of_step_are_warned_of_and_never_ended(
     jobs: Harness, tmp_path: Path, how: str
 ) -> None:
     result = jobs.run_program(
-        PROGRAM, 2, tmp_path, settings=Settings(on_mismatch="abort"), arguments=[how, "110"]
+        PROGRAM, 2, tmp_path, settings=Settings(on_mismatch="abort"), arguments=[how, "250"]
     )
     assert set(result.exits.values()) == {0}, result
     [(told, verdict)] = [(at, what) for at, what in result.said if isinstance(what, Verdict)]
