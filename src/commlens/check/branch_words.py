@@ -33,10 +33,16 @@ def verdict(explored: Explored) -> Verdict:
     findings = found.findings
     if findings and findings[0].summary == found.summary:
         findings = [msgspec.structs.replace(findings[0], summary=summary), *findings[1:]]
+    latent = [
+        msgspec.structs.replace(
+            each.finding, summary=f"{each.finding.summary} if {_answers(each.choices)}"
+        )
+        for each in explored.latent
+    ]
     return msgspec.structs.replace(
         found,
         summary=summary,
-        findings=findings,
+        findings=[*findings, *latent],
         missing_evidence=limits,
     )
 

@@ -18,6 +18,8 @@ from commlens.check.classes import Classes
 from commlens.check.judge import Checked
 from commlens.check.run_world import World
 from commlens.check.sequence import RankSequence
+from commlens.model.cause import LatentFault
+from commlens.model.verdict import Finding
 
 COMBINATIONS = 16
 """How many to try unless the user says otherwise."""
@@ -32,6 +34,14 @@ class Alone(NamedTuple):
     rank: int
     choice: Choice
     checked: Checked
+
+
+class Latent(NamedTuple):
+    """A latent fault of a run that is not the worst, which the worst one does not have."""
+
+    choices: Choices
+    """Of the first run that has it."""
+    finding: Finding
 
 
 class Explored(NamedTuple):
@@ -49,6 +59,7 @@ class Explored(NamedTuple):
     decisions: list[Decision]
     """Of all runs."""
     alone: list[Alone]
+    latent: Sequence[Latent] = ()
     classes: Classes | None = None
     """Of the ranks, if only some were run."""
 
@@ -75,9 +86,9 @@ def explore(
     alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
     combined = number_of_combinations(branches)
     deciding = _deciding(worst, worlds) if len(tried) == combined else worst
-    return Explored(
-        checked, worst, deciding, tried, combined, decisions, alone, worlds[worst].classes
-    )
+    latent = list(_latent(worlds, worst))
+    classes = worlds[worst].classes
+    return Explored(checked, worst, deciding, tried, combined, decisions, alone, latent, classes)
 
 
 def _badness(checked: Checked) -> int:
@@ -98,6 +109,19 @@ def _deciding(worst: Choices, worlds: Mapping[Choices, World]) -> Choices:
         ):
             deciding = others
     return tuple(choice for choice in worst if choice in deciding)
+
+
+def _latent(worlds: Mapping[Choices, World], worst: Choices) -> Iterator[Latent]:
+    """Yield the latent faults that only other runs than the worst one have."""
+    seen = set[tuple[object, ...]]()
+    for choices in (worst, *worlds):
+        for finding in worlds[choices].checked.verdict.findings:
+            cause = finding.cause
+            if isinstance(cause, LatentFault):
+                place = cause.what, finding.source_file, finding.source, cause.touched_at
+                if place not in seen and choices != worst:
+                    yield Latent(choices, finding)
+                seen.add(place)
 
 
 def _alone(

@@ -10,8 +10,9 @@ from commlens.check.judge import Checked
 from commlens.check.run_world import World
 from commlens.check.schedule import Outcome
 from commlens.check.sequence import RankSequence
+from commlens.model.cause import LatentFault
 from commlens.model.collective import Frame
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import Finding, Verdict
 
 FIRST, SECOND = Branch("a.py", 1, (False, True)), Branch("a.py", 2, (False, True))
 UNUSED: Any = None
@@ -87,3 +88,24 @@ def test_a_rank_may_decide_alone_where_values_are_its_own() -> None:
 
 def test_decisions_of_all_runs_are_merged() -> None:
     assert [each.taken for each in explored().decisions] == [(False, True)] * 2
+
+
+def test_latent_faults_of_all_runs_are_returned_once_with_their_answers() -> None:
+    def run(choices: Choices) -> World:
+        lines = [each.line for each in choices if each.value] + [9]
+        findings = [latent(f"a.py:{line}") for line in lines]
+        verdict = Verdict(kind="healthy", summary="", findings=findings)
+        return World({}, Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 0))
+
+    found = explore(run, UNUSED, (FIRST, SECOND), bound=16)
+    assert [(each.finding.source, each.choices) for each in found.latent] == [
+        ("a.py:1", (Choice("a.py", 1, True), Choice("a.py", 2, False))),
+        ("a.py:2", (Choice("a.py", 1, False), Choice("a.py", 2, True))),
+    ]
+
+
+def latent(source: str) -> Finding:
+    both: dict[str, Any] = {"kind": "hazard", "why": "program", "root_cause": True}
+    both |= {"culprits": [0], "victims": [], "confidence": "high", "source": source}
+    cause = LatentFault(what="never-waited", op="all_reduce", times=1, blamed_by=None, **both)
+    return Finding(summary="", cause=cause, **both)
