@@ -370,3 +370,28 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = command(tmp_path, *arguments)
     assert done.returncode == 2
     assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+def raises_after_it_has_logged_the_loss() -> None:
+    rank = begin()
+    loss = torch.ones(4)
+    dist.all_reduce(loss)
+    print(f"loss {float(loss.sum()):.3f}")
+    if rank == 1:
+        raise ValueError("bad sample")
+    dist.barrier()
+
+
+def raises_if_the_loss_explodes() -> None:
+    rank = begin()
+    loss = torch.ones(4)
+    dist.all_reduce(loss)
+    dist.recv(loss, 0) if rank else dist.send(loss, 1)
+    if rank == 1 and not float(loss.sum()) > 1e3:
+        raise ValueError("the loss should have exploded by now")
+    dist.barrier()
+
+
+def test_a_number_that_is_only_logged_leaves_nothing_open() -> None:
+    assert checked(raises_after_it_has_logged_the_loss).culprits == [1]
+    assert checked(raises_if_the_loss_explodes).kind == "undetermined"

@@ -107,7 +107,7 @@ def _limits(explored: Explored, unanswered: Sequence[Decision]) -> list[str]:
     apart = [each for each in branches if not each.alike]
     if apart:
         found.append(f"Ranks may decide differently at {_lines(apart)}.")
-    numbers = [each for each in unanswered if each.how == "number"]
+    numbers = [each for each in unanswered if each.how == "number" and not each.idle]
     if numbers:
         found.append(
             f"Numbers that were read may decide something: {_lines(numbers)}."

@@ -55,6 +55,15 @@ class Decision(msgspec.Struct, frozen=True):
     """Only some ranks received the value: the others know it or need not know it."""
     asked: tuple[Moment, ...] = ()
     """When it was asked, in order."""
+    replaceable: bool = False
+    """Only fractions went where they cannot be followed, so that others can be given instead."""
+    idle: bool = False
+    """The rank did the same with other numbers."""
+
+    @property
+    def is_open(self) -> bool:
+        """Check whether a real run may go another way here."""
+        return not self.forced and not self.idle
 
     def is_reached(self, calls: float) -> bool:
         """Check whether a rank makes it before it has issued so many calls."""
@@ -164,7 +173,7 @@ def doubtful(
     lines: dict[tuple[str, int, How], list[tuple[Decision, float]]] = {}
     for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True):
         for each in own:
-            if not each.forced:
+            if each.is_open:
                 place = each.frame.file, each.frame.line, each.how
                 lines.setdefault(place, []).append((each, issued))
     apart = [met for met in lines.values() if _may_part(met, len(decisions))]
@@ -212,6 +221,8 @@ def _join(one: Decision, other: Decision) -> Decision:
         forced=one.forced and other.forced,
         received=one.received or other.received,
         asked=max(one.asked, other.asked, key=len),
+        replaceable=one.replaceable and other.replaceable,
+        idle=one.idle and other.idle,
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from commlens.check import words
+from commlens.check.branches import Decision, merged
 from commlens.check.branches import doubtful as doubtful_decisions
-from commlens.check.branches import merged
 from commlens.check.files import changing
 from commlens.check.records import logs_of
 from commlens.check.rules import RULES, Rules
@@ -30,6 +30,8 @@ class Checked(NamedTuple):
     outcome: Outcome
     backend: str
     steps: int  # that the rank with the fewest has done
+    hinges_on_numbers: bool = False
+    """Only numbers that were read, and may decide nothing, leave open whether there is a fault."""
 
 
 def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: str = "") -> Checked:
@@ -46,17 +48,29 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     steps = min((sequence.steps for sequence in sequences.values()), default=0)
     limits = words.limits(sequences, outcome)
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
+    decisions = _decisions(outcome, found.culprits)
     guesses = _guesses(outcome, found.culprits)
+    hinges_on_numbers = fault and not guesses and all(each.replaceable for each in decisions)
+    guesses += [Guess("value", (each.frame,)) for each in decisions]
     if fault and guesses:
         verdict = words.unproven(found, guesses)
     elif fault:
-        decides = any(sequence.decisions for sequence in sequences.values())
+        decides = any(
+            not each.idle for sequence in sequences.values() for each in sequence.decisions
+        )
         verdict = words.fault(found, outcome, backend, decides=decides)
     else:
         verdict = words.no_fault(found, sequences, backend, steps)
         verdict.explanation = _elsewhere(sequences, backend, script)
     verdict.missing_evidence = [*verdict.missing_evidence, *limits]
-    return Checked(verdict, examined._replace(verdict=verdict), outcome, backend, steps)
+    return Checked(
+        verdict,
+        examined._replace(verdict=verdict),
+        outcome,
+        backend,
+        steps,
+        hinges_on_numbers and bool(decisions),
+    )
 
 
 def _examine(
@@ -83,26 +97,44 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
     return ""
 
 
-def _guesses(outcome: Outcome, culprits: Sequence[int]) -> Sequence[Guess]:
-    """Return the guesses by which a fault may be one of this check only.
-
-    These are the guesses of the runs, the values and files by which ranks may have gone other ways
-    than in a real run, and those by which a culprit may have failed: in a run of one rank alone, an
-    assertion about a value that other ranks send fails, and a file that they write is not there.
+def _decisions(outcome: Outcome, culprits: Sequence[int]) -> list[Decision]:
+    """Return the values by which ranks may have gone other ways than in a real run, or by which the
+    culprits may have failed: in a run of one rank alone, an assertion about a value that other
+    ranks send fails.
     """
     states = outcome.ranks
-    guesses = [guess for state in states.values() for guess in state.sequence.guesses]
     doubtful = doubtful_decisions(
         [state.sequence.decisions for state in states.values()],
         [len(state.ops) if state.blocked_in else math.inf for state in states.values()],
     )
-    failed = [states[rank].sequence for rank in culprits]
-    failed = [sequence for sequence in failed if sequence.end is not End.CLEAN]
-    decisions = [each for sequence in failed for each in sequence.decisions if not each.forced]
+    failed = [
+        each
+        for sequence in _failed(outcome, culprits)
+        for each in sequence.decisions
+        if each.is_open
+    ]
+    return merged([*doubtful, *failed])
+
+
+def _failed(outcome: Outcome, culprits: Sequence[int]) -> list[RankSequence]:
+    sequences = [outcome.ranks[rank].sequence for rank in culprits]
+    return [sequence for sequence in sequences if sequence.end is not End.CLEAN]
+
+
+def _guesses(outcome: Outcome, culprits: Sequence[int]) -> list[Guess]:
+    """Return what the program had to guess, and the files by which ranks may have gone other ways
+    than in a real run, or by which the culprits may have failed: in a run of one rank alone, a
+    file that others write is not there.
+    """
+    states = outcome.ranks
+    guesses = [guess for state in states.values() for guess in state.sequence.guesses]
     looks = changing([state.sequence.looks for state in states.values()])
     return [
         *guesses,
-        *(Guess("value", (each.frame,)) for each in merged([*doubtful, *decisions])),
         *(Guess("file", (frame,)) for frame in looks),
-        *(Guess("file", each.exception_stack) for each in failed if each.misses_a_file),
+        *(
+            Guess("file", sequence.exception_stack)
+            for sequence in _failed(outcome, culprits)
+            if sequence.misses_a_file
+        ),
     ]

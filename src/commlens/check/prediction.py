@@ -94,6 +94,11 @@ def does_as(like: RankSequence, other: RankSequence, names: Names) -> bool:
     )
 
 
+def is_same(one: RankSequence, other: RankSequence) -> bool:
+    """Check whether two runs of a rank did the same."""
+    return _facts(one) == _facts(other) and _comparable(one.events) == _comparable(other.events)
+
+
 class _NotAMember(Exception):
     """The rank is not in a group in which the other one calls a collective."""
 

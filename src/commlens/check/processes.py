@@ -62,6 +62,14 @@ class Ranks:
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
+    def again(self, number: float) -> Ranks:
+        """Return what runs the program again, knowing what the ranks gave each other, with another
+        number where a fraction is read that is not known and is not followed.
+        """
+        other = Ranks(self._plan._replace(number=number), at_once=self._at_once)
+        other._shared, other._answers = self._shared, dict(self._answers)
+        return other
+
     @property
     def waited_in_vain(self) -> bool:
         """Whether a rank waits for a key of the store that none of those that were run writes."""

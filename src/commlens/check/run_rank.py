@@ -53,6 +53,9 @@ class Plan(NamedTuple):
     timeout_s: float = 300.0  # for the run of each rank
     choices: tuple[Choice, ...] = ()  # answers to what the program asks of tensors
     backend: str = ""  # whose rules hold; empty: that of the program
+    number: float | None = (
+        None  # given where a fraction is read that is not known and is not followed
+    )
 
 
 class Run(NamedTuple):
@@ -82,7 +85,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     files = Files()
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
-    values = Values(plan.world_size, plan.choices, shared.answers)
+    values = Values(plan.world_size, plan.choices, shared.answers, plan.number)
     buffers = BufferWatch(preview=True, backend=plan.backend)
     with world:
         _patch_system()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +11,7 @@ from commlens.check.classes import Classes, explore_classes
 from commlens.check.judge import Checked
 from commlens.check.processes import Ranks
 from commlens.check.sequence import RankSequence
+from commlens.check.variation import vary
 
 ALL_UP_TO = 16
 """Worlds of this size are run whole: little would be saved."""
@@ -33,7 +34,7 @@ class World(NamedTuple):
 def run_whole(ranks: Ranks, judge: Judge, world_size: int) -> World:
     """Run all ranks."""
     sequences = ranks.run(range(world_size))
-    return World(sequences, judge(sequences))
+    return World(*_judged(ranks, judge, sequences, sequences))
 
 
 def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int) -> World | None:
@@ -45,7 +46,7 @@ def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int
         classes = explore_classes(ranks.run, world_size, ranks_per_node, also)
         if ranks.waited_in_vain:
             return None
-        checked = judge(classes.sequences)
+        sequences, checked = _judged(ranks, judge, classes.sequences, classes.ran)
         unproven = _concerned(checked) - set(classes.ran)
         if not checked.verdict.is_fault or not unproven:
             break
@@ -53,7 +54,18 @@ def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int
     if classes.surprising and checked.verdict.kind == "healthy":
         doubted = msgspec.structs.replace(checked.verdict, kind="undetermined", confidence="low")
         checked = checked._replace(verdict=doubted)
-    return World(classes.sequences, checked, classes)
+    return World(sequences, checked, classes)
+
+
+def _judged(
+    ranks: Ranks, judge: Judge, sequences: dict[int, RankSequence], ran: Collection[int]
+) -> tuple[dict[int, RankSequence], Checked]:
+    """Judge the sequences. If it is only numbers that leave a fault open, try others."""
+    checked = judge(sequences)
+    if checked.hinges_on_numbers:
+        sequences = vary(ranks, sequences, ran)
+        checked = judge(sequences)
+    return sequences, checked
 
 
 def _concerned(checked: Checked) -> set[int]:

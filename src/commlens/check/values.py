@@ -52,14 +52,20 @@ class Values:
     """
 
     def __init__(
-        self, world_size: int, choices: Iterable[Choice] = (), answers: Answers | None = None
+        self,
+        world_size: int,
+        choices: Iterable[Choice] = (),
+        answers: Answers | None = None,
+        number: float | None = None,
     ) -> None:
         """Give the answers of ``choices``, and to reads of values that ranks have alike the
-        ``answers`` that other ranks got. Elsewhere the answer is that of the fake world.
+        ``answers`` that other ranks got. Elsewhere the answer is that of the fake world; for
+        fractions that are not followed, it is ``number``, if that is given.
         """
         self._world_size = world_size
         self._choices = tuple(choices)
         self._others = answers or {}
+        self._number = number
         self.answers: Answers = {}
         """The answers to reads of values that ranks have alike, in order."""
         self._found: dict[tuple[str, int, How, bool], _Met] = {}
@@ -80,6 +86,7 @@ class Values:
                 forced=key[3],
                 received=met.received,
                 asked=tuple(met.asked),
+                replaceable=met.replaceable,
             )
             for key, met in self._found.items()
         ]
@@ -133,8 +140,14 @@ class Values:
     def _lost(self, result: Any, origin: Origin | None) -> Any:
         """Return a value that is not seen any more."""
         value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
-        (reader or self._reader(origin)).lose(value)
-        return value
+        reader = reader or self._reader(origin)
+        if type(value) is not float or reader.settled:
+            reader.lose(value)
+            return value
+        place = user_frame(sys._getframe())
+        if place is not None:
+            self._note(place, "number", reader, value, replaceable=True)
+        return value if self._number is None else self._number
 
     def _reader(self, origin: Origin | None) -> _Reader:
         if origin is None:
@@ -218,10 +231,19 @@ class Values:
         if place is not None:
             self._note(place, "number", reader, value if _is_plain(value) else None)
 
-    def _note(self, frame: Frame, how: How, reader: _Reader, value: Value | None) -> None:
+    def _note(
+        self,
+        frame: Frame,
+        how: How,
+        reader: _Reader,
+        value: Value | None,
+        *,
+        replaceable: bool = False,
+    ) -> None:
         met = self._found.setdefault((frame.file, frame.line, how, reader.forced), _Met(frame))
         met.alike = met.alike and reader.alike
         met.received = met.received or reader.received
+        met.replaceable = met.replaceable and replaceable
         if len(met.asked) < _MOMENTS_KEPT:
             met.asked.append(reader.moment)
         if value is not None and len(met.taken) < _ANSWERS_KEPT:
@@ -261,6 +283,7 @@ class _Met:
     frame: Frame
     alike: bool = True
     received: bool = False
+    replaceable: bool = True
     taken: list[Value] = field(default_factory=list)
     asked: list[Moment] = field(default_factory=list)
 
