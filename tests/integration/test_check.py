@@ -372,6 +372,39 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     assert done.stdout == "" and "Traceback" not in done.stderr
 
 
+def gathers_objects_of_different_sizes() -> None:
+    rank = begin()
+    found: list[Any] = [None] * 3
+    dist.all_gather_object(found, "x" * (10 + 7 * rank))
+    dist.gather_object(len(found[rank - 1]), found if rank == 0 else None)
+    if rank == 0:
+        assert found == [24, 10, 17]
+    dist.barrier()
+
+
+def one_does_more_after_it_has_gathered_objects() -> None:
+    rank = begin()
+    found: list[Any] = [None] * 3
+    dist.all_gather_object(found, rank)
+    if found.index(2) == rank:
+        dist.barrier()
+
+
+def gathers_what_no_two_runs_give() -> None:
+    begin()
+    found: list[Any] = [None] * 3
+    dist.all_gather_object(found, "x" * (os.getpid() % 97))
+    if found[0] == found[1]:
+        dist.barrier()
+
+
+def test_gathered_objects_are_those_of_the_others() -> None:
+    assert checked(gathers_objects_of_different_sizes, 3).kind == "healthy"
+    assert checked(one_does_more_after_it_has_gathered_objects, 3).culprits == [2]
+    verdict = checked(gathers_what_no_two_runs_give, 3)
+    assert any("gathers objects" in limit for limit in verdict.missing_evidence)
+
+
 def raises_after_it_has_logged_the_loss() -> None:
     rank = begin()
     loss = torch.ones(4)

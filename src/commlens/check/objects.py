@@ -4,11 +4,21 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from commlens.check.branches import Answers
 from commlens.check.recorder import SequenceRecorder
-from commlens.tracing.preview.objects import Key, Message, Objects
+from commlens.tracing.preview.objects import (
+    Key,
+    Message,
+    Objects,
+    arguments_of,
+    pickled,
+    ranks_of,
+)
 
 Need = Key | str
 """What a rank needs from another one: an object, or a key of the store."""
@@ -26,6 +36,15 @@ class Shared:
         self.never: set[Need] = set()
         """What no rank gives."""
 
+    def copy(self) -> Shared:
+        """Return a copy, to which others may be added."""
+        other = Shared()
+        other.messages = dict(self.messages)
+        other.keys = {key: list(values) for key, values in self.keys.items()}
+        other.answers = dict(self.answers)
+        other.never = set(self.never)
+        return other
+
     def add(self, messages: dict[Key, Message], keys: dict[str, list[bytes]]) -> None:
         """Add what a rank has given."""
         self.messages.update(messages)
@@ -33,6 +52,14 @@ class Shared:
             known = self.keys.setdefault(key, [])
             known += [value for value in values if value not in known]
             del known[KEYS_KEPT:]
+
+    def differs(self, gathered: Mapping[Key, Message | None], ranks: Collection[int]) -> bool:
+        """Check whether any of these ranks gives another object than a gather took from it."""
+        return any(
+            self.messages.get(key) != message
+            for key, message in gathered.items()
+            if key[1] in ranks
+        )
 
     def has(self, need: Need) -> bool:
         """Check whether a rank has given it."""
@@ -50,6 +77,8 @@ class SharedObjects(Objects):
         self.sent: dict[Key, Message] = {}
         self.keys: dict[str, list[bytes]] = {}
         self.needs_key: str | None = None
+        self.gathered: dict[Key, Message | None] = {}
+        """The objects that gathers took from other ranks; None where its own stood for them."""
         self._shared = shared
         self._recorder = recorder
 
@@ -88,5 +117,23 @@ class SharedObjects(Objects):
         return super()._message(key)
 
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather the objects that the other ranks were seen to give. As long as some are not known,
+        the rank goes on with copies of its own.
+        """
+        given = arguments_of(original, args, kwargs)
+        ranks = ranks_of(given.get("group"))
+        if self.rank not in ranks:
+            return original(*args, **kwargs)
         self._recorder.guess("object")
-        return super()._gather(original, *args, **kwargs)
+        *call, number = self._key(original.__name__, self.rank, None, ranks)
+        keys = [(call[0], rank, None, ranks, number) for rank in ranks]
+        with unset_fake_temporarily():
+            self.sent[keys[ranks.index(self.rank)]] = pickled([given["obj"]], given)
+        own = self.sent
+        messages = [own.get(key, self._shared.messages.get(key)) for key in keys]
+        self.gathered.update(zip(keys, messages, strict=True))
+        if None in messages:
+            return super()._gather(original, *args, **kwargs)
+        contents = [message[0] for message in messages if message is not None]
+        with unset_fake_temporarily(), self.delivering_gathered(contents):
+            return original(*args, **kwargs)

@@ -24,6 +24,7 @@ from commlens.check.run_rank import Plan, Run, import_modules, run_rank
 from commlens.check.sequence import RankSequence
 from commlens.model.ranklog import End
 from commlens.text import signal_name
+from commlens.tracing.preview.objects import Key, Message
 
 _OUTPUT_MAX = 200_000  # bytes of a rank's output that are read
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +59,7 @@ class Ranks:
         self._ended = ended or (lambda sequence: None)
         self._shared = Shared()
         self._answers: dict[int, Answers] = {}
+        self._gathered: dict[int, dict[Key, Message | None]] = {}
         self._sequences: dict[int, RankSequence] = {}
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
@@ -67,7 +69,7 @@ class Ranks:
         number where a fraction is read that is not known and is not followed.
         """
         other = Ranks(self._plan._replace(number=number), at_once=self._at_once)
-        other._shared, other._answers = self._shared, dict(self._answers)
+        other._shared, other._answers = self._shared.copy(), dict(self._answers)
         return other
 
     @property
@@ -78,7 +80,8 @@ class Ranks:
     def run(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         """Return the sequences of these ranks, and run those that were not run before. Runs as
         other ranks are added where those send objects to them. A rank is run again if it read
-        something else than the others of a value that is the same on them.
+        something else than the others of a value that is the same on them, or if it gathered other
+        objects than they give.
         """
         wanted = sorted(set(ranks))
         ran = self._sequences
@@ -86,10 +89,19 @@ class Ranks:
         for _ in range(_ROUNDS):
             self._shared.answers = common(self._answers)
             odd = set(disagreeing(self._answers, self._shared.answers)) & ran.keys()
+            odd |= {rank for rank in ran if self._gathered_others(rank)}
             if not odd:
                 break
             ran.update(self._run_all(odd))
+        for rank in wanted:
+            if None not in self._gathered[rank].values() and not self._gathered_others(rank):
+                sequence = ran[rank]
+                sequence.guesses = [each for each in sequence.guesses if each.what != "object"]
         return {rank: ran[rank] for rank in wanted}
+
+    def _gathered_others(self, rank: int) -> bool:
+        """Check whether a rank gathered other objects than the ranks that were run give."""
+        return self._shared.differs(self._gathered[rank], self._sequences)
 
     def _run_all(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         sequences: dict[int, RankSequence] = {}
@@ -103,6 +115,7 @@ class Ranks:
                 rank = run.sequence.rank
                 self._shared.add(run.sent, run.keys)
                 self._answers[rank] = run.answers
+                self._gathered[rank] = run.gathered
                 runs[rank] += 1
                 if run.needs is not None and runs[rank] == _RUNS_MAX:
                     run.sequence.problem = (
@@ -211,7 +224,7 @@ class Ranks:
             if late
             else f"its run ended early ({_status_words(status)})"
         )
-        return Run(sequence, {}, {}, {})
+        return Run(sequence, {}, {}, {}, {})
 
 
 @contextlib.contextmanager

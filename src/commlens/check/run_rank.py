@@ -65,6 +65,7 @@ class Run(NamedTuple):
     sent: dict[Key, Message]  # objects that it sent to other ranks
     keys: dict[str, list[bytes]]  # of the store, that it wrote
     answers: Answers  # that it got to reads of values that ranks have alike
+    gathered: dict[Key, Message | None]  # objects of others that its gathers took
     needs: Need | None = None  # what the run ended for, from another rank
     modules: tuple[str, ...] = ()  # of libraries, that it imported
 
@@ -119,7 +120,9 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
     sequence.decisions = values.decisions
     needs = objects.needs_key or objects.unknown
     modules = _library_modules(imported)
-    return Run(sequence, objects.sent, objects.keys, values.answers, needs, modules)
+    return Run(
+        sequence, objects.sent, objects.keys, values.answers, objects.gathered, needs, modules
+    )
 
 
 @contextlib.contextmanager

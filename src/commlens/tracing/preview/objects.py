@@ -91,11 +91,22 @@ class Objects:
         ]
         return self._deliveries.delivering([*tensors])
 
+    def delivering_gathered(self, messages: Message) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the gathers of an object collective receive the sizes of these
+        messages, then the messages.
+        """
+        sizes = [_as_tensor(len(each)) for each in messages]
+        contents = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in messages]
+        return self._deliveries.delivering([], gathered=[sizes, contents])
+
     # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Return a function that fills the op's tensors, if it delivers anything."""
         deliveries = self._deliveries
+        if deliveries.gathered and spec.name in ("allgather_", "gather_"):
+            contents = deliveries.gathered.pop(0)
+            return lambda: _fill_each(arguments[0], contents)
         if deliveries.gathers and spec.name == "gather_":
             return lambda: _loop_back(arguments)
         if deliveries.pending and spec.name in (
@@ -126,8 +137,8 @@ class Objects:
         """Call torch's function in a context in which it receives what other ranks send it; in a
         group of others it does nothing.
         """
-        given = _arguments(original, args, kwargs)
-        ranks = _ranks(given.get("group"))
+        given = arguments_of(original, args, kwargs)
+        ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:
             return original(*args, **kwargs)
         with unset_fake_temporarily(), deliver(given, ranks):
@@ -140,7 +151,7 @@ class Objects:
         key = self._key("broadcast", source, None, ranks)
         if source != self.rank:
             return self._delivering_objects(key, given)
-        self._keep(key, _pickled(given["object_list"], given))
+        self._keep(key, pickled(given["object_list"], given))
         return contextlib.nullcontext()
 
     def _scatter(
@@ -148,7 +159,7 @@ class Objects:
     ) -> contextlib.AbstractContextManager[None]:
         source, objects = _global(given, "src"), given.get("scatter_object_input_list")
         if source == self.rank and objects and len(objects) == len(ranks):
-            messages = _pickled(objects, given)
+            messages = pickled(objects, given)
             largest = len(max(messages, key=len))
             for rank, message in zip(ranks, messages, strict=True):
                 self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
@@ -165,7 +176,7 @@ class Objects:
     ) -> contextlib.AbstractContextManager[None]:
         self._keep(
             self._key("send", self.rank, _global(given, "dst"), ranks),
-            _pickled(given["object_list"], given),
+            pickled(given["object_list"], given),
         )
         return contextlib.nullcontext()
 
@@ -221,24 +232,30 @@ class _Deliveries(threading.local):
     def __init__(self) -> None:
         self.pending: list[torch.Tensor | None] = []
         self.gathers = False
+        self.gathered: list[list[torch.Tensor]] = []  # one for each rank of the group
 
     @contextlib.contextmanager
     def delivering(
-        self, contents: list[torch.Tensor | None], *, gathers: bool = False
+        self,
+        contents: list[torch.Tensor | None],
+        *,
+        gathers: bool = False,
+        gathered: list[list[torch.Tensor]] | None = None,
     ) -> Iterator[None]:
-        self.pending, self.gathers = contents, gathers
+        self.pending, self.gathers, self.gathered = contents, gathers, gathered or []
         try:
             yield
         finally:
-            self.pending, self.gathers = [], False
+            self.pending, self.gathers, self.gathered = [], False, []
 
 
-def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def arguments_of(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name; torch's versions differ in their parameters."""
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group, of the default one for None."""
     if group is c10d.GroupMember.NON_GROUP_MEMBER:
         return ()
     return tuple(
@@ -252,12 +269,13 @@ def _global(given: dict[str, Any], name: str) -> int:
     """
     group_rank, rank = given.get(f"group_{name}"), given.get(name)
     if group_rank is not None:
-        ranks = _ranks(given.get("group"))
+        ranks = ranks_of(given.get("group"))
         return int(ranks[group_rank] if 0 <= group_rank < len(ranks) else group_rank)
     return rank if rank is not None else 0
 
 
-def _pickled(objects: list[Any], given: dict[str, Any]) -> Message:
+def pickled(objects: list[Any], given: dict[str, Any]) -> Message:
+    """Pickle objects as the object collective with these arguments does."""
     options = {"weights_only": given["weights_only"]} if given.get("weights_only") else {}
     group = c10d._get_default_group()
     return [
@@ -279,6 +297,11 @@ def _fill(target: Any, content: torch.Tensor) -> None:
     flat = tensor.view(-1)
     amount = min(flat.numel(), content.numel())
     flat[:amount].copy_(content[:amount])
+
+
+def _fill_each(outputs: Any, contents: list[torch.Tensor]) -> None:
+    for output, content in zip(outputs[0] if outputs else [], contents, strict=False):
+        _fill(output, content)
 
 
 def _loop_back(arguments: tuple[Any, ...]) -> None:
