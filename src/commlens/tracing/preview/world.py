@@ -171,7 +171,7 @@ class FakeWorld:
     ) -> None:
         timeout = args[1] if len(args) > 1 else timeout
         given = {"timeout": timeout} if timeout is not None else {}
-        self._patch_pipelining()
+        self._patch_imported()
         original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
         self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
 
@@ -196,7 +196,7 @@ class FakeWorld:
             if default is not None and _name_of(backend) == FAKE
             else _name_of(backend)
         )
-        self._patch_pipelining()
+        self._patch_imported()
         made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
         if isinstance(made[0], dist.ProcessGroup):
             self._wanted_backends[made[0]] = wanted
@@ -278,8 +278,12 @@ class FakeWorld:
     ) -> None:
         fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
 
-    def _patch_pipelining(self) -> None:
-        """Patch pipelining only if the program has imported it: the import takes a second."""
+    def _patch_imported(self) -> None:
+        """Patch parts of torch only if the program has imported them: the import takes a second."""
+        if self._cuda is not None and "torch.distributed.tensor" in sys.modules:
+            from commlens.tracing.preview import attention
+
+            attention.install()
         if "torch.distributed.pipelining" in sys.modules and not self._pipelining_patched:
             from commlens.tracing.preview import pipelining
 
