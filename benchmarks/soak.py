@@ -162,7 +162,7 @@ def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
     """Return the counts as Markdown: one row for each class of fault, one column for each outcome."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        counts[_fault_class(outcome.program.truth.fault)][outcome.outcome] += 1
+        counts[fault_class(outcome.program.truth.fault)][outcome.outcome] += 1
     columns = [
         name
         for name in OUTCOMES
@@ -197,7 +197,7 @@ def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _fault_class(fault: str) -> str:
+def fault_class(fault: str) -> str:
     """Return the class of a fault: without the piece that has it."""
     name = re.sub(r" in \w+$", "", fault)
     if name in ("skip", "extra", "reorder"):
