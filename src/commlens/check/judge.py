@@ -127,7 +127,12 @@ def _guesses(outcome: Outcome, culprits: Sequence[int]) -> list[Guess]:
     file that others write is not there.
     """
     states = outcome.ranks
-    guesses = [guess for state in states.values() for guess in state.sequence.guesses]
+    guesses = [
+        guess
+        for state in states.values()
+        for guess in state.sequence.guesses
+        if guess.after <= state.came_to
+    ]
     looks = changing([state.sequence.looks for state in states.values()])
     return [
         *guesses,

@@ -125,12 +125,11 @@ class SharedObjects(Objects):
         if self.rank not in ranks:
             return original(*args, **kwargs)
         self._recorder.guess("object")
-        *call, number = self._key(original.__name__, self.rank, None, ranks)
-        keys = [(call[0], rank, None, ranks, number) for rank in ranks]
+        kind, _, _, _, number = self._key(original.__name__, self.rank, None, ranks)
+        keys: list[Key] = [(kind, rank, None, ranks, number) for rank in ranks]
         with unset_fake_temporarily():
             self.sent[keys[ranks.index(self.rank)]] = pickled([given["obj"]], given)
-        own = self.sent
-        messages = [own.get(key, self._shared.messages.get(key)) for key in keys]
+        messages = [self.sent.get(key) or self._shared.messages.get(key) for key in keys]
         self.gathered.update(zip(keys, messages, strict=True))
         if None in messages:
             return super()._gather(original, *args, **kwargs)

@@ -7,6 +7,7 @@ from any source: ``schedule`` tries each sender that it may take a message from.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class RankState:
     keys_written: list[Op] = field(default_factory=list)
     blocked_in: list[Op] = field(default_factory=list)  # one for each thread that waits
     ended_at: int = 0  # 0: it has not come to its end
+    came_to: float = math.inf  # the number of events before the one at which it waits for ever
 
     @property
     def has_ended(self) -> bool:
@@ -130,7 +132,9 @@ class _Schedule:
                 break
         for thread in self._threads:
             if thread.blocked_in is not None:
-                self.ranks[thread.rank].blocked_in.append(thread.blocked_in)
+                state = self.ranks[thread.rank]
+                state.blocked_in.append(thread.blocked_in)
+                state.came_to = _place_of(thread, state.sequence)
         blocked = {rank for rank, state in self.ranks.items() if state.blocked_in}
         for rank, state in self.ranks.items():
             if rank not in blocked:
@@ -443,6 +447,15 @@ def _threads_of(sequence: RankSequence) -> list[_Thread]:
         first = first or thread
         events.setdefault(thread, []).append(event)
     return [_Thread(sequence.rank, each) for each in events.values()]
+
+
+def _place_of(thread: _Thread, sequence: RankSequence) -> float:
+    """Return the number of events before the one at which a thread stands. With several threads it
+    is not known what they do after it.
+    """
+    if len(thread.events) < len(sequence.events):
+        return math.inf
+    return thread.position
 
 
 def _batches_of(sequence: RankSequence) -> dict[int, list[int]]:

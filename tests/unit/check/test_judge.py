@@ -148,6 +148,14 @@ def test_the_advice_begins_with_the_guess() -> None:
     )
 
 
+def test_a_guess_after_a_rank_waits_for_ever_does_not_matter() -> None:
+    sequences = play(3, one_more)
+    first = judge(sequences).verdict
+    for rank in first.victims or [0]:
+        sequences[rank].guesses = [Guess("object", GUESS.stack, after=1000)]
+    assert judge(sequences).verdict.kind == first.kind != "undetermined"
+
+
 def test_a_guess_limits_what_is_proven() -> None:
     sequences = play(2, legal)
     sequences[1].guesses = [GUESS, GUESS]

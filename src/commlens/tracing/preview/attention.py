@@ -24,14 +24,15 @@ def install() -> None:
     if _FORWARD in known:
         return
 
-    @register_sharding(_FORWARD)
     def forward(
         query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **others: Any
     ) -> Any:
         mask = [Replicate()] if others.get("attn_mask") is not None else []
         return [([way] * 2, [way] * 3 + mask) for way in ways]
 
-    @register_sharding(_BACKWARD)
     def backward(*args: Any, **others: Any) -> Any:
         mask = [Replicate()] if others.get("attn_mask") is not None else []
         return [([way] * 3, [way] * 6 + mask) for way in ways]
+
+    register_sharding(_FORWARD)(forward)
+    register_sharding(_BACKWARD)(backward)
