@@ -61,7 +61,6 @@ NOT_YET = {
         reports/trace_short
         tracing/preview/cuda tracing/preview/dtensor_caches tracing/preview/objects tracing/preview/pipelining
         tracing/preview/preview tracing/preview/store
-        tracing/preview/world
     """,
     "integration/test_pytest_plugin.py": """
         testing testing/observation testing/observer_client testing/plugin

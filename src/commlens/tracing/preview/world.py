@@ -284,6 +284,9 @@ class FakeWorld:
             from commlens.tracing.preview import attention
 
             attention.install()
+        fully_shard = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+        if fully_shard is not None and fully_shard._chunk_with_empty is not _chunk:
+            self._patches.set(fully_shard, "_chunk_with_empty", _chunk)
         if "torch.distributed.pipelining" in sys.modules and not self._pipelining_patched:
             from commlens.tracing.preview import pipelining
 
@@ -365,6 +368,16 @@ class _Futures:
 
 def _name_of(backend: Any) -> str:
     return str(backend).lower() if backend is not None else ""
+
+
+def _chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Chunk a parameter as FSDP2 does, but let the ranks without a part share one empty tensor. To
+    make one for each takes much of the time of a large world.
+    """
+    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+    if len(chunks) < num_chunks:
+        chunks += [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
+    return chunks
 
 
 def _restore_environment(before: dict[str, str]) -> None:
