@@ -68,7 +68,7 @@ class Ranks:
         """Return what runs the program again, knowing what the ranks gave each other, with another
         number where a fraction is read that is not known and is not followed.
         """
-        other = Ranks(self._plan._replace(number=number), at_once=self._at_once)
+        other = Ranks(self._plan._replace(number=number))
         other._shared, other._answers = self._shared.copy(), dict(self._answers)
         return other
 
