@@ -31,13 +31,11 @@ def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> V
     every = "every such run" if decides else "every run"
     stops = (
         f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')} for ever in"
-        f" {every} on {backend}."
+        f" {every} on {backend}"
         if outcome.stuck
         else ""
     )
-    told = found.explanation
-    told = capital(told) if stops and told.startswith("rank") else told
-    explanation = " ".join(filter(None, [stops, told]))
+    explanation = ": ".join(filter(None, [stops, found.explanation]))
     first = msgspec.structs.replace(found.findings[0], explanation=explanation)
     return msgspec.structs.replace(
         found, explanation=explanation, findings=[first, *found.findings[1:]]
