@@ -25,7 +25,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
 
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
         evidence = Evidence(logs=logs, problems=problems)
-        found = SimpleNamespace(own=[None] if logs else [], kinds={}, problems=problems)
+        found = SimpleNamespace(own=[None] if logs else [], kinds={}, problems=problems, reports=[])
         monkeypatch.setattr("commlens.diagnosis.api.discover", lambda paths, prefix="": found)
         monkeypatch.setattr(
             "commlens.diagnosis.api.read_own_files", lambda files, problems: evidence
