@@ -33,7 +33,7 @@ def main():
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(250):
+    for _ in range(500):
         batch = load_batch(dist.get_rank())
         model(batch).sum().backward()
         optimizer.step()

@@ -211,7 +211,7 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     assert "2 ranks" in status.out[0]
     assert "train.py stop" in status.out[0]
     assert "in all_reduce #4 of the default group [0-1]" in status.out[2]
-    assert "train.py:16 step" in status.out[2]
+    assert "train.py:17 step" in status.out[2]
     assert "stopped" in status.out[3]
     assert "after all_reduce #3" in status.out[3]
     pid = status.out[3].split()[1]
