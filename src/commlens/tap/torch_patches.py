@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -156,7 +156,8 @@ def add_work_listener(listener: WorkListener) -> None:
     """Report issues, and uses of Works other than waits, to ``listener``, too."""
     global _work_listeners
     _work_listeners = (*_work_listeners, listener)
-    _install_once(_tap_issues, _tap_coalescing, _tap_other_uses_of_works, _tap_ends_of_backward)
+    _install_once(_tap_issues, _tap_coalescing, _tap_ends_of_backward)
+    _install(_tap_other_uses_of_works)
 
 
 def remove_work_listener(listener: WorkListener) -> None:
@@ -194,9 +195,9 @@ def _install_all() -> None:
             _tap_meshes,
             _tap_optimizers,
             _tap_cuda_graphs,
-            _tap_other_uses_of_works,
             _tap_calls_of_others,
         )
+        _install(_tap_other_uses_of_works)
         if _recorder.verifier is not None:
             _install(_tap_waits_in_cpp)
 
@@ -494,10 +495,13 @@ _OTHER_USES = (
 
 
 def _tap_other_uses_of_works() -> None:
-    """Note that a program polls a Work or takes its future: then it need not wait for it."""
+    """Note that a program polls a Work or takes its future: then it need not wait for it. A preview
+    patches these methods, too, and takes what was installed during it away with its own.
+    """
     for name in _OTHER_USES:
-        if name in Work.__dict__:
-            setattr(Work, name, _noting_use(Work.__dict__[name]))
+        method = Work.__dict__.get(name)
+        if method is not None and getattr(method, "__code__", None) is not _NOTES_USE:
+            setattr(Work, name, _noting_use(method))
 
 
 def _noting_use(original: Any) -> Any:
@@ -514,6 +518,9 @@ def _noting_use(original: Any) -> Any:
         return result
 
     return method
+
+
+_NOTES_USE: Final = _noting_use(work_is_completed).__code__  # of all that it returns
 
 
 def _tap_ends_of_backward() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,3 +222,26 @@ def test_nccl_runs_what_it_gets_in_order(program: Callable[[], None], what: str)
 
 def test_a_touch_is_found_on_nccl() -> None:
     assert previewed(synchronizes(lambda: None), "nccl") == ["touched-in-flight"]
+
+
+def test_a_preview_takes_away_no_patch_of_a_later_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is first installed during a preview stands on the preview's own patches."""
+    monkeypatch.setattr(dist.Work, "get_future", inspect.unwrap(dist.Work.__dict__["get_future"]))
+    with FakeWorld(2, 0):
+        watching = BufferWatch()
+        watching.start()
+        watching.stop()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    watching = BufferWatch()
+    watching.start()
+    try:
+        _, work = shared()
+        work.get_future()
+        assert _get_current_dispatch_mode_stack() == []
+    finally:
+        watching.stop()
+        dist.destroy_process_group()
