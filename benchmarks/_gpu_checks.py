@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from _gpu_machine import REPOSITORY, Processes
+from _gpu_machine import REPOSITORY, Processes, ended
 from _report import us
 
 Finds = dict[str, Any]
@@ -500,14 +500,8 @@ def taking_turns(bench: Bench, command: list[str]) -> Iterator[Turn]:
             env=bench.processes.environ,
             start_new_session=True,
         )
-        try:
+        with ended(process):
             yield Turn(process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-        finally:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
 
 
 def judge_cost(finds: Finds) -> Judged:

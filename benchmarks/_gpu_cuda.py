@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ import torch.distributed.device_mesh as device_mesh
 from torch.distributed import distributed_c10d
 from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
+
+# A rank of the harness finds only what lies beside the harness.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from nccl_like.one_gpu import one_gpu_for_all
 
 DEVICE, BACKEND = os.environ["GPU_CHECK_DEVICE"], os.environ["GPU_CHECK_BACKEND"]
 GLOO_OR_DEFAULT = ("gloo", "undefined", "None")
@@ -89,17 +96,7 @@ def start() -> None:
     os.chdir(os.environ["TMPDIR"])
     torch.set_num_threads(1)
     if DEVICE == "cuda":
-        # NCCL refuses two ranks on one device of one host.
-        os.environ.update(
-            NCCL_HOSTID=f"host-of-rank-{os.environ['RANK']}",
-            NCCL_SOCKET_IFNAME="lo",
-            NCCL_IB_DISABLE="1",
-            NCCL_P2P_DISABLE="1",
-            NCCL_SHM_DISABLE="1",
-            NCCL_CUMEM_ENABLE="0",
-            NCCL_NVLS_ENABLE="0",
-            NCCL_MNNVL_ENABLE="0",
-        )
+        os.environ.update(one_gpu_for_all(int(os.environ["RANK"])))
         torch.cuda.set_device(0)
         torch.cuda.init()  # else a mesh would choose the device of the local rank
     use_backend()

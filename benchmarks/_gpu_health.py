@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from _gpu_machine import ended
+
 Finds = dict[str, Any]
 
 APPS = "--query-compute-apps=pid,process_name,used_memory"
@@ -120,15 +122,9 @@ def load(device: str) -> Iterator[int]:
             started.set()
 
     threading.Thread(target=wait, args=(process.stdout,), daemon=True).start()
-    try:
+    with ended(process):
         yield process.pid if started.wait(LOAD_STARTS_S) else 0
         process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    finally:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
 
 
 def be_busy(device: str) -> None:

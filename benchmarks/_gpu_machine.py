@@ -17,11 +17,17 @@ import tempfile
 import time
 import uuid
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "tests"))
+
+from nccl_like.one_gpu import one_gpu_for_all  # noqa: E402
+
+__all__ = ["REPOSITORY", "Ended", "Processes", "ended", "install", "one_gpu_for_all", "prepare"]
 PACKAGES = {
     "msgspec": "msgspec",
     "numpy": "numpy",
@@ -127,6 +133,19 @@ def install(wheels: Path, target: Path) -> list[str]:
             shutil.copy2(script, target / "bin" / script.name)
             (target / "bin" / script.name).chmod(0o755)
     return installed
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Wait five seconds for a process that has done its work; kill it in any case."""
+    try:
+        yield
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
 
 
 @dataclass

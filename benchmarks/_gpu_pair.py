@@ -15,6 +15,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from _gpu_machine import one_gpu_for_all
+
 STEPS = 8
 FAULT_STEP = 4
 CULPRIT = 1
@@ -22,18 +24,8 @@ CULPRIT = 1
 
 def ready(device: str, backend: str, timeout_s: float) -> Any:
     """Join the job and return torch."""
-    rank = int(os.environ["RANK"])
     if device == "cuda":
-        os.environ.update(
-            NCCL_HOSTID=f"gpu-check-{rank}",
-            NCCL_SOCKET_IFNAME="lo",
-            NCCL_IB_DISABLE="1",
-            NCCL_P2P_DISABLE="1",
-            NCCL_SHM_DISABLE="1",
-            NCCL_CUMEM_ENABLE="0",
-            NCCL_NVLS_ENABLE="0",
-            NCCL_MNNVL_ENABLE="0",
-        )
+        os.environ.update(one_gpu_for_all(int(os.environ["RANK"])))
     import torch
     import torch.distributed as dist
 

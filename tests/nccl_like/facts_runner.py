@@ -23,6 +23,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from nccl_like.one_gpu import one_gpu_for_all  # noqa: E402
+
 Answer = tuple[bool, str]
 # how long a kernel occupies the compute stream, so that collectives behind it stay in flight
 OCCUPIED_S = 0.8
@@ -159,22 +161,6 @@ class Here:
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, self.rank), dist.P2POp(dist.irecv, into, self.rank)]
         )
-
-
-def one_gpu_for_all(rank: int) -> dict[str, str]:
-    """Return the variables with which NCCL lets several ranks use one GPU: each claims to be
-    another host, and they talk over loopback.
-    """
-    return {
-        "NCCL_HOSTID": f"host-of-rank-{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_CUMEM_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MNNVL_ENABLE": "0",
-    }
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
