@@ -22,10 +22,10 @@ _this_thread = backward_caller.this_thread
 class StackTable:
     """The stacks seen so far, and their positions in the side table.
 
-    The key of a stack is its code objects and instruction offsets, after the number of the stack
-    that called ``backward()`` in a thread that Python did not make: no stack there has the same
-    outermost frame as one elsewhere. The table keeps the code objects, since an id is valid only
-    while its object lives. Symbols (file, line) are looked up once, when a stack is new.
+    The key of a stack is its code objects and instruction offsets. In a thread that Python did not
+    make, the number of the stack that called ``backward()`` comes before them. The table keeps the
+    code objects, since an id is valid only while its object lives. Symbols (file, line) are looked
+    up once, when a stack is new.
     """
 
     def __init__(self, writer: Any) -> None:

@@ -5,8 +5,7 @@ On an accelerator, autograd runs the backward pass in threads made by C++. Their
 torch's hooks (FSDP2), or no Python at all (DDP's reducer). The thread that called ``backward()``
 stands in ``_engine_run_backward`` meanwhile, and its stack has the user's line.
 
-A stack that called ``backward()`` is known by a number that stands for its code objects and
-instructions, so that it can be part of a key.
+Each stack that called ``backward()`` has a number, which can be part of the key of a joined stack.
 """
 
 from __future__ import annotations

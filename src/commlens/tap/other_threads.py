@@ -1,4 +1,4 @@
-"""Read the Python stacks of other threads, which go on meanwhile."""
+"""Read the Python stacks of other threads while they run."""
 
 from __future__ import annotations
 
