@@ -105,7 +105,8 @@ class Files:
         source = _user_frame(sys._getframe(3))
         if source is None:
             return
-        with self._looking():
+        # A path that cannot be looked up, such as one that is too long, is a file on no rank.
+        with self._looking(), contextlib.suppress(OSError):
             file = pathlib.Path(path).absolute()
             if below or not file.is_dir():
                 self.looks.setdefault(f"{file}{below}", FileLook(found, source))

@@ -113,6 +113,11 @@ def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
     assert str(tmp_path) not in files.looks
 
 
+def test_a_look_that_cannot_succeed_raises_nothing(files: Files) -> None:
+    assert not os.path.exists("x" * 5000)  # noqa: PTH110
+    assert not files.looks
+
+
 def test_a_file_that_some_ranks_found_was_written_by_others() -> None:
     frame = Frame("/home/me/train.py", 5, "main")
     missing = {"/last.pt": FileLook(found=0, frame=frame)}
