@@ -11,6 +11,7 @@ import io
 import os
 import pathlib
 import sys
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -28,13 +29,17 @@ of their own, such as caches.
 """
 
 
+class _Here(threading.local):
+    is_looking = False  # this thread looks already
+
+
 class Files:
     """Notes for which files the program looks, and what it finds."""
 
     def __init__(self) -> None:
         self.looks: dict[str, FileLook] = {}
         """The first look for each path or pattern."""
-        self._is_looking = False
+        self._here = _Here()
 
     def install(self, patches: Patches) -> None:
         """Wrap the functions that look for files, list them, or open them for reading."""
@@ -93,14 +98,14 @@ class Files:
     @contextlib.contextmanager
     def _looking(self) -> Iterator[bool]:
         """Leave out what one look does inside. Yield whether this is the outermost one."""
-        outer, self._is_looking = self._is_looking, True
+        outer, self._here.is_looking = self._here.is_looking, True
         try:
             yield not outer
         finally:
-            self._is_looking = outer
+            self._here.is_looking = outer
 
     def _note(self, path: Any, found: int, below: str = "") -> None:
-        if self._is_looking or not isinstance(path, (str, os.PathLike)):
+        if self._here.is_looking or not isinstance(path, (str, os.PathLike)):
             return
         source = _user_frame(sys._getframe(3))
         if source is None:

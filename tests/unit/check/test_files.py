@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
 def test_a_look_that_cannot_succeed_raises_nothing(files: Files) -> None:
     assert not os.path.exists("x" * 5000)  # noqa: PTH110
     assert not files.looks
+
+
+def test_a_thread_that_looks_hides_no_look_of_another_one(files: Files, tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Slow(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            reached.set()
+            assert go_on.wait(60)
+            return str(tmp_path)
+
+    thread = threading.Thread(target=os.listdir, args=(Slow(),))
+    thread.start()
+    assert reached.wait(60)
+    assert not (tmp_path / "last.pt").exists()
+    go_on.set()
+    thread.join(60)
+    assert str(tmp_path / "last.pt") in files.looks
 
 
 def test_a_file_that_some_ranks_found_was_written_by_others() -> None:
