@@ -141,13 +141,9 @@ class Values:
         """Return a value that is not seen any more."""
         value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
         reader = reader or self._reader(origin)
-        if type(value) is not float or reader.settled:
-            reader.lose(value)
-            return value
-        place = user_frame(sys._getframe())
-        if place is not None:
-            self._note(place, "number", reader, value, replaceable=True)
-        return value if self._number is None else self._number
+        replaceable = type(value) is float and not reader.settled
+        self.lose(value, reader, replaceable=replaceable)
+        return self._number if replaceable and self._number is not None else value
 
     def _reader(self, origin: Origin | None) -> _Reader:
         if origin is None:
@@ -225,11 +221,12 @@ class Values:
             self._note(place, "truth", reader, outcome)
         return outcome
 
-    def lose(self, value: Any, reader: _Reader) -> None:
+    def lose(self, value: Any, reader: _Reader, *, replaceable: bool = False) -> None:
         """Note that a number went where it cannot be followed."""
         place = None if reader.settled else user_frame(sys._getframe())
         if place is not None:
-            self._note(place, "number", reader, value if _is_plain(value) else None)
+            plain = value if _is_plain(value) else None
+            self._note(place, "number", reader, plain, replaceable=replaceable)
 
     def _note(
         self,
