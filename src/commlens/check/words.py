@@ -29,13 +29,11 @@ def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> V
     program decides by values that are not known.
     """
     every = "every such run" if decides else "every run"
-    stops = (
-        f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')} for ever in"
-        f" {every} on {backend}"
-        if outcome.stuck
-        else ""
-    )
-    explanation = ": ".join(filter(None, [stops, found.explanation]))
+    explanation = found.explanation
+    if outcome.stuck:
+        waits = f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')}"
+        stops = f"{waits} for ever in {every} on {backend}"
+        explanation = f"{stops}: {explanation}" if explanation else f"{stops}."
     first = msgspec.structs.replace(found.findings[0], explanation=explanation)
     return msgspec.structs.replace(
         found, explanation=explanation, findings=[first, *found.findings[1:]]

@@ -6,6 +6,7 @@ from commlens.check import words
 from commlens.check.rules import RULES
 from commlens.check.schedule import schedule
 from commlens.check.sequence import Guess
+from commlens.model.verdict import Finding, Verdict
 
 
 def test_each_limit_is_said_once() -> None:
@@ -18,3 +19,21 @@ def test_each_limit_is_said_once() -> None:
     texts = words.limits(sequences, outcome)
     assert len(texts) == len(set(texts)) == 4
     assert all(text.endswith(".") and text[0].isupper() for text in texts)
+
+
+def test_a_fault_without_an_explanation_is_told_in_a_whole_sentence() -> None:
+    sequences = play(2, lambda rank: rank.recv(1 - rank.rank))
+    outcome = schedule(sequences, RULES["gloo"])
+    finding = Finding(
+        kind="undetermined",
+        why="unknown",
+        root_cause=True,
+        culprits=[],
+        victims=[0, 1],
+        confidence="low",
+        summary="ranks 0-1 wait",
+    )
+    found = Verdict(kind="undetermined", summary=finding.summary, findings=[finding])
+    verdict = words.fault(found, outcome, "gloo", decides=False)
+    assert verdict.explanation == "Ranks 0-1 wait for ever in every run on gloo."
+    assert verdict.findings[0].explanation == verdict.explanation
