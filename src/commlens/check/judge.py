@@ -50,7 +50,8 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
     decisions = _decisions(outcome, found.culprits)
     guesses = _guesses(outcome, found.culprits)
-    hinges_on_numbers = fault and not guesses and all(each.replaceable for each in decisions)
+    only_numbers = bool(decisions) and all(each.replaceable for each in decisions)
+    hinges_on_numbers = fault and not guesses and only_numbers
     guesses += [Guess("value", (each.frame,)) for each in decisions]
     if fault and guesses:
         verdict = words.unproven(found, guesses)
@@ -69,7 +70,7 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
         outcome,
         backend,
         steps,
-        hinges_on_numbers and bool(decisions),
+        hinges_on_numbers,
     )
 
 
