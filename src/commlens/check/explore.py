@@ -85,10 +85,17 @@ def explore(
     checked = worlds[worst].checked
     alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
     combined = number_of_combinations(branches)
-    deciding = _deciding(worst, worlds) if len(tried) == combined else worst
-    latent = list(_latent(worlds, worst))
-    classes = worlds[worst].classes
-    return Explored(checked, worst, deciding, tried, combined, decisions, alone, latent, classes)
+    return Explored(
+        checked,
+        choices=worst,
+        deciding=_deciding(worst, worlds) if len(tried) == combined else worst,
+        tried=tried,
+        combinations=combined,
+        decisions=decisions,
+        alone=alone,
+        latent=list(_latent(worlds, worst)),
+        classes=worlds[worst].classes,
+    )
 
 
 def _badness(checked: Checked) -> int:
