@@ -53,9 +53,8 @@ class Plan(NamedTuple):
     timeout_s: float = 300.0  # for the run of each rank
     choices: tuple[Choice, ...] = ()  # answers to what the program asks of tensors
     backend: str = ""  # whose rules hold; empty: that of the program
-    number: float | None = (
-        None  # given where a fraction is read that is not known and is not followed
-    )
+    # given where a fraction is read that is not known and is not followed; None: the fake world's
+    number: float | None = None
 
 
 class Run(NamedTuple):
