@@ -161,15 +161,17 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def _table(found: list[Checked], words: list[str], column: str, of: str) -> list[list[str]]:
-    """Return the rows of a table: one for each class of fault, one column for each word."""
+def _table(found: list[Checked], words: list[str], of: str) -> list[list[str]]:
+    """Return the rows of a table: one for each class of fault, and one for all of them; one column
+    for each word.
+    """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in found:
         counts[fault_class(each.program.truth.fault)][getattr(each, of)] += 1
     total = sum(counts.values(), Counter[str]())
     return [
         [name, str(row.total()), *(str(row[word] or "") for word in words)]
-        for name, row in [*sorted(counts.items()), (column, total)]
+        for name, row in [*sorted(counts.items()), ("**all**", total)]
     ]
 
 
@@ -181,18 +183,18 @@ def _columns(found: list[Checked], words: dict[str, str], of: str) -> list[str]:
 
 def _report(found: list[Checked]) -> Report:
     cpu = sum(each.cpu_s for each in found)
+    columns = _columns(found, OUTCOMES, "word")
     report = Report(
         "A check of random programs",
         f"{len(found)} random programs of the soak, of 2 to 6 ranks, healthy or with one fault in"
         f" their code, checked by the rules of gloo in {cpu / 60:.0f} CPU minutes. "
-        + _meanings(OUTCOMES, _columns(found, OUTCOMES, "word")),
+        + _meanings(OUTCOMES, columns),
         command(),
     )
-    columns = _columns(found, OUTCOMES, "word")
     report.table(
         "**What check says, by the fault that was put in**",
         ["fault", "programs", *columns],
-        _table(found, columns, "**all**", "word"),
+        _table(found, columns, "word"),
     )
     real = [each for each in found if each.real is not None]
     if real:
@@ -204,7 +206,7 @@ def _report(found: list[Checked]) -> Report:
         report.table(
             "**Compared with a real run**",
             ["fault", "programs", *columns],
-            _table(real, columns, "**all**", "agreement"),
+            _table(real, columns, "agreement"),
         )
     report.rows = [_row(each) for each in found]
     bad = [each for each in found if each.word in ("wrong rank", "false word")]
