@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from commlens.diagnosis.align.call_paths import parted
 from commlens.diagnosis.align.rounds import Rounds
 from commlens.diagnosis.align.routine import Loop
@@ -17,7 +19,7 @@ from commlens.diagnosis.words.next_steps import ended_step, midway_step, missing
 from commlens.diagnosis.words.phrases import COMPLETION_UNKNOWN, first_line, prose
 from commlens.diagnosis.words.sides import UNDECIDED, kind_phrase
 from commlens.model.cause import Doubt, Missing
-from commlens.model.collective import State, user_lines
+from commlens.model.collective import Frame, State, user_lines
 from commlens.text import (
     count,
     duration,
@@ -34,8 +36,8 @@ from commlens.text import (
 MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
 MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
 _MIN_GAP_NS = 1_000_000
-# of the line with which multiprocessing starts a process
-_SPAWNED = "<string>:1 <module>"
+_SPAWNED = Frame("<string>", 1, "<module>")
+"""The line with which multiprocessing starts a process."""
 
 
 def words(context: Context, found: FoundMissing) -> Words:
@@ -248,13 +250,12 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
             f"rank {view.rank} is in {paths[0].phrase}, {ranks_phrase(absence.waiting)} in"
             f" {paths[1].phrase}."
         ]
-    first, *lines = [frame_phrase(frame) for frame in user_lines(stack.frames)][:4] or [""]
-    callers = [line for line in lines if line != _SPAWNED]
-    return (
-        [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."]
-        if callers
-        else []
-    )
+    lines = list(itertools.islice(user_lines(stack.frames), 4))
+    callers = [frame_phrase(frame) for frame in lines[1:] if frame != _SPAWNED]
+    if not callers:
+        return []
+    first = frame_phrase(lines[0])
+    return [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."]
 
 
 def _failure_evidence(view: RankView) -> list[str]:
