@@ -169,8 +169,9 @@ def _examine_foreign_files(
     if not dumps:
         return None
     if all(dump.is_log for dump in dumps):
-        dumps += _silent_logs(files, unread, dumps, boxed)
-        unread = [name for name in unread if name not in files.empty]
+        empty = set(files.empty)
+        dumps += _silent_logs(files, empty.intersection(unread), dumps, boxed)
+        unread = [name for name in unread if name not in empty]
     dumps += _unread_dumps(files, unread, dumps, boxed)
     if boxed:
         from commlens.formats.rank_log_columns import columns_from_log
@@ -188,7 +189,7 @@ def _examine_foreign_files(
 
 
 def _silent_logs(
-    files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]
+    files: DumpFiles, empty: Collection[str], dumps: Sequence[RankDump], boxed: Collection[int]
 ) -> list[RankDump]:
     """Return an empty log for each rank that has written nothing: a rank that was killed prints
     nothing.
@@ -197,7 +198,7 @@ def _silent_logs(
     from commlens.formats.columns import TEXT_LOG
 
     known = {dump.rank for dump in dumps} | set(boxed)
-    ranks = {files.by_name(name).rank: name for name in unread if name in files.empty}
+    ranks = {files.by_name(name).rank: name for name in sorted(empty)}
     return [
         RankDump(rank=rank, source=name, host=files.by_name(name).host, origin=TEXT_LOG)
         for rank, name in sorted(ranks.items())
