@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.numbers.fsdp_modules import FsdpModules
 from commlens.numbers.replicas import Model
 
-
-@pytest.fixture(autouse=True)
-def _two_ranks() -> Iterator[None]:
-    """A default group whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def sharded() -> nn.Sequential:

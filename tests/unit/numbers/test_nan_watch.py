@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.numbers import nan_watch
 from commlens.numbers.nan_watch import NanWatch
@@ -23,14 +22,12 @@ def unreadable(_tensor: Any) -> None:
 
 
 @pytest.fixture
-def watch() -> Iterator[NanWatch]:
-    """A watch, in a default group whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def watch(two_ranks: None) -> Iterator[NanWatch]:
+    """A watch, in a group whose collectives do nothing."""
     found = NanWatch()
     found.start()
     yield found
     found.stop()
-    dist.destroy_process_group()
 
 
 def test_a_module_may_run_inside_of_vmap(watch: NanWatch) -> None:

@@ -16,7 +16,6 @@ import torch.distributed._functional_collectives as functional
 from forked_calls import OnRanks
 from number_outputs import AT, ODD
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.numbers.outputs import OutputWatch
 
@@ -68,14 +67,12 @@ def test_an_output_that_the_program_changed_before_its_wait_is_not_compared(
 
 
 @pytest.fixture
-def watch() -> Iterator[OutputWatch]:
-    """A watch, in a default group whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def watch(two_ranks: None) -> Iterator[OutputWatch]:
+    """A watch, in a group whose collectives do nothing."""
     found = OutputWatch()
     found.start()
     yield found
     found.stop()
-    dist.destroy_process_group()
 
 
 def test_no_output_is_kept_alive_after_the_wait_for_it(watch: OutputWatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens.model.number_checks import NumberChecks
 from commlens.model.numbers import CheckId
@@ -33,13 +30,11 @@ class Sent(SimpleNamespace):
 
 
 @pytest.fixture(autouse=True)
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+def sent(monkeypatch: pytest.MonkeyPatch, two_ranks: None) -> Sent:
     """What rank 0 of 2 sends."""
     exchange = Sent()
     monkeypatch.setattr(sampling, "exchange_of", lambda ranks: exchange)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield exchange
-    dist.destroy_process_group()
+    return exchange
 
 
 def train(parameters: list[Any]) -> None:
