@@ -1,9 +1,8 @@
 """Previews of GPU programs: ``cuda`` becomes the CPU, and queries about GPUs get plausible answers,
 also on a machine with GPUs.
 
-Only the program gets these answers; torch's own code sees the real machine, whose GPUs can be
-hidden from it. Tried on torch 2.6.0,
-2.13.0 and 2.15.0.
+Only the program gets these answers; torch's own code sees the real machine's GPUs, unless whoever
+enters the fake world hides them before. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
