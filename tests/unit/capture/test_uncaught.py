@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from old_torch import checkpoint_of_one_process
 from torch._utils import ExceptionWrapper
 
 from commlens.capture.uncaught import record_exception
@@ -70,6 +71,7 @@ def test_the_error_of_the_rank_on_which_a_distributed_checkpoint_failed_is_kept(
     )
 
 
+@checkpoint_of_one_process
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_file_of_a_distributed_checkpoint_that_a_rank_cannot_read_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

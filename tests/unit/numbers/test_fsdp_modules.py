@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from old_torch import fsdp2_on_a_cpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +30,7 @@ def names(modules: FsdpModules) -> list[str]:
     return [named.name for named, _ in modules.take()]
 
 
+@fsdp2_on_a_cpu
 def test_modules_are_listed_in_the_order_in_which_they_first_run() -> None:
     model = sharded()
     modules = FsdpModules(Model([model]))
@@ -40,6 +42,7 @@ def test_modules_are_listed_in_the_order_in_which_they_first_run() -> None:
     assert names(modules) == ["1", "0"]
 
 
+@fsdp2_on_a_cpu
 def test_all_ranks_of_the_mesh_must_run_them_alike() -> None:
     model = sharded()
     modules = FsdpModules(Model([model]))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from forked_calls import OnRanks
 from number_outputs import AT, ODD
+from old_torch import reduce_scatter_over_gloo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.numbers.outputs import OutputWatch
@@ -27,6 +28,7 @@ def run(on_ranks: OnRanks, fault: str) -> list[dict[str, Any]]:
 
 
 @launches
+@reduce_scatter_over_gloo
 def test_the_rank_and_the_line_of_an_output_that_differs(on_ranks: OnRanks) -> None:
     results = run(on_ranks, "damaged")
     first = results[0]
@@ -39,6 +41,7 @@ def test_the_rank_and_the_line_of_an_output_that_differs(on_ranks: OnRanks) -> N
 
 
 @launches
+@reduce_scatter_over_gloo
 def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing(on_ranks: OnRanks) -> None:
     checked, unchecked = run(on_ranks, "none"), run(on_ranks, "unchecked")
     for with_checks, without in zip(checked, unchecked, strict=True):
@@ -58,6 +61,7 @@ def test_outputs_are_compared_in_sampled_steps_only_and_change_nothing(on_ranks:
 
 
 @launches
+@reduce_scatter_over_gloo
 def test_an_output_that_the_program_changed_before_its_wait_is_not_compared(
     on_ranks: OnRanks,
 ) -> None:
