@@ -87,6 +87,7 @@ def test_a_conversion_loses_the_number() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # since 2.15
 def test_math_asks_for_the_truth_too() -> None:
     patches, reader = Patches(), Asked()
     with_patches = follow(1.0, reader)
