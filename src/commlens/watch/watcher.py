@@ -604,7 +604,7 @@ class Watcher:
 
     def _finish(self) -> None:
         """All ranks have ended: report what is left, and remove the boxes from shared memory."""
-        self._roster.refresh()
+        add_new_members(self._roster, self._observer)
         self._roster.wait(0)
         self._roster.poll()
         self._add_ended()

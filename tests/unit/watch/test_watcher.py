@@ -24,6 +24,7 @@ from commlens.config import Settings
 from commlens.diagnosis.index.activity import movement
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Confidence, Verdict
+from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Worker
 from commlens.watch.watcher import Watcher
 
@@ -504,3 +505,42 @@ def test_it_starts_without_the_diagnosis() -> None:
     ):
         program = f"import sys, {module}; sys.exit({late!r} in sys.modules)"
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class Unready:
+    """Keeps a watcher from its work until its launcher has nothing more to run."""
+
+    def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._job = job
+        self._prepares, self._may_go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(Reporter, "preload", lambda _: self._prepare())
+
+    def _prepare(self) -> None:
+        self._prepares.set()
+        self._may_go_on.wait(30)
+
+    def watch(self) -> Watcher:
+        self._job.watch(workers=list, stall_timeout=60.0)
+        assert self._job.watcher is not None
+        assert self._prepares.wait(30)
+        return self._job.watcher
+
+    def stop(self) -> None:
+        assert self._job.watcher is not None
+        self._job.watcher.stop()
+        self._may_go_on.set()
+        eventually(self._job.ended)
+
+
+def test_ranks_that_are_first_seen_after_their_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unready = Unready(job, monkeypatch)
+    unready.watch()
+    job.start()
+    for rank in job.ranks:
+        rank.tell("exit 1", answers=False)
+        rank.process.wait(30)
+    unready.stop()
+    assert job.heard("dead [0]")
+    assert not job.folder.exists()
