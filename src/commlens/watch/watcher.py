@@ -289,7 +289,7 @@ class Watcher:
             member for member in self._roster.members if member.generation < self._roster.generation
         ]
         with self._roster.former_generation():
-            self._roster.wait(0)
+            signals = self._roster.wait(0)
             self._roster.poll()
             self._add_ended()
             self._close_generation()
@@ -302,6 +302,7 @@ class Watcher:
             self.reporter.say(f"the workers were restarted{kept}.")
         self._roster.forget(former, remove_boxes=True)
         self._begin_generation()
+        self._on_signals(signals)  # a launcher that had one before would not have restarted them
 
     def _close_generation(self) -> None:
         """Report what is left to report of ranks that have ended, and leave the other nodes."""
@@ -605,7 +606,7 @@ class Watcher:
     def _finish(self) -> None:
         """All ranks have ended: report what is left, and remove the boxes from shared memory."""
         add_new_members(self._roster, self._observer)
-        self._roster.wait(0)
+        self._on_signals(self._roster.wait(0))  # before its ranks' ends: the signal explains them
         self._roster.poll()
         self._add_ended()
         self._add_unseen_failures()

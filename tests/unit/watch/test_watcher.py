@@ -4,6 +4,7 @@ what is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from commlens.diagnosis.index.activity import movement
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Confidence, Verdict
 from commlens.watch.reporting import Reporter
-from commlens.watch.roster import Worker
+from commlens.watch.roster import Roster, Worker
 from commlens.watch.watcher import Watcher
 
 pytestmark = pytest.mark.launches
@@ -544,3 +545,46 @@ def test_ranks_that_are_first_seen_after_their_end(
     unready.stop()
     assert job.heard("dead [0]")
     assert not job.folder.exists()
+
+
+def test_a_signal_that_is_first_seen_after_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unready = Unready(job, monkeypatch)
+    watcher = unready.watch()
+    job.start()
+    os.write(watcher.wake_fileno, bytes([signal.SIGHUP]))
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+        rank.process.wait(30)
+    unready.stop()
+    (line,) = job.said
+    assert line.startswith("the launcher received SIGHUP and ends the job.")
+    assert not job.folder.exists()
+
+
+def test_a_signal_while_the_workers_are_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    former_generation = Roster.former_generation
+
+    @contextlib.contextmanager
+    def signalled(roster: Roster) -> Iterator[None]:
+        os.write(roster.wake_fileno, bytes([signal.SIGHUP]))
+        with former_generation(roster):
+            yield
+
+    monkeypatch.setattr(Roster, "former_generation", signalled)
+    job.start(2)
+    job.watch(workers=list, stall_timeout=60.0)
+    time.sleep(0.4)
+    job.ranks[1].tell("exit 3", answers=False)
+    eventually(lambda: job.heard("dead [1]"))
+    job.ranks[0].end()
+    job.ranks += [Rank(job.folder, rank, 2, restart=1) for rank in range(2)]
+    eventually(lambda: job.heard("the launcher received SIGHUP and ends the job."))
+    for rank in job.ranks[2:]:
+        os.kill(rank.pid, signal.SIGTERM)
+        rank.process.wait(30)
+    assert job.watcher is not None
+    job.watcher.stop()
+    eventually(job.ended)
+    assert [said for said in job.said if said.startswith("dead")] == ["dead [1]"]
