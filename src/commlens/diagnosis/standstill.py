@@ -7,7 +7,7 @@ which tells a job that cannot go on from one that pauses between two steps of it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -117,10 +117,11 @@ class Standstill:
         size = max((log.world_size for log in logs), default=0)
         found = {log.rank: pose_of(log) for log in logs}
         poses = {rank: pose for rank, pose in found.items() if pose is not None}
-        seen = sum(1 << rank for rank in poses)
+        seen = _mask(poses)
         for mask in others.values():
             seen |= mask
-        if seen != (1 << size) - 1 or len(poses) < len(found):
+        unnumbered = min(poses, default=0) < 0
+        if seen != (1 << size) - 1 or len(poses) < len(found) or unnumbered:
             poses = {}
         if not poses or (poses, others) != (self._poses, self._others):
             self._poses, self._since_s, self._looks = poses, now_s, 0
@@ -145,6 +146,15 @@ class Standstill:
         )
 
 
+def _mask(ranks: Iterable[int]) -> int:
+    """Return ranks as a bit mask. A process that does not know its rank yet has a rank below 0."""
+    mask = 0
+    for rank in ranks:
+        if rank >= 0:
+            mask |= 1 << rank
+    return mask
+
+
 def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog], others: PoseKeys = NO_POSES) -> bool:
     """Return whether it is certain that something blocks the ranks for good, whoever is to blame,
     and every rank waits for others. A rank that sleeps or waits for something else may go on and
@@ -164,7 +174,7 @@ def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog], others: PoseKeys = N
     ):
         return False
     anywhere = cause.ranks if isinstance(cause, Missing) else []
-    examined = sum(1 << log.rank for log in logs)
+    examined = _mask(log.rank for log in logs)
     if any(mask & ~examined and not key[0] & _WAITS for key, mask in others.items()):
         return False
     return all(

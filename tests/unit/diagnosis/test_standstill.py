@@ -112,6 +112,15 @@ def test_the_evidence_of_every_rank_is_needed() -> None:
     assert not look(Standstill(), 100.0, 101.0, 102.0, 103.0, logs=[])
 
 
+def test_a_process_that_does_not_know_its_rank_may_move() -> None:
+    logs = [*deadlock(), deadlock()[0]]
+    logs[2].rank = -1
+    assert not look(Standstill(), 100.0, 101.0, 102.0, logs=logs)
+    verdict = diagnose_logs(deadlock())
+    assert cannot_go_on(verdict, deadlock())
+    assert cannot_go_on(verdict, logs)
+
+
 def test_a_rank_that_has_ended_does_not_move() -> None:
     log = deadlock()[0]
     log.observation = Observation(End.CLEAN)

@@ -91,9 +91,9 @@ def states_of(
                 key, pose = state_key(log), pose_key(log)
             except FormatError:
                 key = pose = None
-        if pose is not None:
+        if pose is not None and member.rank >= 0:
             found.poses[pose] = found.poses.get(pose, 0) | 1 << member.rank
-        if key is None:
+        if key is None or member.rank < 0:
             found.alone |= 1 << max(member.rank, 0)
         else:
             found.by_key[key] = found.by_key.get(key, 0) | 1 << member.rank

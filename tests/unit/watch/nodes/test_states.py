@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from builders import Job, Stay, all_reduce
 
 from commlens.diagnosis.fold.state_key import state_key
+from commlens.diagnosis.standstill import pose_key
 from commlens.watch.nodes import states as module
 from commlens.watch.nodes.states import States, fit, pack_states, ranks_in, unpack_states
 
@@ -63,6 +65,23 @@ def test_ranks_that_went_on_do_not_fit() -> None:
     logs[1].issued += 1
     logs[1].collectives[-1].index += 1
     assert not fit(states, logs)
+
+
+def test_a_process_that_does_not_know_its_rank_is_in_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program(job: Job, rank: int) -> object:
+        yield all_reduce(job.world, 8, line=10)
+        yield Stay(57, "load_batch") if rank else all_reduce(job.world, 8, line=11)
+
+    log = Job(2).run(program).logs()[0]
+    log.rank = -1
+    assert state_key(log) is not None and pose_key(log) is not None
+    monkeypatch.setattr(module, "newest_records", lambda status, records: records)
+    box = SimpleNamespace(log=lambda newest: log, status=lambda: None)
+    member = SimpleNamespace(rank=-1, pid=4, box=box, status=object())
+    states = module.states_of([member], {4: log.observation}, None)  # type: ignore[list-item]
+    assert states == States({}, alone=0b1)
 
 
 def test_ranks_of_a_mask() -> None:
