@@ -19,7 +19,7 @@ from commlens.watch.nodes.looks import LOOK, Ask, Look, store_ask
 from commlens.watch.nodes.meeting_places import Client
 from commlens.watch.nodes.periods import asked_period_s, rests_long
 from commlens.watch.nodes.states import States
-from commlens.watch.nodes.states_tree import GONE_MAX, LEVEL_S, Tree
+from commlens.watch.nodes.states_tree import LEVEL_S, Tree
 
 _MOST: Final = 1 << 15  # values that are read, those of the nodes that came last
 # a watcher at rest asks the store once a second, and looks for less than one
@@ -102,22 +102,18 @@ class AskedNodes:
             have gone.
         """
         slots = {beat.slot for beat in self.beats if not beat.finished}
-        if not slots:
+        tree = Tree.of(slots, self._count)
+        if tree is None:
             return None
-        first = min(slots)
-        gone = tuple(sorted(set(range(first, self._count)) - slots))
-        if len(gone) > GONE_MAX:
-            return None
-        tree = Tree(first, self._count, gone)
         ask = self._ask(Ask(0, tree=tree))
         began, period_s = time.monotonic(), asked_period_s(self._count)
         root = Collecting(
             ask.request,
             tree,
-            [first],
+            [tree.first],
             kind=LOOK_STATES,
             began=began,
-            until=began + tree.patience_s(first, period_s) + LEVEL_S,
+            until=began + tree.patience_s(tree.first, period_s) + LEVEL_S,
             period_s=period_s,
         )
         root.add_own(own)

@@ -54,7 +54,7 @@ from commlens.watch.nodes.periods import (
     rests_long,
 )
 from commlens.watch.nodes.states import States
-from commlens.watch.nodes.states_tree import GONE_MAX, LEVEL_S, Tree
+from commlens.watch.nodes.states_tree import LEVEL_S, Tree
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
@@ -506,11 +506,9 @@ class Nodes:
         node's own; None if the nodes cannot be a tree: too many slots are of nodes that have gone.
         """
         slots = {self._mine.slot, *(beat.slot for beat in self.others)}
-        first, count = min(slots), max(self._count, max(slots) + 1)
-        gone = tuple(sorted(set(range(first, count)) - slots))
-        if len(gone) > GONE_MAX:
+        tree = Tree.of(slots, self._count)
+        if tree is None:
             return None
-        tree = Tree(first, count, gone)
         with self._changed:
             now, period_s = time.monotonic(), busy_period_s(self._count)
             self._mine = msgspec.structs.replace(
@@ -519,9 +517,9 @@ class Nodes:
             request = Request(self._mine.slot, self._mine.asks, 0, tree)
             self._collecting = self._collecting_for(request, now)
             self._own_states = own
-            until = now + tree.patience_s(first, period_s) + LEVEL_S
+            until = now + tree.patience_s(tree.first, period_s) + LEVEL_S
             self._from_root = from_root = Collecting(
-                request[:2], tree, [first], began=now, until=until, period_s=period_s
+                request[:2], tree, [tree.first], began=now, until=until, period_s=period_s
             )
             from_root.has_own = True  # joined at last
             self._poke.set()

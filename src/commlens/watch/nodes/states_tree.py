@@ -10,6 +10,7 @@ twice changes nothing, so no node has to know what another one decided.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -18,8 +19,7 @@ _OF_TESTS: Final = os.environ.get("COMMLENS_TEST_TREE_ARITY", "")
 ARITY: Final = int(_OF_TESTS or 32)
 TREE_ABOVE: Final = 0 if _OF_TESTS else 16
 """Other nodes of which so many are asked for all their records."""
-GONE_MAX: Final = 256
-"""With more slots of nodes that have gone, between those of nodes that live, there is no tree."""
+_GONE_MAX: Final = 256  # slots of nodes that have gone, between those of nodes that live
 FIRST_S: Final = 3.0
 """Within which a node without children answers, not counting the time until it sees the request."""
 LEVEL_S: Final = 2.0  # for each level of the tree below a node
@@ -31,6 +31,21 @@ class Tree(msgspec.Struct, frozen=True, array_like=True):
     first: int  # lowest slot of this incarnation of the job: the root
     count: int  # of slots drawn
     lost: tuple[int, ...] = ()  # slots of nodes that do not answer
+
+    @classmethod
+    def of(cls, slots: Collection[int], count: int) -> Tree | None:
+        """Return the tree of the nodes with these slots; None if there are none, or too many slots
+        between theirs are of nodes that have gone.
+
+        Args:
+            slots: of the nodes that live.
+            count: how many nodes ever drew a number, as far as is known.
+        """
+        if not slots:
+            return None
+        first, count = min(slots), max(count, max(slots) + 1)
+        gone = sorted(set(range(first, count)).difference(slots))
+        return cls(first, count, tuple(gone)) if len(gone) <= _GONE_MAX else None
 
     def children(self, slot: int) -> list[int]:
         """Return the slots of a node's children; in place of one that is lost, its children. A node

@@ -24,6 +24,14 @@ def test_children_of_nodes_that_have_gone_move_up() -> None:
     assert Tree(0, 13, (1, 4)).children(0) == [3, 9, 10, 2]
 
 
+def test_slots_between_those_of_living_nodes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Tree.of({4, 6, 7}, 9) == Tree(4, 9, (5, 8))
+    assert Tree.of({4, 9}, 9) == Tree(4, 10, (5, 6, 7, 8)), "one has just drawn its number"
+    assert Tree.of(set(), 9) is None
+    monkeypatch.setattr(states_tree, "_GONE_MAX", 3)
+    assert Tree.of({4, 9}, 9) is None
+
+
 def test_a_node_that_comes_back_below_the_first_slot_has_no_children() -> None:
     tree = Tree(20, 33)
     for slot in (0, 18, 19):
