@@ -16,7 +16,7 @@ from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
 from commlens.watch.nodes.calls import wake
 from commlens.watch.nodes.collecting import LOOK_STATES, Collecting
 from commlens.watch.nodes.looks import LOOK, Ask, Look, store_ask
-from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.periods import asked_period_s, rests_long
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import LEVEL_S, Tree
@@ -133,15 +133,14 @@ class AskedNodes:
         return ask
 
     def _answers(self, slots: Iterable[int], number: int) -> dict[int, Look]:
-        there = self._client.existing([key("look", slot) for slot in sorted(slots)])
         found: dict[int, Look] = {}
-        for name, value in zip(there, self._client.get(there), strict=True):
+        for slot, value in stored(self._client, "look", sorted(slots)).items():
             try:
                 look = msgspec.msgpack.decode(value, type=Look)
             except msgspec.DecodeError:
                 continue
             if look.number >= number:
-                found[int(name.rpartition("/")[2])] = look
+                found[slot] = look
         return found
 
 
@@ -159,7 +158,7 @@ def newest_beats(client: Client, count: int) -> list[Beat]:
     values = (
         Bundles().read(client, slots, time.monotonic())
         if is_bundled
-        else client.get(client.existing([key("node", slot) for slot in slots]))
+        else list(stored(client, "node", slots).values())
     )
     beats = [beat for beat in map(decoded, values) if beat is not None]
     found = _of_last_incarnations(beats)

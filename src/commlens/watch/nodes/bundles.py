@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.watch.nodes.beat import key
-from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.meeting_places import Client, stored
 
 GROUP: Final = 32  # slots
 BUNDLES_ABOVE: Final = 128
@@ -58,9 +58,8 @@ def store_bundle(client: Client, slot: int, own: bytes, others: Iterable[int], n
         others: their slots.
         number: of the bundle; it rises.
     """
-    there = client.existing([key("node", other) for other in others])
-    values = {_slot(name): value for name, value in zip(there, client.get(there), strict=True)}
-    packed = msgspec.msgpack.encode(_Bundle(number, {slot: own, **values}))
+    values = {slot: own, **stored(client, "node", others)}
+    packed = msgspec.msgpack.encode(_Bundle(number, values))
     client.set(key("bundle", slot // GROUP), zlib.compress(packed, 6))
 
 
@@ -88,10 +87,8 @@ class Bundles:
         for slot in slots:
             wanted.setdefault(slot // GROUP, []).append(slot)
         groups = [group for group, some in wanted.items() if len(some) >= _FEW]
-        there = client.existing([key("bundle", group) for group in groups])
         found: dict[int, bytes] = {}
-        for name, content in zip(there, client.get(there), strict=True):
-            group = _slot(name)
+        for group, content in stored(client, "bundle", groups).items():
             values = self._fresh(group, content, now)
             found |= {
                 slot: values[slot]
@@ -99,7 +96,7 @@ class Bundles:
                 if slot in values and slot not in direct
             }
         left = [slot for some in wanted.values() for slot in some if slot not in found]
-        return [*found.values(), *client.get(client.existing([key("node", s) for s in left]))]
+        return [*found.values(), *stored(client, "node", left).values()]
 
     def _fresh(self, group: int, content: bytes, now: float) -> Mapping[int, bytes]:
         """Return the values of a bundle; none if it is damaged, or has not changed for long."""
@@ -114,7 +111,3 @@ class Bundles:
         elif now - seen.changed > self.stale_s:
             return {}
         return bundle.values
-
-
-def _slot(name: str) -> int:
-    return int(name.rpartition("/")[2])

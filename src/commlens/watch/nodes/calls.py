@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from commlens.watch.nodes.beat import key
-from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.meeting_places import Client, stored
 
 _KEPT: Final = 64  # of the newest calls
 
@@ -76,5 +76,5 @@ class Calls:
         number = client.add(key("calls"), 0)
         new = range(max(self._number, number - _KEPT) + 1, number + 1)
         self._number = number
-        there = client.existing([key("call", each % _KEPT) for each in new])
-        return {int(value) for value in client.get(there) if value.isdigit()}
+        calls = stored(client, "call", [each % _KEPT for each in new])
+        return {int(slot) for slot in calls.values() if slot.isdigit()}

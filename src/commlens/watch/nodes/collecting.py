@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from commlens.watch.nodes.beat import key
-from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.states import States, pack_states, unpack_states
 from commlens.watch.nodes.states_tree import Tree
 
@@ -67,13 +67,11 @@ class Collecting:
 
     def read(self, client: Client) -> list[tuple[int, States]]:
         """Return what nodes have stored since, each with its slot, to be added."""
-        names = [key(self._kind, slot) for slot in self.to_read(time.monotonic())]
-        there = client.existing(names)
         found: list[tuple[int, States]] = []
-        for name, value in zip(there, client.get(there), strict=True):
+        for slot, value in stored(client, self._kind, self.to_read(time.monotonic())).items():
             states = unpack_states(value, self.request)
             if states is not None:
-                found.append((int(name.rpartition("/")[2]), states))
+                found.append((slot, states))
         return found
 
     def store(self, client: Client, slot: int) -> None:

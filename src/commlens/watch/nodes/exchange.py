@@ -41,7 +41,7 @@ from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
 from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.known_nodes import KnownNodes, Lost, View
 from commlens.watch.nodes.looks import LOOK, Looks
-from commlens.watch.nodes.meeting_places import Client, Place, places
+from commlens.watch.nodes.meeting_places import Client, Place, places, stored
 from commlens.watch.nodes.periods import (
     BUSY_PERIOD_S,
     LOST_S,
@@ -780,13 +780,9 @@ class Nodes:
         with self._lock:
             asked = self._mine.asked_nodes if asks and self._gathering else []
             waits_for = [other for other in asked if other not in self._gathered]
-        there = client.existing([key("answered", other) for other in waits_for])
         request = msgspec.msgpack.encode((slot, asks))
-        return [
-            int(name.rpartition("/")[2])
-            for name, value in zip(there, client.get(there), strict=True)
-            if value == request
-        ]
+        answered = stored(client, "answered", waits_for)
+        return [other for other, value in answered.items() if value == request]
 
     def _follow_calls(self, client: Client, mine: Beat) -> None:
         """If this node reports, wake those that it asks or has news for, and note which ones have

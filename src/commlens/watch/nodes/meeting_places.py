@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from commlens.errors import FormatError
 from commlens.processes import process
+from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.folder_client import FolderClient
 from commlens.watch.nodes.store_client import KeepWaiting, StoreClient
 from commlens.watch.roster import Member
@@ -24,6 +25,19 @@ ANSWER_S: Final = 3.0
 
 Client = StoreClient | FolderClient
 """Values under keys. All methods raise OSError if the store or the folder cannot be reached."""
+
+
+def stored(client: Client, kind: str, numbers: Iterable[int]) -> dict[int, bytes]:
+    """Return the values of this kind that are there, by number.
+
+    Args:
+        client: of the meeting place.
+        kind: of the values: the first part of their key.
+        numbers: the second part: mostly the slots of nodes.
+    """
+    numbered = {key(kind, number): number for number in numbers}
+    there = client.existing(list(numbered))
+    return {numbered[name]: value for name, value in zip(there, client.get(there), strict=True)}
 
 
 @dataclass(frozen=True)
