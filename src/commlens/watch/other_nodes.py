@@ -87,8 +87,7 @@ def _look(
     nodes: AskedNodes, here: Sequence[int], read_here: Callable[[], list[RankLog]]
 ) -> OtherNodes:
     others = nodes.others
-    waits = any(beat.dead or beat.wait_s >= _WAITS_S for beat in nodes.beats)
-    if len(others) > TREE_ABOVE and waits:
+    if len(others) > TREE_ABOVE and any(map(_is_unusual, nodes.beats)):
         few = few_ranks(nodes, States({}), read_here)
         if few is not None:
             told = few.alike.others.union(log.rank for log in few.logs)
@@ -127,7 +126,7 @@ def _some_of(others: Sequence[Beat]) -> list[Beat]:
     and some of all.
     """
     unusual = sorted(
-        (beat for beat in others if beat.dead or beat.wait_s >= _WAITS_S),
+        filter(_is_unusual, others),
         key=lambda beat: (not beat.dead, -beat.wait_s),
     )
     chosen = {beat.slot: beat for beat in unusual[: _SAMPLE // 2]}
@@ -178,7 +177,7 @@ def _not_asked_lines(beats: Sequence[Beat]) -> list[str]:
     ranks: dict[str, list[int]] = defaultdict(list)
     nodes: dict[str, int] = defaultdict(int)
     for beat in beats:
-        state = _state(beat) if beat.dead else "ranks wait" if _waits(beat) else _state(beat)
+        state = "ranks wait" if _waits(beat) and not beat.dead else _state(beat)
         ranks[state] += beat.ranks
         nodes[state] += 1
     return [
@@ -190,6 +189,10 @@ def _not_asked_lines(beats: Sequence[Beat]) -> list[str]:
 
 def _waits(beat: Beat) -> bool:
     return beat.wait_s >= _WAITS_S
+
+
+def _is_unusual(beat: Beat) -> bool:
+    return bool(beat.dead) or _waits(beat)
 
 
 def _state(beat: Beat) -> str:
