@@ -4,17 +4,18 @@ moment when it asked.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.collecting import LOOK_STATES, Collecting
-from commlens.watch.nodes.meeting_places import Client
+from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import Tree
 
@@ -53,22 +54,16 @@ class Look(msgspec.Struct, frozen=True):
 
 def store_ask(client: Client, ask: Ask) -> None:
     """Store what is asked; it is sent with the next request."""
-    client.set(_ask_key(ask.number), msgspec.msgpack.encode(ask))
+    client.set(key("ask", ask.number % _KEPT), msgspec.msgpack.encode(ask))
 
 
-def _read_ask(client: Client, number: int) -> Ask | None:
-    """Return what is asked; None if it is not stored yet, or not any more."""
-    for value in client.get(client.existing([_ask_key(number)])):
-        try:
-            ask = msgspec.msgpack.decode(value, type=Ask)
-        except msgspec.DecodeError:
-            return None
-        return ask if ask.number == number else None
-    return None
-
-
-def _ask_key(number: int) -> str:
-    return key("ask", number % _KEPT)
+def _read_asks(client: Client, numbers: range) -> list[Ask]:
+    """Return what is asked by these numbers, as far as it is stored."""
+    found: list[Ask] = []
+    for value in stored(client, "ask", [number % _KEPT for number in numbers]).values():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.msgpack.decode(value, type=Ask))
+    return sorted((ask for ask in found if ask.number in numbers), key=lambda ask: ask.number)
 
 
 class Looks:
@@ -115,30 +110,40 @@ class Looks:
         number, before = counter // LOOK, self._number
         if number == before or (self._thread is not None and self._thread.is_alive()):
             return
-        ask = _read_ask(client, number) if before >= 0 else None
+        # several commands may have asked since; another store counts anew
+        last = before if before < number else number - 1
+        new = range(max(last, number - _KEPT) + 1, number + 1)
+        asks = _read_asks(client, new) if before >= 0 else []
         self._tries += 1
-        if ask is None and before >= 0 and self._tries < _TRIES:
+        is_complete = bool(asks) and asks[-1].number == number
+        if not is_complete and before >= 0 and self._tries < _TRIES:
             return
         self._number, self._tries = number, 0
-        if ask is None or (ask.slots and slot not in ask.slots):
+        asks = [ask for ask in asks if not ask.slots or slot in ask.slots]
+        if not asks:
             return
-        if (tree := ask.tree) is not None:
-            began = time.monotonic()
-            until = began + tree.patience_s(slot, period_s)
-            self._states = None
-            self._collecting = Collecting(
-                ask.request,
-                tree,
-                tree.children(slot),
-                kind=LOOK_STATES,
-                began=began,
-                until=until,
-                period_s=period_s,
-            )
+        joins = [ask for ask in asks if ask.tree is not None]
+        if joins:
+            self._collect_for(joins[-1], slot, period_s)
         self._thread = threading.Thread(
-            target=self._look, args=(ask,), name="commlens-look", daemon=True
+            target=self._look, args=(asks,), name="commlens-look", daemon=True
         )
         self._thread.start()
+
+    def _collect_for(self, ask: Ask, slot: int, period_s: float) -> None:
+        """Begin to collect the states of the ranks below this node in the tree."""
+        assert ask.tree is not None
+        began = time.monotonic()
+        self._states = None
+        self._collecting = Collecting(
+            ask.request,
+            ask.tree,
+            ask.tree.children(slot),
+            kind=LOOK_STATES,
+            began=began,
+            until=began + ask.tree.patience_s(slot, period_s),
+            period_s=period_s,
+        )
 
     def store(self, client: Client, slot: int) -> None:
         """Store what is ready: the records of this node's ranks, or the states of all ranks below
@@ -159,12 +164,15 @@ class Looks:
             collecting.store(client, slot)
             self._collecting = None
 
-    def _look(self, ask: Ask) -> None:
+    def _look(self, asks: Sequence[Ask]) -> None:
+        """Answer: one answer with the most records is for all that asked for records."""
+        records = [ask for ask in asks if ask.tree is None]
         try:
-            if ask.tree is not None:
+            if len(records) < len(asks):
                 self._states = self._take_states()
-            else:
-                self._answer = Look(ask.number, self._take(ask.records))
+            if records:
+                most = max(ask.records for ask in records)
+                self._answer = Look(records[-1].number, self._take(most))
         except Exception as error:  # never harm the watcher
             log.debug(
                 "commlens: a look at this node's ranks failed: %s: %s", type(error).__name__, error

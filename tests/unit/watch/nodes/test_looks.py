@@ -75,6 +75,24 @@ def test_a_node_that_is_asked_answers_once(store: Store) -> None:
     assert node.ask(Ask(5, records=8)), "all are asked"
 
 
+def test_commands_that_ask_at_the_same_time_are_all_answered(store: Store) -> None:
+    node = Node(store)
+    tree = Tree(5, 6)
+    for ask in (Ask(3, [5], 64), Ask(4, [5, 6], 8), Ask(5, tree=tree), Ask(6, [6], 99)):
+        store_ask(store, ask)  # type: ignore[arg-type]
+    assert node.see(6)
+    assert msgspec.msgpack.decode(store.values[key("look", 5)], type=Look) == Look(4, b"64 records")
+    states = unpack_states(store.values[key("look-states", 5)], Ask(5).request)
+    assert states is not None and states.by_key == {b"same": 1 << 5}
+
+
+def test_another_store_counts_anew(store: Store) -> None:
+    node = Node(store)
+    assert node.ask(Ask(7, [5], 64))
+    store.values.clear()
+    assert node.ask(Ask(1, [5], 8))
+
+
 def test_a_question_may_be_stored_after_it_was_counted(store: Store) -> None:
     node = Node(store)
     assert not node.see(3)
