@@ -769,7 +769,7 @@ class Nodes:
             self._wake()
         if self._collecting is not None or self._from_root is not None:
             self._collect(client)
-        # those that report, or would be next, hear of one another often
+        # the nodes that would be next hear from the reporter often, and soon take its place
         self._known.lost_s = LOST_S if self._is_next() else lost_after_s(count)
         self._call_reporter(client, mine)
 
