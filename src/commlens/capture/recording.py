@@ -346,6 +346,8 @@ class Recording:
 
         self.watchdog.stop()
         self.watchdog.tick()
+        # A watcher that looked within this tick reads reduce ops again after the next heartbeat.
+        self.writer.heartbeat()
         self.writer.word(L.PHASE, phase if self.initialised else phase + L.PHASE_NEVER_INITIALISED)
         self.recorder.detach()
         torch_patches.set_recorder(None)
