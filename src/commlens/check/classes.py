@@ -122,12 +122,22 @@ class _Search:
             self._more(sorted(between)[: _RUNS - len(self._ran)])
 
     def _between(self) -> Iterator[int]:
+        """Yield the middle between two neighbours of different classes along each dimension. Along
+        nodes and the world, ranks at the same places of the inner meshes are neighbours: where the
+        two ranks of tensor parallelism differ, every rank differs from the next one.
+        """
         for each in self._dimensions:
-            places = [place for place in range(each.size) if place * each.stride in self._ran]
-            for one, other in itertools.pairwise(places):
-                classes = {self._class_of[place * each.stride] for place in (one, other)}
-                if len(classes) > 1 and other - one > 1:
-                    yield (one + other) // 2 * each.stride
+            inner = () if each in self._meshes else self._meshes[:-1]
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(0, each.stride * each.size, each.stride):
+                kind = tuple(self._nearest_class(mesh, mesh.position(rank)) for mesh in inner)
+                alike.setdefault(kind, []).append(rank)
+            for ranks in alike.values():
+                ran = [index for index, rank in enumerate(ranks) if rank in self._ran]
+                for one, other in itertools.pairwise(ran):
+                    classes = {self._class_of[ranks[index]] for index in (one, other)}
+                    if len(classes) > 1 and other - one > 1:
+                        yield ranks[(one + other) // 2]
 
     def _without_a_model(self) -> Iterator[int]:
         """Yield one rank for each combination of positions of which none was run."""

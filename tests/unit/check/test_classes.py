@@ -66,6 +66,39 @@ def test_the_dimensions_of_groups_are_found() -> None:
     assert same(found, truth)
 
 
+def test_ranks_that_differ_in_turn_need_few_runs() -> None:
+    """The two ranks of tensor parallelism do different things, in every pair alike."""
+
+    def program(rank: Player) -> None:
+        pairs = [rank.new_group(str(each), 2 * each, 2 * each + 1) for each in range(32)]
+        halves = [rank.new_group(str(32 + each), *range(each, 64, 2)) for each in range(2)]
+        pair, half = divmod(rank.rank, 2)
+        rank.collective("all_gather", pairs[pair])
+        rank.collective("all_reduce", halves[half], elements=4 + half)
+
+    found, truth = classes_of(64, program)
+    assert [len(each) for each in found.classes] == [32, 32]
+    assert len(found.ran) < 22
+    assert same(found, truth)
+
+
+def test_a_border_is_found_among_ranks_that_differ_in_turn() -> None:
+    """It lies between two rows of a mesh, within a node."""
+
+    def program(rank: Player) -> None:
+        rows = [rank.new_group(str(row), *range(4 * row, 4 * row + 4)) for row in range(32)]
+        columns = [rank.new_group(str(32 + each), *range(each, 128, 4)) for each in range(4)]
+        row, column = divmod(rank.rank, 4)
+        rank.collective("all_gather", rows[row])
+        rank.collective("all_reduce", columns[column], elements=4 + column // 2)
+        if rank.rank >= 84:
+            rank.collective("barrier", columns[column], elements=None)
+
+    found, truth = classes_of(128, program)
+    assert len(found.classes) == 4
+    assert same(found, truth)
+
+
 def test_all_stages_of_a_pipeline_are_run() -> None:
     def program(rank: Player) -> None:
         stage, column = divmod(rank.rank, 32)
