@@ -4,7 +4,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -45,6 +45,12 @@ class Shared:
         other.never = set(self.never)
         return other
 
+    def of(self, rank: int) -> Shared:
+        """Return what a rank may need: the messages in its groups, and the rest."""
+        other = self.copy()
+        other.messages = {key: each for key, each in self.messages.items() if rank in key[3]}
+        return other
+
     def add(self, messages: dict[Key, Message], keys: dict[str, list[bytes]]) -> None:
         """Add what a rank has given."""
         self.messages.update(messages)
@@ -65,22 +71,41 @@ class Shared:
         """Check whether a rank has given it."""
         return need in self.keys if isinstance(need, str) else need in self.messages
 
+    def is_decided(self, need: Need) -> bool:
+        """Check whether a rank has given it, or none ever does."""
+        return self.has(need) or need in self.never
+
+    def update(self, other: Shared) -> None:
+        """Take over what another one knows, in place."""
+        self.messages.update(other.messages)
+        self.keys.update(other.keys)
+        self.answers.update(other.answers)
+        self.never.update(other.never)
+
 
 class SharedObjects(Objects):
-    """Keeps every object that this rank sends. Where it needs one that is not known, the run ends,
-    or goes on to the first message that nobody sends.
+    """Keeps every object that this rank sends. Where it needs one that is not known, it waits, and
+    goes on to the next call if nobody sends it.
     """
 
-    def __init__(self, rank: int, shared: Shared, recorder: SequenceRecorder) -> None:
-        """Play a rank that knows what others have given."""
+    def __init__(
+        self,
+        rank: int,
+        shared: Shared,
+        recorder: SequenceRecorder,
+        wait_for: Callable[[Need], None],
+    ) -> None:
+        """Play a rank that knows what others have given. ``wait_for`` returns when it is decided
+        whether one of them gives what this rank needs.
+        """
         super().__init__(rank, shared.messages, None)
         self.sent: dict[Key, Message] = {}
         self.keys: dict[str, list[bytes]] = {}
-        self.needs_key: str | None = None
         self.gathered: dict[Key, Message | None] = {}
         """The objects that gathers took from other ranks; None where its own stood for them."""
         self._shared = shared
         self._recorder = recorder
+        self._wait_for = wait_for
 
     # --- the store
 
@@ -95,15 +120,10 @@ class SharedObjects(Objects):
         return list(dict.fromkeys([*self.keys.get(key, ()), *self._shared.keys.get(key, ())]))
 
     def need_key(self, key: str) -> bool:
-        """Return whether a key that this rank waits for is ever written. Where that is not known
-        yet, the run ends here, to be repeated.
-        """
-        if self.written(key):
-            return True
-        if key in self._shared.never:
-            return False
-        self.needs_key = key
-        raise SystemExit
+        """Return whether a key that this rank waits for is ever written."""
+        if not self.written(key) and key not in self._shared.never:
+            self._wait_for(key)
+        return bool(self.written(key))
 
     # --- objects
 
@@ -111,6 +131,8 @@ class SharedObjects(Objects):
         self.sent[key] = message
 
     def _message(self, key: Key) -> Message:
+        if not self._shared.is_decided(key):
+            self._wait_for(key)
         if key in self._shared.never:
             self._recorder.stop_at_next_op = True
             return [b"\0", b"\0"]

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import pickle
 import selectors
-import signal
-import sys
-import tempfile
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import IO
 
 from commlens.check.agreement import common, disagreeing
 from commlens.check.branches import Answers
 from commlens.check.objects import Need, Shared
-from commlens.check.run_rank import Plan, Run, import_modules, run_rank
+from commlens.check.player import Player
+from commlens.check.run_rank import Plan, Run, import_modules
 from commlens.check.sequence import RankSequence
-from commlens.model.ranklog import End
-from commlens.text import signal_name
 from commlens.tracing.preview.objects import Key, Message
 
-_OUTPUT_MAX = 200_000  # bytes of a rank's output that are read
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
-_GRACE_S = 15.0  # for a run to end by itself at its time limit
+_WAITING_MAX = 2 << 30  # bytes that processes have for themselves while they wait
 _RUNS_MAX = 50  # of one rank
 _ROUNDS = 3  # of runs until ranks agree on what they have alike
-_exit = os._exit  # the program's is replaced
-
-
-@dataclass
-class _Child:
-    """A process that plays a rank."""
-
-    rank: int
-    pid: int
-    reader: int  # the end of a pipe that it writes its run to
-    output: IO[bytes]  # of the program
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
 
 
 class Ranks:
@@ -61,6 +37,7 @@ class Ranks:
         self._answers: dict[int, Answers] = {}
         self._gathered: dict[int, dict[Key, Message | None]] = {}
         self._sequences: dict[int, RankSequence] = {}
+        self._waiting: dict[int, Player] = {}
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
@@ -104,20 +81,31 @@ class Ranks:
         return self._shared.differs(self._gathered[rank], self._sequences)
 
     def _run_all(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
+        try:
+            return self._run_until_done(sorted(set(ranks)))
+        finally:
+            for player in self._waiting.values():
+                player.end()
+            self._waiting.clear()
+
+    def _run_until_done(self, wanted: list[int]) -> dict[int, RankSequence]:
+        """Run ranks, and those that send objects to them. A process that waits for an object goes
+        on when the object is known; if it would take too much memory meanwhile, the rank is run
+        again from the start.
+        """
         sequences: dict[int, RankSequence] = {}
         waiting: dict[int, Need] = {}
-        runs: Counter[int] = Counter()
-        wanted = set(ranks)
+        restarts: Counter[int] = Counter()
         # The first one shows what to import once for all.
-        todo, later = deque(sorted(wanted)[:1]), sorted(wanted)[1:]
+        todo, later = deque(wanted[:1]), wanted[1:]
         while todo or waiting:
             for run in self._run_each(todo):
                 rank = run.sequence.rank
                 self._shared.add(run.sent, run.keys)
                 self._answers[rank] = run.answers
                 self._gathered[rank] = run.gathered
-                runs[rank] += 1
-                if run.needs is not None and runs[rank] == _RUNS_MAX:
+                restarts[rank] += run.needs is not None and rank not in self._waiting
+                if restarts[rank] == _RUNS_MAX:
                     run.sequence.problem = (
                         f"it needs something from others more than {_RUNS_MAX} times"
                     )
@@ -132,7 +120,7 @@ class Ranks:
                     self._shared.answers = common(self._answers)
             todo, later = deque(later or self._next(waiting, set(sequences))), []
             waiting = {rank: need for rank, need in waiting.items() if rank not in todo}
-        return {rank: sequences[rank] for rank in sorted(wanted)}
+        return {rank: sequences[rank] for rank in wanted}
 
     def _next(self, waiting: dict[int, Need], done: set[int]) -> list[int]:
         """Return the ranks to run next: those that can go on, else those that send what others
@@ -148,83 +136,49 @@ class Ranks:
         return sorted(waiting)
 
     def _run_each(self, todo: deque[int]) -> list[Run]:
-        """Run some ranks, several at a time."""
+        """Run some ranks, several at a time, each until it ends or waits."""
         runs: list[Run] = []
-        children: dict[int, _Child] = {}
+        players: dict[int, Player] = {}
         with selectors.DefaultSelector() as selector, _shared_pages():
             try:
-                while todo or children:
-                    while todo and len(children) < self._at_once:
-                        child = self._start(todo.popleft())
-                        children[child.reader] = child
-                        selector.register(child.reader, selectors.EVENT_READ)
+                while todo or players:
+                    while todo and len(players) < self._at_once:
+                        player = self._start(todo.popleft())
+                        players[player.rank] = player
+                        selector.register(player, selectors.EVENT_READ, player)
                     for selected, _ in selector.select(_POLL_S):
-                        child = children[selected.fd]
-                        chunk = os.read(child.reader, 1 << 20)
-                        child.received += chunk
-                        if not chunk:
-                            selector.unregister(child.reader)
-                            runs.append(self._finish(children.pop(selected.fd)))
-                    for child in children.values():
-                        if time.monotonic() > child.deadline:
-                            _kill(child)
+                        player = selected.data
+                        run = player.receive()
+                        if run is not None:
+                            runs.append(run)
+                            selector.unregister(player)
+                            self._keep_or_end(players.pop(player.rank))
+                    for player in players.values():
+                        if player.is_late():
+                            player.kill()
             finally:
-                for child in children.values():
-                    _kill(child)
-                    self._finish(child)
+                for player in players.values():
+                    player.end()
         return runs
 
-    def _start(self, rank: int) -> _Child:
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _finish
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                os.close(reader)
-                self._be(rank, writer, output.fileno())
-            _exit(1)
-        os.close(writer)
-        return _Child(rank, pid, reader, output, time.monotonic() + self._plan.timeout_s + _GRACE_S)
+    def _start(self, rank: int) -> Player:
+        player = self._waiting.pop(rank, None)
+        if player is None:
+            return Player(self._plan, rank, self._shared)
+        player.go_on(self._shared.of(rank))
+        return player
 
-    def _be(self, rank: int, writer: int, output: int) -> None:
-        """Play a rank in the child."""
-        os.setpgid(0, 0)  # its own processes end with it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked process cannot use a GPU
-        run = run_rank(self._plan, rank, self._shared)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(run, pipe, protocol=pickle.HIGHEST_PROTOCOL)
-        os.killpg(0, signal.SIGKILL)
+    def _keep_or_end(self, player: Player) -> None:
+        """Keep a process that waits, unless there is too little memory."""
+        waits = player.needs is not None
+        if waits and player.memory() + self._memory_of_waiting() <= _WAITING_MAX:
+            self._waiting[player.rank] = player
+            return
+        if text := player.end():
+            self.outputs[player.rank] = text
 
-    def _finish(self, child: _Child) -> Run:
-        """Reap a child whose pipe is closed, and return its run."""
-        _kill(child)
-        _, status = os.waitpid(child.pid, 0)
-        os.close(child.reader)
-        with child.output:
-            child.output.seek(max(0, child.output.seek(0, os.SEEK_END) - _OUTPUT_MAX))
-            text = child.output.read().decode(errors="replace")
-        if text:
-            self.outputs[child.rank] = text
-        with contextlib.suppress(Exception):
-            run: Run = pickle.loads(bytes(child.received))
-            return run
-        sequence = RankSequence(child.rank, self._plan.world_size, end=End.KILLED)
-        late = time.monotonic() > child.deadline
-        sequence.problem = (
-            f"its run took longer than {self._plan.timeout_s:g} s"
-            if late
-            else f"its run ended early ({_status_words(status)})"
-        )
-        return Run(sequence, {}, {}, {}, {})
+    def _memory_of_waiting(self) -> int:
+        return sum(player.memory() for player in self._waiting.values())
 
 
 @contextlib.contextmanager
@@ -240,15 +194,3 @@ def _shared_pages() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _kill(child: _Child) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGKILL)
-
-
-def _status_words(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return signal_name(-code) if code < 0 else f"exit status {code}"

@@ -58,20 +58,23 @@ class Plan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A finished run."""
+    """A run that has ended, or that waits for something."""
 
     sequence: RankSequence
     sent: dict[Key, Message]  # objects that it sent to other ranks
     keys: dict[str, list[bytes]]  # of the store, that it wrote
     answers: Answers  # that it got to reads of values that ranks have alike
     gathered: dict[Key, Message | None]  # objects of others that its gathers took
-    needs: Need | None = None  # what the run ended for, from another rank
+    needs: Need | None = None  # what it waits for, from another rank
     modules: tuple[str, ...] = ()  # of libraries, that it imported
 
 
-def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
+def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None]) -> Run:
     """Run the program as ``rank``, which knows what others have given. The process is spoilt
     afterwards: call this in one of its own.
+
+    Where the rank needs something that is not in ``shared``, ``wait`` is called with the run so
+    far, and adds it, or adds that no rank ever gives it.
     """
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     recorder = SequenceRecorder(steps=plan.steps)
@@ -81,11 +84,25 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
         ranks_per_node=plan.ranks_per_node,
         fake_tensors=plan.fake_tensors,
     )
-    objects = world.objects = SharedObjects(rank, shared, recorder)
-    files = Files()
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
     values = Values(plan.world_size, plan.choices, shared.answers, plan.number)
+
+    def wait_for(need: Need) -> None:
+        with _time_stopped():
+            wait(run_so_far(need))
+
+    objects = world.objects = SharedObjects(rank, shared, recorder, wait_for)
+
+    def run_so_far(need: Need | None = None) -> Run:
+        modules = _library_modules(imported)
+        return Run(
+            *(sequence, objects.sent, objects.keys, values.answers, objects.gathered),
+            needs=need,
+            modules=modules,
+        )
+
+    files = Files()
     buffers = BufferWatch(preview=True, backend=plan.backend)
     with world:
         _patch_system()
@@ -117,11 +134,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared) -> Run:
         if hazard.source is not None
     ]
     sequence.decisions = values.decisions
-    needs = objects.needs_key or objects.unknown
-    modules = _library_modules(imported)
-    return Run(
-        sequence, objects.sent, objects.keys, values.answers, objects.gathered, needs, modules
-    )
+    return run_so_far()
 
 
 @contextlib.contextmanager
@@ -143,6 +156,16 @@ def _time_limit(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _time_stopped() -> Iterator[None]:
+    """Do not count this time towards the time limit."""
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 def _print_error(error: BaseException) -> None:

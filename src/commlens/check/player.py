@@ -1,0 +1,176 @@
+"""A forked process that plays one rank of a fake world, and waits there for what other ranks give.
+
+The two ends talk by pickles, each after its length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from commlens.check.objects import Need, Shared
+from commlens.check.run_rank import Plan, Run, run_rank
+from commlens.check.sequence import RankSequence
+from commlens.model.ranklog import End
+from commlens.text import signal_name
+
+_OUTPUT_MAX = 200_000  # bytes of a rank's output that are read
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 15.0  # for a run to end by itself at its time limit
+_REPLY_S = 10.0  # for the process to take an answer
+_LENGTH = struct.Struct("=Q")
+_exit = os._exit  # the program's is replaced
+
+
+class Player:
+    """A process that plays a rank."""
+
+    def __init__(self, plan: Plan, rank: int, shared: Shared) -> None:
+        """Fork it. It knows what others have given up to now."""
+        self.rank = rank
+        self.needs: Need | None = None
+        """What it waits for."""
+        self._plan = plan
+        self._received = bytearray()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
+        self._link, its_end = socket.socketpair()
+        self._link.settimeout(_REPLY_S)
+        its_end.settimeout(None)
+        _flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            with contextlib.suppress(BaseException):
+                self._link.close()
+                self._play(its_end, shared)
+            _exit(1)
+        its_end.close()
+        self._deadline = time.monotonic() + plan.timeout_s + _GRACE_S
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the process has told something or ended."""
+        return self._link.fileno()
+
+    def receive(self) -> Run | None:
+        """Read what the process has told; return its run if it has ended, or waits."""
+        try:
+            chunk = self._link.recv(1 << 20)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            return self._lost()
+        self._received += chunk
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if len(self._received) < _LENGTH.size + length:
+            return None
+        try:
+            run: Run = pickle.loads(bytes(self._received[_LENGTH.size :]))
+        except Exception:
+            return self._lost()
+        self._received.clear()
+        self.needs = run.needs
+        self._time_left = self._deadline - time.monotonic()
+        return run
+
+    def go_on(self, shared: Shared) -> None:
+        """Let a process that waits go on, with what others have given."""
+        self._deadline = time.monotonic() + self._time_left
+        self.needs = None
+        with contextlib.suppress(OSError):  # it has ended, which shows at the next receive()
+            _send(self._link, shared)
+
+    def is_late(self) -> bool:
+        """Check whether its time is over."""
+        return time.monotonic() > self._deadline
+
+    def memory(self) -> int:
+        """Return the bytes that it has for itself; 0 if that is not known."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = Path(f"/proc/{self._pid}/smaps_rollup").read_text().splitlines()
+            return 1024 * sum(int(each.split()[1]) for each in lines if "Private_" in each)
+        return 0
+
+    def kill(self) -> None:
+        """Kill it and its own processes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Kill and reap it, and return what the program printed. Call nothing afterwards."""
+        self.kill()
+        os.waitpid(self._pid, 0)
+        self._link.close()
+        with self._output as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT_MAX))
+            return output.read().decode(errors="replace")
+
+    def _lost(self) -> Run:
+        """Return the run of a process that ended without telling it."""
+        late = self.is_late()
+        self.kill()
+        status = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)  # end() reaps it
+        sequence = RankSequence(self.rank, self._plan.world_size, end=End.KILLED)
+        sequence.problem = (
+            f"its run took longer than {self._plan.timeout_s:g} s"
+            if late
+            else f"its run ended early ({_status_words(status)})"
+        )
+        return Run(sequence, {}, {}, {}, {})
+
+    # --- in the process
+
+    def _play(self, link: socket.socket, shared: Shared) -> None:
+        os.setpgid(0, 0)  # its own processes end with it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(self._output.fileno(), 1)
+        os.dup2(self._output.fileno(), 2)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked process cannot use a GPU
+
+        def wait(run: Run) -> None:
+            _flush()
+            _send(link, run)
+            shared.update(_receive(link))
+
+        run = run_rank(self._plan, self.rank, shared, wait)
+        _flush()
+        _send(link, run)
+        os.killpg(0, signal.SIGKILL)
+
+
+def _flush() -> None:
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the program may have closed it
+            file.flush()
+
+
+def _send(link: socket.socket, what: Any) -> None:
+    data = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
+    link.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(link: socket.socket) -> Any:
+    with link.makefile("rb") as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        return pickle.loads(file.read(length))
+
+
+def _status_words(result: os.waitid_result | None) -> str:
+    assert result is not None  # waited for without WNOHANG
+    if result.si_code == os.CLD_EXITED:
+        return f"exit status {result.si_status}"
+    return signal_name(result.si_status)

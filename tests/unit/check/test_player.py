@@ -1,0 +1,73 @@
+"""Tests of src/commlens/check/player.py, with real processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+import pytest
+from object_chain import chain
+
+from commlens.check.objects import Shared
+from commlens.check.player import Player
+from commlens.check.run_rank import Plan, Run, warm_up
+from commlens.model.ranklog import End
+
+
+@pytest.fixture(autouse=True)
+def _warm() -> None:
+    warm_up()
+
+
+def told(player: Player) -> Run:
+    while True:
+        assert select.select([player], [], [], 30)[0]
+        run = player.receive()
+        if run is not None:
+            return run
+
+
+def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
+    shared = Shared()
+    plan = chain(tmp_path)
+    second = Player(plan, 1, shared)
+    try:
+        waits = told(second)
+        assert waits.needs is not None and waits.needs[:3] == ("send", 0, 1)
+        assert second.needs == waits.needs and second.memory() > 1 << 20
+        first = Player(plan, 0, shared)
+        try:
+            gave = told(first)
+        finally:
+            assert first.end() == "rank 0 has 5\n"
+        assert gave.needs is None
+        shared.add(gave.sent, gave.keys)
+        second.go_on(shared.of(1))
+        ended = told(second)
+        assert ended.needs is None and not ended.sequence.problem
+    finally:
+        assert second.end() == "rank 1 has 6\n"
+    assert (tmp_path / "starts").read_text().split() == ["1", "0"]
+
+
+def test_a_process_that_dies_is_told() -> None:
+    player = Player(Plan(lambda: os.kill(os.getpid(), signal.SIGKILL), 2), 1, Shared())
+    try:
+        run = told(player)
+    finally:
+        player.end()
+    assert run.sequence.end == End.KILLED
+    assert run.sequence.problem == "its run ended early (SIGKILL)"
+
+
+def test_a_process_that_takes_too_long_is_late() -> None:
+    player = Player(Plan(lambda: None, 2, timeout_s=-20.0), 0, Shared())
+    try:
+        assert player.is_late()
+        player.kill()
+        run = told(player)
+    finally:
+        player.end()
+    assert run.sequence.problem == "its run took longer than -20 s"
