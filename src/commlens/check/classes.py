@@ -122,7 +122,7 @@ class _Search:
             self._more(sorted(between)[: _RUNS - len(self._ran)])
 
     def _between(self) -> Iterator[int]:
-        """Yield the middle between two neighbours of different classes along each dimension. Along
+        """Yield a rank between two neighbours of different classes along each dimension. Along
         nodes and the world, ranks at the same places of the inner meshes are neighbours: where the
         two ranks of tensor parallelism differ, every rank differs from the next one.
         """
@@ -137,7 +137,19 @@ class _Search:
                 for one, other in itertools.pairwise(ran):
                     classes = {self._class_of[ranks[index]] for index in (one, other)}
                     if len(classes) > 1 and other - one > 1:
-                        yield ranks[(one + other) // 2]
+                        yield self._middle(ranks[one : other + 1])
+
+    def _middle(self, ranks: list[int]) -> int:
+        """Return the rank in the middle between the first and the last, of those at the edges of
+        the outermost mesh's places if there are any: the border is likely between two stages.
+        """
+        stride = self._meshes[-1].stride if self._meshes else 1
+        edges = [
+            rank
+            for before, rank, after in zip(ranks, ranks[1:], ranks[2:], strict=False)
+            if len({before // stride, rank // stride, after // stride}) > 1
+        ]
+        return edges[len(edges) // 2] if edges else ranks[len(ranks) // 2]
 
     def _without_a_model(self) -> Iterator[int]:
         """Yield one rank for each combination of positions of which none was run."""
