@@ -60,6 +60,7 @@ AGREEMENT = {
     "same": "the same kind of fault and the same ranks, or none",
     "another kind": "the same ranks, another kind of fault",
     "another rank": "a fault, but of another rank, or one of the two names nobody",
+    "latent": "check lists as a latent fault what the real job warns of",
     "check is not sure": "not proven",
     "check alone": "only check finds a fault",
     "the job alone": "only the real job has a fault",
@@ -87,7 +88,8 @@ class Checked:
         if theirs is None:
             return "check alone" if self.verdict.is_fault else "same"
         if not self.verdict.is_fault:
-            return "the job alone"
+            latent = [each.culprits for each in self.verdict.findings]
+            return "latent" if theirs["culprits"] in latent else "the job alone"
         if theirs["culprits"] != self.verdict.culprits:
             return "another rank"
         return "same" if theirs["kind"] == self.verdict.kind else "another kind"
@@ -249,7 +251,8 @@ def _note(each: Checked, file: Path | None) -> None:
     if file is not None:
         with file.open("a", encoding="utf-8") as lines:
             print(each, file=lines)
-    apart = each.real is not None and each.agreement not in ("same", "check is not sure")
+    alike = ("same", "latent", "check is not sure")
+    apart = each.real is not None and each.agreement not in alike
     if each.word not in GOOD or apart:
         print(each, file=sys.stderr, flush=True)
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from commlens.check import words
 from commlens.check.branches import Decision, merged
 from commlens.check.branches import doubtful as doubtful_decisions
@@ -15,8 +17,10 @@ from commlens.check.rules import RULES, Rules
 from commlens.check.schedule import Outcome, schedule
 from commlens.check.sequence import Guess, RankSequence
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
+from commlens.diagnosis.live import find_swaps
+from commlens.model.cause import Fewer
 from commlens.model.ranklog import End
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import Finding, Verdict
 
 _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
 
@@ -50,8 +54,8 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
     decisions = _decisions(outcome, found.culprits)
     guesses = _guesses(outcome, found.culprits)
-    only_numbers = bool(decisions) and all(each.replaceable for each in decisions)
-    hinges_on_numbers = fault and not guesses and only_numbers
+    certain_but_for_numbers = not guesses and all(each.replaceable for each in decisions)
+    hinges_on_numbers = fault and bool(decisions) and certain_but_for_numbers
     guesses += [Guess("value", (each.frame,)) for each in decisions]
     if fault and guesses:
         verdict = words.unproven(found, guesses)
@@ -62,6 +66,8 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
         verdict = words.fault(found, outcome, backend, decides=decides)
     else:
         verdict = words.no_fault(found, sequences, backend, steps)
+        if certain_but_for_numbers:
+            verdict.findings += _latent(examined, sequences)
         verdict.explanation = _elsewhere(sequences, backend, script)
     verdict.missing_evidence = [*verdict.missing_evidence, *limits]
     return Checked(
@@ -80,6 +86,25 @@ def _examine(
     outcome = schedule(sequences, rules)
     logs = logs_of(outcome, rules.backend, script=script)
     return outcome, examine_logs(logs, stalled_after_s=0.0, foreseen=True)
+
+
+def _latent(examined: ExaminedJob, sequences: Mapping[int, RankSequence]) -> list[Finding]:
+    """Return what is wrong with a program that runs to its end: ranks that swapped collectives, and
+    calls that some ranks of a group left out, although nobody waits for them there.
+    """
+    found = find_swaps(examined.job)
+    if not any(each.cut_off or each.problem for each in sequences.values()):
+        found += [each for each in examined.verdict.findings if isinstance(each.cause, Fewer)]
+    return [
+        msgspec.structs.replace(
+            each,
+            kind="hazard",
+            root_cause=False,
+            cause=msgspec.structs.replace(each.cause, kind="hazard", root_cause=False),
+        )
+        for each in found
+        if each.cause is not None
+    ]
 
 
 def _asked(sequences: Mapping[int, RankSequence]) -> str:

@@ -78,7 +78,12 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
         and mismatch.shift is not None
         and mismatch.shift.matches >= at_least
     ]
-    return shifts or [
+    return shifts or find_swaps(job)
+
+
+def find_swaps(job: JobIndex) -> list[Finding]:
+    """Return the ranks with a swapped order."""
+    return [
         locate(finding_of(found.cause, swapped.words(found)), found.op, found.op.source)
         for key in sorted(job.users)
         for found in find_swapped(job, key)

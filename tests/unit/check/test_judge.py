@@ -193,6 +193,48 @@ def test_hazards_are_no_fault(cut_off: bool) -> None:
     assert [finding.kind for finding in verdict.findings] == ["hazard"]
 
 
+def swaps(rank: Player) -> None:
+    for step in range(12):
+        for line in (20, 10) if (rank.rank, step) == (1, 9) else (10, 20):
+            rank.line = line
+            rank.collective()
+
+
+def one_broadcast_less(rank: Player) -> None:
+    for _ in range(4 if rank.rank == 1 else 5):
+        rank.line = 10
+        rank.collective("broadcast", root=0, reduce_op=None)
+
+
+@pytest.mark.parametrize(
+    ("program", "culprits", "summary"),
+    [
+        (swaps, [1], "in another order than the others"),
+        (one_broadcast_less, [1], "rank 1 issued 1 collective fewer than the others"),
+    ],
+)
+def test_what_is_wrong_in_a_program_that_ends_is_a_latent_fault(
+    program: Callable[[Player], None], culprits: list[int], summary: str
+) -> None:
+    verdict = verdict_on(3, program)
+    assert not verdict.is_fault
+    assert [(each.kind, each.culprits) for each in verdict.findings] == [("hazard", culprits)]
+    assert summary in verdict.findings[0].summary
+
+
+def test_a_rank_that_steps_end_may_issue_the_rest_later() -> None:
+    sequences = play(3, one_broadcast_less)
+    for sequence in sequences.values():
+        sequence.cut_off = True
+    assert not judge(sequences).verdict.findings
+
+
+def test_a_swap_is_not_told_if_ranks_decide_by_what_is_not_known() -> None:
+    sequences = play(3, swaps)
+    sequences[1].guesses = [GUESS]
+    assert not judge(sequences).verdict.findings
+
+
 @pytest.mark.parametrize(
     ("decisions", "is_fault"),
     [

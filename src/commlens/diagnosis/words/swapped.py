@@ -20,12 +20,13 @@ def words(found: FoundSwapped) -> Words:
     return Words(
         summary=(
             f"rank {swap.rank} issued {where} in another order than the others: its collective at"
-            f" {line} met the others' collective at {frame_phrase(swap.others[0].source)}"
+            f" {line} met the others' collective at {frame_phrase(swap.others[0].source)},"
+            " so their results are mixed up"
         ),
         explanation=(
             f"Rank {swap.rank}: {_lines(swap.own)}. {capital(ranks_phrase(cause.victims))}:"
             f" {_lines(swap.others)}."
-            " Ops and shapes are the same, so nothing hangs: the results are mixed up."
+            " Ops and shapes are the same, so nothing hangs."
         ),
         next_step=f"find out why rank {swap.rank} reaches {line} first here",
         would_raise_confidence=(
