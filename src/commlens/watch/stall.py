@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import AUTO, Settings
-from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
+from commlens.diagnosis.late_ranks import late_ranks, may_go_on, stayed_ns
 from commlens.diagnosis.standstill import NO_POSES, PoseKeys, Standstill, cannot_go_on
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import State
@@ -517,6 +517,9 @@ class StallDetector:
         """Return whether to mention a wait that is longer than usual, and not known to be a fault:
         once for each wait, and for the same ranks only if it is twice as long as before.
 
+        Ranks that wait for something outside of the job are not mentioned: they may go on before
+        anybody has read the line. The stall timeout decides about them.
+
         Args:
             check: that was made.
             verdict: of the check.
@@ -533,7 +536,7 @@ class StallDetector:
         ):
             return False
         late = late_ranks(verdict, logs)
-        if late and stayed_ns(late) < STAYED_S * 1e9:
+        if may_go_on(verdict, logs) or (late and stayed_ns(late) < STAYED_S * 1e9):
             return False
         stall.is_mentioned = True
         self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s

@@ -13,7 +13,7 @@ from builders import Job, Stay, at, training
 
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.watch import stall as stall_module
 from commlens.watch.stall import (
@@ -395,6 +395,24 @@ def test_a_late_rank_gets_a_notice_once_it_stays_where_it_is(
     assert verdict.culprits == [2]
     _, _, notices = early(StallDetector(Settings()), verdict, limit_s=5.0, until_s=50, logs=logs)
     assert bool(notices) is is_noticed
+
+
+@pytest.mark.parametrize(("waits_for", "is_noticed"), [("it sleeps", False), ("", True)])
+def test_a_late_rank_that_may_go_on_at_any_moment_gets_no_notice_but_its_verdict(
+    waits_for: str, is_noticed: bool
+) -> None:
+    asleep = Observation(
+        End.RUNNING, window_s=5.0, proc_state="S", cpu_s=0.0, stack_moved=False, waits_for=waits_for
+    )
+    logs = Job(4).run(training(at(2, 6, Stay(57, "load_batch", asleep)))).logs()  # type: ignore[arg-type]
+    last = logs[2].collectives[-1]
+    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - 12 * S
+    verdict = diagnose_logs(logs)
+    _, reports, notices = early(
+        StallDetector(Settings()), verdict, limit_s=5.0, until_s=70, logs=logs
+    )
+    assert bool(notices) is is_noticed
+    assert len(reports) == 1 and 59.5 < reports[0] < 61
 
 
 def test_a_notice_is_not_repeated_for_a_pause_like_the_one_before() -> None:

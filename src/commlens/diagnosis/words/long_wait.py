@@ -38,8 +38,6 @@ def _of_late_ranks(verdict: Verdict, late: Sequence[RankLog], waiting: Sequence[
     place = " ".join(filter(None, [verdict.source, function]))
     where = f"in {place}" if place else "outside of collectives"
     wait = f"{count(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'}"
-    if verdict.why == "stopped":
-        return f"{ranks_and_verb(ranks, 'is', 'are')} stopped {where}; {wait}"
     long_ns = stayed_ns(late)
     said = f"{ranks_and_verb(ranks, 'has', 'have')} been {where}"
     said += f" for {duration(long_ns)}" if long_ns else ""

@@ -6,7 +6,7 @@ from builders import MS, Job, S, Stay, all_reduce, at, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.words.long_wait import long_wait
-from commlens.model.ranklog import End, Observation, RankLog, UsualWait
+from commlens.model.ranklog import RankLog, UsualWait
 
 ASLEEP = at(2, 6, Stay(57, "load_batch"))
 
@@ -35,14 +35,6 @@ def test_a_rank_without_a_history_has_no_usual_time() -> None:
     logs = timed(Job(2 + 1).run(stay).logs())  # type: ignore[arg-type]
     assert long_wait(diagnose_logs(logs), logs) == (
         "Rank 2 has been in train.py:57 load_batch for 15 s; 2 ranks wait."
-    )
-
-
-def test_a_stopped_rank() -> None:
-    stopped = Observation(End.RUNNING, window_s=5.0, proc_state="T", stopped_fraction=1.0)
-    logs = timed(Job(4).run(training(at(2, 6, Stay(57, "step", stopped)))).logs())  # type: ignore[arg-type]
-    assert long_wait(diagnose_logs(logs), logs) == (
-        "Rank 2 is stopped in train.py:57 step; 3 ranks wait."
     )
 
 
