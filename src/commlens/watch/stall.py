@@ -31,8 +31,12 @@ after the last collective, and on a busy machine the watcher itself may get no c
 # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same
 # moment
 CONFIRM_S: Final = 0.25
-NOTICE_S: Final = 12.0
-"""A shorter wait gets no notice: many healthy jobs pause for some seconds."""
+NOTICE_S: Final = 14.0
+"""A shorter wait gets no notice: many healthy jobs pause for some seconds.
+
+After a network was down for 7 to 10 s, a TCP connection goes on 13.4 s after it was lost, when
+Linux sends the data again.
+"""
 STAYED_S: Final = NOTICE_S / 2
 """A late rank that has been where it is for less than this gets no notice: the job is only
 slow.

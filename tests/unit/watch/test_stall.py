@@ -357,7 +357,7 @@ def test_what_is_not_proven_waits_for_the_stall_timeout(verdict: Verdict, is_pro
         StallDetector(Settings()), verdict, limit_s=5.0, until_s=70, is_proven=is_proven
     )
     assert len(reports) == 1 and 59.5 < reports[0] < 61
-    assert len(notices) == 1 and 12 <= notices[0] < 14
+    assert len(notices) == 1 and 14 <= notices[0] < 15
     assert sum(13 < at < 59 for at in checks) < 14, "a look costs a whole diagnosis"
 
 
@@ -406,7 +406,7 @@ def test_a_late_rank_that_may_go_on_at_any_moment_gets_no_notice_but_its_verdict
     )
     logs = Job(4).run(training(at(2, 6, Stay(57, "load_batch", asleep)))).logs()  # type: ignore[arg-type]
     last = logs[2].collectives[-1]
-    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - 12 * S
+    last.returned_ns = last.done_ns = last.wait_ended_ns = logs[2].captured_ns - 14 * S
     verdict = diagnose_logs(logs)
     _, reports, notices = early(
         StallDetector(Settings()), verdict, limit_s=5.0, until_s=70, logs=logs

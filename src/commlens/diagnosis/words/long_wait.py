@@ -15,7 +15,7 @@ from commlens.text import capital, count, duration, ranks_and_verb
 
 
 def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
-    """``"Rank 2 has been in train.py:57 load_batch for 12 s, usually 0.2 s; 7 ranks wait."``
+    """``"Rank 2 has been in train.py:57 load_batch for 14 s, usually 0.2 s; 7 ranks wait."``
 
     Args:
         verdict: what a diagnosis found so far.
