@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from builders import Job, S, Stay, Step, all_reduce, at, training
+from builders import SCRIPT, Job, S, Stay, Step, all_reduce, at, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.late_ranks import late_ranks, may_go_on, stayed_ns
+from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation
 
 
@@ -60,6 +61,22 @@ def test_a_rank_that_waits_for_something_outside_of_the_job_may_go_on(
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.culprits) == ("missing", [2])
     assert may_go_on(verdict, logs) is expected
+
+
+def test_a_rank_that_waits_for_a_process_which_it_started_may_go_on() -> None:
+    library = "/usr/lib/python3.11"
+    wait = [
+        Frame(f"{library}/selectors.py", 415, "select", FrameKind.PYTHON),
+        Frame(f"{library}/multiprocessing/connection.py", 947, "wait", FrameKind.PYTHON),
+    ]
+    loader = Frame("/torch/utils/data/dataloader.py", 1291, "_try_get_data", FrameKind.TORCH)
+    lock = Frame(f"{library}/threading.py", 327, "wait", FrameKind.PYTHON)
+    for frames, expected in (((*wait, loader), True), ((lock, loader), False)):
+        stay = Stay(57, "main", still(), frames=(*frames, Frame(SCRIPT, 57, "main")))
+        logs = Job(4).run(training(at(2, 6, stay))).logs()  # type: ignore[arg-type]
+        verdict = diagnose_logs(logs)
+        assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "data-loading", [2])
+        assert may_go_on(verdict, logs) is expected
 
 
 def test_a_rank_whose_lock_another_rank_holds_waits_for_the_job() -> None:
