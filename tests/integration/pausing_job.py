@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 STEPS = 15  # before a pause, and after the last
 BURN = "import time; end = time.time() + {}\nwhile time.time() < end: pass"
@@ -66,6 +67,25 @@ def collect_garbage(seconds: float) -> None:
     while time.monotonic() < end:
         gc.collect()
     del kept
+
+
+class LateBatch(Dataset[float]):
+    """One batch, which comes late."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> float:
+        time.sleep(self.seconds)
+        return 1.0
+
+
+def await_loader(seconds: float) -> None:
+    """Wait for a data loader whose worker process has no data for a while."""
+    list(DataLoader(LateBatch(seconds), num_workers=1))
 
 
 def stop_and_go_on(seconds: float) -> None:
@@ -144,6 +164,7 @@ KINDS: dict[str, Callable[[float], None]] = {
     "lock": wait_for_a_lock,
     "thread": wait_for_a_thread,
     "neighbour": lose_the_cores,
+    "loader": await_loader,
 }
 ON_RANK_0 = ("checkpoint", "evaluation")
 """Kinds after which all ranks meet in a barrier of their own."""

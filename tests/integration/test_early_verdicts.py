@@ -113,3 +113,21 @@ def test_a_healthy_job_that_pauses_gets_no_verdict(
     print(result)
     assert set(result.exits.values()) == {0}, "The job was ended."
     assert not [verdict for verdict in result.verdicts if verdict.is_fault]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pause", [long("loader:1:17"), long("asleep:2:17")])
+def test_a_rank_that_waits_for_something_outside_of_the_job_is_not_mentioned(
+    jobs: Harness, tmp_path: Path, pause: str
+) -> None:
+    result = jobs.run_job(
+        find("healthy-plain"),
+        4,
+        tmp_path,
+        settings=Settings(),
+        timeout_s=100,
+        arguments=[str(PAUSING), pause],
+    )
+    print(result)
+    assert set(result.exits.values()) == {0}, "The job was ended."
+    assert result.said == []
