@@ -57,6 +57,8 @@ def _waits_outside(log: RankLog, ranks: Set[tuple[str, int]]) -> bool:
         ranks: the hosts and pids of all ranks.
     """
     seen, stack = log.observation, log.main_stack
+    if seen.holds_gil:
+        return False  # its own other threads cannot run
     if seen.waits_for:
         return (log.host, seen.waits_for_pid) not in ranks
     # the kernel does not show a wait for several files at once

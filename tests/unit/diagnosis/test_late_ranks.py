@@ -50,6 +50,7 @@ def still(**seen: object) -> Observation:
         ),
         pytest.param(still(proc_state="T", stopped_fraction=1.0), True, id="stopped"),
         pytest.param(still(proc_state="D"), True, id="disk"),
+        pytest.param(still(waits_for="it sleeps", holds_gil=True), False, id="holds the GIL"),
         pytest.param(still(), False, id="nothing shows why"),
         pytest.param(still(throttled_fraction=0.9), False, id="throttled"),
     ],
