@@ -14,6 +14,15 @@ class RefusedWait(msgspec.Struct, frozen=True, omit_defaults=True):
     where: str = ""  # "train.py:21 in main"
 
 
+class RefusedRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What some ranks had alike in a refused call: a row of the message's table."""
+
+    ranks: tuple[int, ...]
+    cells: tuple[str, ...]  # ("[2]", "float32"); the first one differs between the rows
+    where: str = ""  # "train.py:21 in main"
+    argument: str = ""  # in a user's function, the place that differs: 'inputs["tokens"]'
+
+
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was refused, and which ranks it names."""
 
@@ -27,5 +36,5 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     absent: tuple[int, ...] = ()  # of "dead" and "missing": the ranks that ended or did not arrive
     culprits: tuple[int, ...] = ()  # the ranks whose own arguments are wrong, whatever others do
     waits: tuple[RefusedWait, ...] = ()  # of a cycle
-    # the message's table: ("Input shapes of x:", "Process 0: [2]  float32   train.py:21 in main")
-    table: tuple[str, ...] = ()
+    heading: str = ""  # what the rows' first cells are: "Input shapes"
+    rows: tuple[RefusedRow, ...] = ()

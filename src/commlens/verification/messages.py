@@ -6,14 +6,15 @@ others name ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from commlens.matching.answer import Disagree
 from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT, SENT_BY_ROOT
-from commlens.model.refusal import Refusal, RefusedWait
+from commlens.model.refusal import Refusal, RefusedRow, RefusedWait
 from commlens.text import format_ranks, ranks_phrase, verb
 from commlens.verification.arguments import LeafDisagreement
 
@@ -47,10 +48,10 @@ _MISMATCHES = {
 }
 """Aspect -> the reason of a refusal, and the heading of its table."""
 
+_OTHER_OPS_HEADING = "Operations"
 _OTHER_OPS = "ranks issued different operations as the same collective of their group"
 _CYCLE = "ranks wait for each other, and none of them can continue"
 _LEAVES_SHOWN = 8
-_ROW = "  - "
 _ROWS_KEPT = 16  # in the facts; the text has all
 
 
@@ -99,16 +100,15 @@ def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> st
         rows: all ranks that have announced, in order of rank.
     """
     if answer.aspect == "op":
-        first, heading = f"Cannot apply desired operation: {_OTHER_OPS}.", "Operations"
+        first = f"Cannot apply desired operation: {_OTHER_OPS}."
     else:
-        reason, heading = _MISMATCHES[answer.aspect]
-        first = f"Cannot apply desired operation due to {reason}."
+        first = f"Cannot apply desired operation due to {_MISMATCHES[answer.aspect][0]}."
     return "\n".join(
         [
             first,
             "",
             _operation(subject, rows, answer.aspect),
-            f"{heading}:",
+            f"{_heading(answer.aspect)}:",
             *_table(answer.aspect, rows),
         ]
     )
@@ -180,14 +180,14 @@ def mismatch_refusal(
     """Return the facts of a message about ranks that disagree in ``aspect``: of a user's function,
     in these ``leaves`` of its arguments.
     """
-    reason = _MISMATCHES[aspect][0] if aspect in _MISMATCHES else _OTHER_OPS
-    lines = _leaves_table(leaves, rows) if leaves is not None else _table(aspect, rows)
+    tables = _leaf_tables(leaves, rows) if leaves is not None else [_call_rows(aspect, rows)]
     return Refusal(
         f"mismatch/{aspect}",
         aspect=aspect,
-        reason=reason,
+        reason=_MISMATCHES[aspect][0] if aspect in _MISMATCHES else _OTHER_OPS,
         operation=_operation_name(subject, rows, aspect),
-        table=tuple(line.removeprefix(_ROW) for line in lines[:_ROWS_KEPT]),
+        heading=_heading(aspect),
+        rows=tuple(itertools.islice(itertools.chain.from_iterable(tables), _ROWS_KEPT)),
     )
 
 
@@ -304,18 +304,23 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
 def _leaves_table(answer: LeafDisagreement, rows: Sequence[Row]) -> list[str]:
     if not answer.at:
         return ["The arguments differ, but have too many elements to show where."]
-    heading, lines = _MISMATCHES[answer.aspect][1], []
-    places = {row.rank: row.where for row in rows}
-    for path, words in answer.at[:_LEAVES_SHOWN]:
+    heading, lines = _heading(answer.aspect), []
+    for alike in _leaf_tables(answer, rows):
+        argument = alike[0].argument
         lines += [
-            f"{heading} of {path}:" if path else f"{heading}:",
-            *_lines(
-                answer.aspect,
-                [(rank, cells, places.get(rank, "")) for rank, cells in words.items()],
-            ),
+            f"{heading} of {argument}:" if argument else f"{heading}:",
+            *_lines(answer.aspect, alike),
         ]
     more = len(answer.at) - _LEAVES_SHOWN
     return [*lines, *([f"... and {more} more"] if more > 0 else [])]
+
+
+def _leaf_tables(answer: LeafDisagreement, rows: Sequence[Row]) -> Iterator[list[RefusedRow]]:
+    """Yield the rows of each place in the arguments that differs, of the first few places."""
+    places = {row.rank: row.where for row in rows}
+    for path, cells_of in answer.at[:_LEAVES_SHOWN]:
+        at_path = [(rank, cells, places.get(rank, "")) for rank, cells in cells_of.items()]
+        yield _join_alike(at_path, path)
 
 
 def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
@@ -344,24 +349,42 @@ def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     return f"{', '.join(f'`{name}`' for name in names)}  ({where})"
 
 
+def _heading(aspect: str) -> str:
+    return _MISMATCHES[aspect][1] if aspect in _MISMATCHES else _OTHER_OPS_HEADING
+
+
 def _table(aspect: str, rows: Sequence[Row]) -> list[str]:
-    return _lines(aspect, [(row.rank, _cells(aspect, row), row.where) for row in rows])
+    return _lines(aspect, _call_rows(aspect, rows))
 
 
-def _lines(aspect: str, rows: Sequence[tuple[int, tuple[str, str], str]]) -> list[str]:
-    """Return one line for all ranks with the same content, in order of their first rank. A row has
-    a rank, two cells, and a call site.
+def _call_rows(aspect: str, rows: Sequence[Row]) -> list[RefusedRow]:
+    return _join_alike([(row.rank, _cells(aspect, row), row.where) for row in rows])
+
+
+def _join_alike(
+    rows: Sequence[tuple[int, tuple[str, str], str]], argument: str = ""
+) -> list[RefusedRow]:
+    """Return one row for all ranks with the same content, in order of their first rank. Each of
+    ``rows`` has a rank, two cells, and a call site.
     """
-    grouped: dict[tuple[str, ...], list[int]] = {}
+    grouped: dict[tuple[tuple[str, str], str], list[int]] = {}
     for rank, cells, where in sorted(rows, key=lambda row: row[0]):
-        grouped.setdefault((*cells, where), []).append(rank)
-    heads = [f"{_head(aspect, ranks)}:" for ranks in grouped.values()]
+        grouped.setdefault((cells, where), []).append(rank)
+    return [
+        RefusedRow(tuple(ranks), cells, where, argument)
+        for (cells, where), ranks in grouped.items()
+    ]
+
+
+def _lines(aspect: str, rows: Sequence[RefusedRow]) -> list[str]:
+    """Return the rows as lines of a table whose columns are aligned."""
+    heads = [f"{_head(aspect, row.ranks)}:" for row in rows]
     width = max((len(head) for head in heads), default=0)
-    widths = [max(len(content[i]) for content in grouped) for i in range(2)]
+    widths = [max((len(row.cells[i]) for row in rows), default=0) for i in range(2)]
     lines = []
-    for head, content in zip(heads, grouped, strict=True):
-        shown = "  ".join(cell.ljust(widths[i]) for i, cell in enumerate(content[:2]) if widths[i])
-        lines.append(f"{_ROW}{head.ljust(width)} {shown}   {content[2]}".rstrip())
+    for head, row in zip(heads, rows, strict=True):
+        shown = "  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row.cells) if widths[i])
+        lines.append(f"  - {head.ljust(width)} {shown}   {row.where}".rstrip())
     return lines
 
 

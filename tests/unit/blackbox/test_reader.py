@@ -15,6 +15,7 @@ from boxes import COMMLENS, MONO, STDLIB, TORCH, UNIX, Box, busy_box
 from commlens.blackbox.reader import OpenBox, read_box, read_status
 from commlens.errors import FormatError
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
+from commlens.model.refusal import Refusal
 
 
 def one(box: Box) -> Collective:
@@ -179,6 +180,14 @@ class TestWhoAndWhat:
             False,
         )
         assert [frame.where for frame in log.exception_stack] == ["train.py:61"]
+
+    def test_a_refusal_by_an_earlier_version_is_read_without_its_table(self) -> None:
+        refusal = {"kind": "mismatch/shape", "reason": "shape mismatches"}
+        table = ["Input shapes of x:", "Process 0: [2]  float32   train.py:21 in main"]
+        content = {"k": "exception", "text": "refused", "refusal": refusal | {"table": table}}
+        box = Box()
+        box.word(344, box.blob(content))
+        assert read_box(box.bytes()).refusal == Refusal(**refusal)
 
     def test_about_text_of_wrong_types_is_survived(self) -> None:
         box = Box(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.refused import FoundRefused
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import prose
+from commlens.model.refusal import RefusedRow
 from commlens.text import capital, op_phrase, ranks_and_verb, ranks_phrase
 
 
@@ -86,19 +85,14 @@ def _disagreement(context: Context, found: FoundRefused) -> Words:
         summary=f"strict verification refused a call on {raised}: {refusal.reason}",
         explanation=f"It was {refusal.operation}.",
         next_step="compare the arguments with which these ranks make this call",
-        evidence=_rows(refusal.table) or phrases.exits(context, found.cause.raised),
+        evidence=[_row(refusal.heading, row) for row in refusal.rows]
+        or phrases.exits(context, found.cause.raised),
         would_raise_confidence="The exception's whole text is in the output of these ranks.",
     )
 
 
-def _rows(table: Sequence[str]) -> list[str]:
-    """``["Input shapes of x, process 0: [2]  float32   train.py:21 in main"]``: each row of the
-    exception's table under its heading.
-    """
-    rows, heading = [], ""
-    for line in table:
-        if line.endswith(":"):
-            heading = line[:-1]
-        else:
-            rows.append(f"{heading}, {line[0].lower()}{line[1:]}" if heading else line)
-    return rows
+def _row(heading: str, row: RefusedRow) -> str:
+    """``"Input shapes of x, rank 0: [2] float32 (train.py:21 in main)"``."""
+    of = f" of {row.argument}" if row.argument else ""
+    where = f" ({row.where})" if row.where else ""
+    return f"{heading}{of}, {ranks_phrase(row.ranks)}: {' '.join(filter(None, row.cells))}{where}"

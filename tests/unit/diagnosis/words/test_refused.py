@@ -8,13 +8,16 @@ from builders import Job, all_reduce
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation
-from commlens.model.refusal import Refusal
+from commlens.model.refusal import Refusal, RefusedRow
 from commlens.reports.terminal import render
 
-TABLE = (
-    "Input shapes of x:",
-    "Process 0: [2]  float32   train.py:21 in main",
-    "Process 1: [3]  float32   train.py:21 in main",
+ROWS = (
+    RefusedRow((0,), ("[2]", "float32"), "train.py:21 in main", "x"),
+    RefusedRow((1,), ("[3]", "float32"), "train.py:21 in main", "x"),
+)
+WORDS = (
+    "Input shapes of x, rank 0: [2] float32 (train.py:21 in main)",
+    "Input shapes of x, rank 1: [3] float32 (train.py:21 in main)",
 )
 
 
@@ -26,12 +29,17 @@ def test_the_table_of_a_refusal_keeps_its_rows() -> None:
     for log in logs:
         log.exception = "commlens.errors.DistributedOperationException: refused"
         log.refusal = Refusal(
-            "mismatch/shape", "shape", "shape mismatches", "`train.gather`", (0, 1), table=TABLE
+            "mismatch/shape",
+            "shape",
+            "shape mismatches",
+            "`train.gather`",
+            (0, 1),
+            heading="Input shapes",
+            rows=ROWS,
         )
         log.closed, log.observation = True, Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
-    rows = [f"Input shapes of x, process {row.removeprefix('Process ')}" for row in TABLE[1:]]
-    assert verdict.findings[0].evidence == rows
+    assert verdict.findings[0].evidence == [*WORDS]
     shown = render(verdict).splitlines()
-    for row in rows:
+    for row in WORDS:
         assert any(line.startswith(f"  - {row}") for line in shown), shown
