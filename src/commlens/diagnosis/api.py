@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob, examine_dumps, examine_logs
 from commlens.dumps.discover import DumpFiles, discover
@@ -79,28 +79,25 @@ def examine_paths(
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
     evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
-    if files.kinds:
-        examined = _examine_foreign_files(
-            files,
-            evidence,
-            problems,
-            stalled_after_s,
-            executor,
-            seen,
-            health,
-            inventory,
-            observed or {},
+    foreign = (
+        _read_foreign_dumps(files, evidence, problems, executor=executor, seen=seen)
+        if files.kinds
+        else None
+    )
+    if foreign is not None:
+        examined = examine_dumps(
+            foreign.dumps,
+            problems=problems,
+            stalled_after_s=stalled_after_s,
+            unread=foreign.unread,
+            health=health,
+            inventory=inventory,
+            observed=observed or {},
         )
-        if examined is not None:
-            if (
-                not examined.job.views
-                and not examined.verdict.looked_at
-                and not examined.verdict.is_fault
-            ):
-                raise EvidenceError(
-                    _nothing_readable(files.paths, examined.verdict.missing_evidence)
-                )
-            return examined
+        verdict = examined.verdict
+        if not examined.job.views and not verdict.looked_at and not verdict.is_fault:
+            raise EvidenceError(_nothing_readable(files.paths, verdict.missing_evidence))
+        return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(files.paths, problems))
     examined = examine_logs(
@@ -127,18 +124,22 @@ def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | N
     return next((each for each in verdicts if each is not None and each.kind == "diverged"), None)
 
 
-def _examine_foreign_files(
+class _ForeignDumps(NamedTuple):
+    """What other tools' files tell of the ranks."""
+
+    dumps: list[RankDump]  # with the black boxes of the other ranks
+    unread: int  # files
+
+
+def _read_foreign_dumps(
     files: DumpFiles,
     evidence: Evidence,
     problems: list[str],
-    stalled_after_s: float,
+    *,
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
-    health: Sequence[NodeHealth],
-    inventory: Inventory | None,
-    observed: Mapping[int, Observation],
-) -> ExaminedJob | None:
-    """Diagnose other tools' dumps, together with the black boxes if those are of fewer ranks.
+) -> _ForeignDumps | None:
+    """Read other tools' dumps, and add the black boxes if those are of fewer ranks.
 
     Returns:
         None if the black boxes cover more ranks, or if no dump is readable.
@@ -177,15 +178,7 @@ def _examine_foreign_files(
         from commlens.formats.rank_log_columns import columns_from_log
 
         dumps += reduce_all(columns_from_log(log) for log in evidence.logs)
-    return examine_dumps(
-        dumps,
-        problems=problems,
-        stalled_after_s=stalled_after_s,
-        unread=len(unread) + evidence.unread,
-        health=health,
-        inventory=inventory,
-        observed=observed,
-    )
+    return _ForeignDumps(dumps, len(unread) + evidence.unread)
 
 
 def _silent_logs(
