@@ -246,13 +246,14 @@ class Watcher:
             self._tell_stop(senders)
 
     def _tell_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
+        from commlens.diagnosis.causes.stopped import find_stop
         from commlens.diagnosis.words.stopped import stopped_line
 
         ranks = {member.pid: member.rank for member in self._roster.current()}
         for number, sender in senders:
             known = replace(sender, rank=ranks.get(sender.pid)) if sender is not None else None
-            if line := stopped_line(signal_name(number), known, parent=os.getppid()):
-                self.reporter.say(line)
+            if stop := find_stop(signal_name(number), known, parent=os.getppid()):
+                self.reporter.say(stopped_line(stop))
 
     def _tick(self) -> None:
         if self._launched:

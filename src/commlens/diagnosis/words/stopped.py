@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from commlens.diagnosis.causes.stopped import Stopped
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.model.sender import Sender
 from commlens.text import capital
 
 
-def stopped_line(signal: str, sender: Sender | None = None, *, parent: int = 0) -> str:
-    """Return a line about a launcher that ends its job because it received a signal; empty for the
-    signals that a person sends from the job's terminal.
-
-    Args:
-        signal: such as ``"SIGTERM"``.
-        sender: None if it is not known.
-        parent: the pid of the process that started the launcher. It may pass Ctrl-C on.
-    """
-    by_a_process = sender is not None and not sender.is_kernel and sender.pid != parent
-    if signal not in ("SIGHUP", "SIGTERM") and not by_a_process:
-        return ""
-    origin = f" from {_sender_phrase(sender)}" if sender is not None else ""
-    told = [f"the launcher received {signal}{origin} and ends the job.", *_advice(signal, sender)]
+def stopped_line(stop: Stopped) -> str:
+    """Return a line about a launcher that ends its job because it received a signal."""
+    origin = f" from {_sender_phrase(stop.sender)}" if stop.sender is not None else ""
+    told = [f"the launcher received {stop.signal}{origin} and ends the job.", *_advice(stop)]
     return " ".join(told)
 
 
@@ -39,10 +30,12 @@ def _sender_phrase(sender: Sender) -> str:
     return f"{sender.name or 'a process'} ({', '.join(about)})"
 
 
-def _advice(signal: str, sender: Sender | None) -> list[str]:
-    if sender is None or signal == "SIGHUP":
-        return [*filter(None, [outside_cause(signal)]), f"{capital(outside_step(signal))}."]
-    is_system = not sender.pid or (sender.uid == 0 and not sender.is_own_user)
-    if signal == "SIGTERM" and is_system:
-        return ["Look at the scheduler's log (preemption, time limit)."]
-    return []
+def _advice(stop: Stopped) -> list[str]:
+    match stop.by:
+        case "unknown":
+            cause, step = outside_cause(stop.signal), outside_step(stop.signal)
+            return [*filter(None, [cause]), f"{capital(step)}."]
+        case "system":
+            return ["Look at the scheduler's log (preemption, time limit)."]
+        case "process":
+            return []
