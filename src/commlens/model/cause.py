@@ -709,6 +709,19 @@ class OpSide(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: list[str] = []  # of tensors, type and layout
 
 
+DivergedDoubt = Literal[
+    "which-is-right", "first-unseen", "on-all", "no-majority", "others-changed", "inferred"
+]
+"""Why it is not sure which ranks are to blame for tensors that differ.
+
+``which-is-right``: they have the same data, and nothing tells which of them should have other data.
+``first-unseen``: where a NaN came up first was not watched. ``on-all``: all ranks have it.
+``no-majority``: no majority of the ranks agrees. ``others-changed``: nor does it here, and the
+ranks are blamed whose value did not change. ``inferred``: that the ranks must agree follows only
+from earlier checks, in which they did.
+"""
+
+
 class Diverged(Cause, tag="diverged", kw_only=True):
     """Tensors that ranks must have alike, and do not."""
 
@@ -718,6 +731,7 @@ class Diverged(Cause, tag="diverged", kw_only=True):
     # the last check before that found no difference; None: there was none
     equal_at: int | None = None
     departure: Departure
+    doubt: DivergedDoubt | None = None
     tensors: list[DivergedTensor]  # of the first kind that differs; at most 20
     differing: int  # number of such tensors
     compared: int  # tensors of all kinds

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from commlens.model.cause import (
     Compared,
     Diverged,
+    DivergedDoubt,
     DivergedTensor,
     OpSide,
     OwnTensors,
@@ -20,10 +21,11 @@ from commlens.model.cause import (
 )
 from commlens.model.numbers import CheckId, Key, Measure, Report
 from commlens.numbers.departures import (
+    CONFIDENCE,
     TRAINED,
     all_ranks,
     blame,
-    confidence_of,
+    doubt_about,
     find_departure,
     find_lone_word,
     other_kinds,
@@ -202,6 +204,7 @@ class Comparison:
         departure = find_departure(roots, own, order, lone, stale, rng, equal_at)
         culprits, blamed_by = blame(roots, own, ranks, stale)
         learned = any(each.learned for each in roots)
+        doubt = doubt_about(blamed_by, learned)
         kind = roots[0].key[0] if roots else "parameter"
         others = other_kinds(roots, differences, equal)
         return Diverged(
@@ -212,7 +215,8 @@ class Comparison:
             blamed_by=blamed_by,
             victims=sorted(set(ranks) - set(culprits)),
             certain=not learned,
-            confidence=confidence_of(blamed_by, learned),
+            confidence=CONFIDENCE[doubt],
+            doubt=doubt,
             ranks=ranks,
             source=check.source,
             step=check.number,
@@ -333,7 +337,8 @@ class Comparison:
                     root_cause=True,
                     blamed_by="undecided",
                     victims=ranks,
-                    confidence="low",
+                    confidence=CONFIDENCE["which-is-right"],
+                    doubt="which-is-right",
                     ranks=sorted(part.tables),
                     source=check.source,
                     step=check.number,
@@ -379,6 +384,7 @@ class Comparison:
             self._is_known(label, ranks, check)  # what differs from now on is a consequence
         has_majority = 2 * len(found.sides[0]) > len(ranks)
         culprits = sorted(rank for side in found.sides[1:] for rank in side) if has_majority else []
+        doubt: DivergedDoubt | None = None if culprits else "no-majority"
         kind, name = found.key
         sides = [
             TensorSide(side, f"{value & MASK:016x}" if value is not None else "")
@@ -393,7 +399,8 @@ class Comparison:
                 blamed_by="majority" if culprits else "undecided",
                 victims=sorted(set(ranks) - set(culprits)),
                 certain=True,
-                confidence="high" if culprits else "low",
+                confidence=CONFIDENCE[doubt],
+                doubt=doubt,
                 ranks=ranks,
                 source=check.source,
                 step=check.number,
@@ -424,6 +431,7 @@ class Comparison:
         }
         everywhere = len(having) == len(reports)
         culprits = [] if everywhere else sorted(having)
+        doubt: DivergedDoubt = "on-all" if everywhere else "first-unseen"
         self._is_known("parameter", sorted(reports), check)  # what differs now is a consequence
         return [
             Diverged(
@@ -434,7 +442,8 @@ class Comparison:
                 blamed_by="nobody" if everywhere else "majority",
                 victims=sorted(set(reports) - set(culprits)),
                 certain=True,
-                confidence="low" if everywhere else "medium",
+                confidence=CONFIDENCE[doubt],
+                doubt=doubt,
                 ranks=sorted(reports),
                 source=check.source,
                 step=check.number,
@@ -471,6 +480,7 @@ def _first_nan(check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
     culprits = [rank for rank, event in events.items() if (event.step, event.number) == first]
     event = events[culprits[0]]
     everywhere = len(culprits) == len(events)
+    doubt: DivergedDoubt | None = "on-all" if everywhere else None
     return [
         Diverged(
             kind="diverged",
@@ -480,7 +490,8 @@ def _first_nan(check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
             blamed_by="nobody" if everywhere else "earliness",
             victims=sorted(events) if everywhere else sorted(set(events) - set(culprits)),
             certain=True,
-            confidence="low" if everywhere else "high",
+            confidence=CONFIDENCE[doubt],
+            doubt=doubt,
             ranks=sorted(events),
             source=check.source,
             step=event.step,

@@ -11,6 +11,7 @@ from commlens.model.cause import (
     BlamedBy,
     Confidence,
     Departure,
+    DivergedDoubt,
     DivergedTensor,
     OwnTensors,
     TensorKind,
@@ -30,6 +31,17 @@ TRAINED: Final[tuple[TensorKind, ...]] = (
 """What an optimizer's step depends on, causes before effects. The output of a collective is the
 same on all ranks, whatever they send.
 """
+
+CONFIDENCE: Final[Mapping[DivergedDoubt | None, Confidence]] = {
+    None: "high",
+    "first-unseen": "medium",
+    "others-changed": "medium",
+    "inferred": "medium",
+    "which-is-right": "low",
+    "on-all": "low",
+    "no-majority": "low",
+}
+"""By what is in doubt, how sure it is which ranks are to blame."""
 
 _STATES_MAX: Final = 4  # of one parameter
 _LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
@@ -132,11 +144,13 @@ def blame(
     return (stale, "routine") if stale else ([], "undecided")
 
 
-def confidence_of(blamed_by: BlamedBy, learned: bool) -> Confidence:
-    """Return how sure it is which ranks are to blame."""
+def doubt_about(blamed_by: BlamedBy, learned: bool) -> DivergedDoubt | None:
+    """Return why it is not sure which ranks are to blame."""
     if blamed_by == "undecided":
-        return "low"
-    return "medium" if learned or blamed_by == "routine" else "high"
+        return "no-majority"
+    if blamed_by == "routine":
+        return "others-changed"
+    return "inferred" if learned else None
 
 
 def other_kinds(

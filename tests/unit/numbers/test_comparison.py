@@ -51,6 +51,7 @@ def test_the_odd_rank_the_tensor_and_the_step() -> None:
     assert (found.differing, found.compared) == (1, 6)
     assert found.equal_kinds == ["gradient", "optimizer-state"]
     assert (found.blamed_by, found.confidence, found.certain) == ("majority", "high", True)
+    assert found.doubt is None
     assert found.tensors[0].name == "a"
     assert [side.ranks for side in found.tensors[0].sides] == [[0, 1, 2], [3]]
 
@@ -139,6 +140,7 @@ def test_two_ranks_have_no_majority() -> None:
     job.check(1, later(1))
     found = only(job.check(2, later(2), {1: {"parameter a": 9.0}}))
     assert (found.culprits, found.blamed_by, found.confidence) == ([], "undecided", "low")
+    assert found.doubt == "no-majority"
     assert found.certain
 
 
@@ -147,6 +149,7 @@ def test_of_two_ranks_the_one_that_stands_still_is_to_blame() -> None:
     job.check(1, later(1))
     found = only(job.check(2, later(2), {1: {"parameter a": later(1)["parameter a"]}}))
     assert (found.culprits, found.blamed_by, found.confidence) == ([1], "routine", "medium")
+    assert found.doubt == "others-changed"
 
 
 def test_of_two_learning_rates_the_old_one_may_be_right() -> None:
@@ -228,6 +231,7 @@ def test_what_has_agreed_while_it_changed_must_agree() -> None:
         assert not job.check(step, later(step))
     found = only(job.check(4, later(4), {3: {"parameter a": 9.0}}))
     assert (found.culprits, found.confidence, found.certain) == ([3], "medium", False)
+    assert found.doubt == "inferred"
     assert found.equal_at == 3
 
 

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from commlens.diagnosis.words.finding import Words, finding_of
-from commlens.model.cause import Departure, Diverged, DivergedTensor, OpSide, TensorKind, TensorSide
+from commlens.model.cause import (
+    Departure,
+    Diverged,
+    DivergedDoubt,
+    DivergedTensor,
+    OpSide,
+    TensorKind,
+    TensorSide,
+)
 from commlens.model.verdict import Finding, Verdict
 from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase
 
@@ -18,6 +26,15 @@ _KIND_NAMES: Final = {
     "gradient": "gradient",
     "optimizer-state": "optimizer state",
     "hyperparameter": "hyperparameters",
+}
+
+_DOUBTS: Final[Mapping[DivergedDoubt, str]] = {
+    "which-is-right": "Nothing tells which of these ranks should have other data.",
+    "first-unseen": "Where it came up first was not watched.",
+    "on-all": "All ranks have it, so none of them is blamed.",
+    "no-majority": "The ranks differ, and no majority of them agrees.",
+    "others-changed": "No majority agrees: the ranks are blamed whose value did not change.",
+    "inferred": "That they must agree is inferred from earlier checks, in which they did.",
 }
 
 
@@ -60,27 +77,8 @@ def words(cause: Diverged) -> Words:
         explanation=" ".join(filter(None, (_extent(cause), _EXPLAINED[cause.departure](cause)))),
         next_step=_NEXT[cause.departure](cause),
         evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
-        would_raise_confidence=_doubt(cause),
+        would_raise_confidence=cause.doubt and _DOUBTS[cause.doubt],
     )
-
-
-def _doubt(cause: Diverged) -> str | None:
-    """Return why it is not sure which ranks are to blame."""
-    if cause.confidence == "high":
-        return None
-    if cause.departure == "same-data":
-        return "Nothing tells which of these ranks should have other data."
-    if cause.departure == "not-finite":
-        return (
-            "Where it came up first was not watched."
-            if cause.culprits
-            else "All ranks have it, so none of them is blamed."
-        )
-    if not cause.culprits:
-        return "The ranks differ, and no majority of them agrees."
-    if cause.blamed_by == "routine":
-        return "No majority agrees: the ranks are blamed whose value did not change."
-    return "That they must agree is inferred from earlier checks, in which they did."
 
 
 def _looked_at(cause: Diverged) -> str:
