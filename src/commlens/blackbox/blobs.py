@@ -82,6 +82,7 @@ class ExceptionJson(msgspec.Struct, frozen=True, tag_field="k", tag="exception")
 
     text: str
     f: tuple[FrameJson, ...] = ()
+    assertion: str = ""  # that failed in a kernel: "Indexing.cu:16, gather_kernel: ind < size"
     refusal: Refusal | None = None
 
 

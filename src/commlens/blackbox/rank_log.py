@@ -191,7 +191,7 @@ class BoxReader:
         collectives = self._collectives(newest)
         setups = self._setups()
         stacks, stacks_ns = self._evidence()
-        exception, exception_stack, refusal = self._exception()
+        exception, exception_stack, assertion, refusal = self._exception()
         expecting = None
         if status.expecting:
             expecting = self.text(status.expecting)
@@ -242,6 +242,7 @@ class BoxReader:
             left=status.left,
             exception=exception,
             exception_stack=exception_stack,
+            device_assertion=assertion,
             refusal=refusal,
             hazards=self._hazards(),
             initialised=status.initialised,
@@ -293,19 +294,19 @@ class BoxReader:
             position, state = blob.prev, State.COMPLETED
         return found[::-1]
 
-    def _exception(self) -> tuple[str | None, Stack, Refusal | None]:
+    def _exception(self) -> tuple[str | None, Stack, str, Refusal | None]:
         status = self.status
         if not status.exception:
-            return "a non-zero exit status" if status.closed_by_exception else None, (), None
+            return "a non-zero exit status" if status.closed_by_exception else None, (), "", None
         blob = self.side.blob(status.exception, ExceptionJson)
         if blob is None:
             self.problems.append("the text of the uncaught exception could not be read")
-            return "an exception whose text is lost", (), None
+            return "an exception whose text is lost", (), "", None
         line = next(
             (line.strip() for line in blob.text.splitlines() if line.strip()),
             "an exception without a text",
         )
-        return line[:_TEXT_MAX], self.frames(blob.f), blob.refusal
+        return line[:_TEXT_MAX], self.frames(blob.f), blob.assertion[:_TEXT_MAX], blob.refusal
 
     def _hazards(self) -> list[Hazard]:
         """Return the latent faults, without those in calls of torch itself and those whose line is

@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import re
+import stat
 import sys
 import traceback
 import zlib
@@ -19,6 +20,7 @@ from commlens import error_file
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
+from commlens.model.device_assertion import ASSERTED, parse_device_assertion
 
 _RAY_THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runner"
 _RAY_CATCHES = "construct_user_exception_with_traceback"
@@ -27,6 +29,8 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 # torch 2.0 to 2.15
 _RANK_TRACE = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d{1,7})\)$", re.MULTILINE)
 _RANK_ERRORS_MAX = 3
+_STDERR = 2
+_STDERR_READ = 256 * 1024  # bytes, from the end; a line has about 150
 # the scenarios are user programs
 _OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")
 
@@ -56,6 +60,8 @@ def record_exception(
         text = f"{kind.__name__}: {told}" if told else kind.__name__
         text += _last_error(str(error)) + _killed_worker(error)
     blob = {"k": "exception", "text": text, "f": frames[:64]}
+    if ASSERTED in text and (assertion := _only_assertion()):
+        blob["assertion"] = assertion
     position = 0
     if isinstance(refusal, DistributedOperationException) and refusal.refusal:
         position = writer.add_blob({**blob, "refusal": refusal.refusal})
@@ -110,6 +116,23 @@ def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
     return f"{error[:500]} (in {where})", [
         [frame[1], int(frame[2]), frame[3]] for frame in reversed(frames)
     ]
+
+
+def _only_assertion() -> str:
+    """Return the assertion that failed in a kernel. CUDA prints it to stderr before torch raises
+    its error. Empty if stderr is no file, or holds several assertions: ranks may share it.
+    """
+    try:
+        about = os.fstat(_STDERR)
+        if not stat.S_ISREG(about.st_mode):
+            return ""
+        with Path(f"/proc/self/fd/{_STDERR}").open("rb") as file:  # ours may be write-only
+            file.seek(max(0, about.st_size - _STDERR_READ))
+            lines = file.read(_STDERR_READ).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    found = {assertion for line in lines if (assertion := parse_device_assertion(line))}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _last_error(text: str) -> str:

@@ -170,6 +170,7 @@ class TestWhoAndWhat:
             "k": "exception",
             "text": "\nValueError: bad batch\nmore",
             "f": [["/home/me/train.py", 61, "step"]],
+            "assertion": "Loss.cu:245, loss: t < n",
         }
         box.word(344, box.blob(content))
         box.word(336, box.text("checkpoint"))
@@ -180,6 +181,7 @@ class TestWhoAndWhat:
             False,
         )
         assert [frame.where for frame in log.exception_stack] == ["train.py:61"]
+        assert log.device_assertion == "Loss.cu:245, loss: t < n"
 
     def test_a_refusal_by_an_earlier_version_is_read_without_its_table(self) -> None:
         refusal = {"kind": "mismatch/shape", "reason": "shape mismatches"}

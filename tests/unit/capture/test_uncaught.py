@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 from old_torch import checkpoint_of_one_process
 from torch._utils import ExceptionWrapper
 
+from commlens.capture import uncaught
 from commlens.capture.uncaught import record_exception
 from commlens.errors import DistributedOperationException
 
@@ -129,3 +131,41 @@ def test_one_rank_of_a_job_prints_a_refusal(tmp_path: Path) -> None:
     assert str(second) == "shape mismatches. (The whole message is in the output of rank 0.)"
     assert "Process 0" in str(another), "another refusal is printed, too"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def asserted(text: str) -> str:
+    return f"/src/Loss.cu:245: loss: block: [0,0,0], thread: [31,0,0] Assertion `{text}` failed.\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "assertion"),
+    [
+        (asserted("t < n"), "Loss.cu:245, loss: t < n"),
+        ("noise\n" * 100_000 + 40 * asserted("t < n"), "Loss.cu:245, loss: t < n"),
+        (asserted("t < n") + asserted("t >= 0"), None),  # of two ranks
+        ("", None),
+    ],
+)
+def test_the_assertion_that_failed_in_a_kernel_is_kept(
+    printed: str, assertion: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "rank0.err").open("w") as file:
+        file.write(printed)
+        file.flush()
+        monkeypatch.setattr(uncaught, "_STDERR", file.fileno())
+        blob = recorded(RuntimeError("CUDA error: device-side assert triggered\nmore"))
+        assert blob.get("assertion") == assertion
+        assert "assertion" not in recorded(RuntimeError("CUDA error: out of memory"))
+
+
+def test_what_a_pipe_or_a_closed_stderr_was_told_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, write = os.pipe()
+    os.write(write, asserted("t < n").encode())
+    for descriptor in (write, -1):
+        monkeypatch.setattr(uncaught, "_STDERR", descriptor)
+        blob = recorded(RuntimeError("CUDA error: device-side assert triggered"))
+        assert "assertion" not in blob
+    os.close(read)
+    os.close(write)

@@ -90,11 +90,6 @@ _LAGGING: Final = re.compile(
     r"\[(?P<behind>\d{1,7}(?:, \d{1,7})*)\] finished collective #\d{1,18}, but didn't join"
     r" collective #|ranks \[(?P<never>\d{1,7}(?:, \d{1,7})*)\] are the lagging ranks"
 )
-# of CUDA: once for each thread in which it failed
-_DEVICE_ASSERTION: Final = re.compile(
-    r"(?P<place>\S{1,400}:\d{1,7}): (?P<kernel>.{1,400}?): block: \[[\d,]{5,40}\], thread:"
-    r" \[[\d,]{5,40}\] Assertion `(?P<text>.{1,400})` failed"
-)
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(
     r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
@@ -327,16 +322,6 @@ def parse_stuck_watchdog(text: str) -> int:
     """
     found = _STUCK_WATCHDOG.search(text)
     return int(found[1]) if found else 0
-
-
-def parse_device_assertion(text: str) -> str:
-    """Return the assertion that failed in a kernel: ``"Indexing.cu:16, vectorized_gather_kernel:
-    ind < size"``; empty in any other line.
-    """
-    found = _DEVICE_ASSERTION.search(text)
-    if not found:
-        return ""
-    return clean(f"{found['place'].rpartition('/')[2]}, {found['kernel']}: {found['text']}")
 
 
 def parse_world_size(text: str) -> int:

@@ -21,6 +21,7 @@ from commlens.formats.torch_log import lines as L
 from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending, parse_xid
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.device_assertion import ASSERTED, parse_device_assertion
 from commlens.model.health import RankPlace
 from commlens.model.ops import (
     COALESCED,
@@ -32,7 +33,7 @@ from commlens.model.ops import (
 )
 from commlens.model.ranklog import End, Observation
 from commlens.model.topology import rail_of
-from commlens.text import count, signal_name
+from commlens.text import clean, count, signal_name
 
 _RANKS_MAX: Final = 100_000
 _NOTES_MAX: Final = 20  # sentences per rank
@@ -76,7 +77,6 @@ _CHAINED: Final = re.compile(r"^(?:The above exception was|During handling of th
 _BARE: Final = re.compile(r"torch\.distributed\.Dist\w{1,40}Error: ")
 _ERROR_LINES_MAX: Final = 4  # after an exception of NCCL, up to its "Last error:"
 _CAUSE_MAX: Final = 500  # characters of an exception that caused another one
-_ASSERTED: Final = "device-side assert"
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 # of gloo, in C++
 _UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")
@@ -284,7 +284,7 @@ class LogParser:
             about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
         elif not about.exception and (uncaught := _UNCAUGHT_CUDA.match(text)):
             about.exception = uncaught["error"]
-        about.device_assertion = about.device_assertion or L.parse_device_assertion(text)
+        about.device_assertion = about.device_assertion or clean(parse_device_assertion(text))
         found = _FATAL.search(text)
         failed = timeout is not None and timeout.has_failed and not about.exception
         if found is None and ("atchdog" in text or failed):
@@ -428,7 +428,7 @@ class LogParser:
         unnamed = self._ranks.get(-1)
         if unnamed is not None:
             named = [about for rank, about in self._ranks.items() if rank >= 0]
-            asserted = [about for about in named if _ASSERTED in about.exception]
+            asserted = [about for about in named if ASSERTED in about.exception]
             if len(asserted) == 1:
                 asserted[0].device_assertion = unnamed.device_assertion
                 unnamed.device_assertion = ""
@@ -436,7 +436,7 @@ class LogParser:
                 unnamed.exception = ""
         for about in self._ranks.values():
             if about.device_assertion and not about.exception:
-                about.exception = f"CUDA error: {_ASSERTED} triggered"
+                about.exception = f"CUDA error: {ASSERTED} triggered"
 
     def _forget_mixed_counters(self) -> None:
         """Forget the progress of groups that send messages: the counter is that of messages or of
