@@ -123,7 +123,8 @@ _with_alike: ContextVar[Callable[[Iterable[int]], Collection[int]]] = ContextVar
 @contextlib.contextmanager
 def naming_alike(with_alike: Callable[[Iterable[int]], Collection[int]]) -> Iterator[None]:
     """Let :func:`ranks_phrase` name more ranks than it is given: ``with_alike`` adds those that are
-    in the same state and were not examined themselves.
+    in the same state and were not examined themselves. It is no parameter, since sentences name
+    ranks in two hundred places.
     """
     token = _with_alike.set(with_alike)
     try:
