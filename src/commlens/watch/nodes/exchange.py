@@ -266,7 +266,7 @@ class Nodes:
         with self._lock:
             return self._known.host(slot, self._host)
 
-    def lost(self, after_s: float = LOST_S) -> list[Lost]:
+    def lost(self, after_s: float) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left; all of them if
         it is the store that is silent. Many nodes are not heard so often, and need longer.
         """
@@ -292,7 +292,7 @@ class Nodes:
         """What is not known of other nodes, in sentences: nodes that fell silent without leaving,
         or a store that does.
         """
-        lost = self.lost()
+        lost = self.lost(LOST_S)
         late = time.monotonic() - self._contact > self._known.lost_s
         if lost and (self._given_up or self._refused or late):
             place = (self._given_up or self._places)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,16 @@ import pytest
 from watch_ranks import member
 
 from commlens.blackbox import layout
-from commlens.watch.nodes import ask, bundles, known_nodes, meeting_places, periods, states_tree
+from commlens.watch.nodes import (
+    ask,
+    bundles,
+    folder_client,
+    known_nodes,
+    lost_store,
+    meeting_places,
+    periods,
+    states_tree,
+)
 from commlens.watch.nodes import exchange as nodes
 from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import key
@@ -32,11 +42,45 @@ dist = pytest.importorskip("torch.distributed")
 
 Meet = Callable[..., Nodes]
 _SERVE = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+import sys, torch
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
+
+
+def serve_store() -> subprocess.Popen[bytes]:
+    """Start a process that serves a store, and prints its port."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+
+
+_MODULES = (
+    ask,
+    bundles,
+    folder_client,
+    known_nodes,
+    lost_store,
+    meeting_places,
+    nodes,
+    periods,
+    states_tree,
+)
+_QUICKER = 3
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes all times of an exchange shorter, so that their proportions stay."""
+    for module in _MODULES:
+        for name, seconds in vars(module).items():
+            if name.endswith("_S") and isinstance(seconds, float):
+                monkeypatch.setattr(module, name, seconds / _QUICKER)
 
 
 @pytest.fixture
@@ -169,7 +213,7 @@ def test_the_reporter_reads_bundles_and_what_a_lost_node_would_have_bundled(
     if bundler is None:
         pytest.skip("the node that reports drew the slot of the bundler")
     kill(bundler)
-    time.sleep(periods.LOST_S + 2)
+    time.sleep(periods.LOST_S + 2 * periods.PERIOD_S)
     assert len(first.others) == 6, "all but the one that was killed"
     assert neighbour in read
 
@@ -382,13 +426,15 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     assert eventually(lambda: second.reporter is None)
     assert time.monotonic() - silent_since < periods.LOST_S + periods.PERIOD_S
     assert second.unknown == ["Node host0 (rank 0) no longer answers."]
-    assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
+    assert [(each.beat.host, each.by_itself) for each in second.lost(periods.LOST_S)] == [
+        ("host0", True)
+    ]
 
 
 def test_nodes_without_a_store_meet_in_a_shared_folder(
     meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "MOVE_ON_S", 1.0)
+    monkeypatch.setattr(nodes, "MOVE_ON_S", 0.5)
     folder = tmp_path / "dumps" / "nodes"
     first, second = (meet(rank, [Store("127.0.0.1", 1), Folder(folder)]) for rank in (0, 1))
     assert eventually(lambda: first.others and second.reporter is not None)
@@ -419,9 +465,7 @@ def test_a_busy_store_gets_no_second_connection(
     seconds, where DNS is slow.
     """
     monkeypatch.setattr(meeting_places, "ANSWER_S", 0.2)
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
+    with serve_store() as server:
         assert server.stdout is not None
         place = Store("127.0.0.1", int(server.stdout.readline()))
         try:
@@ -449,9 +493,7 @@ def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_p
     """The store ends with the process that serves it, here rank 0's: the kernel then refuses
     connections.
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
+    with serve_store() as server:
         assert server.stdout is not None
         place = Store("127.0.0.1", int(server.stdout.readline()))
         first, second = meet(0, [place]), meet(1, [place])
