@@ -107,6 +107,7 @@ BENCHMARKS = (
         reports=False,
         markdown=True,
     ),
+    Benchmark("check_score", limit_s=1800),
     Benchmark("check_soak", options=("--programs", "200"), limit_s=3600),
     Benchmark("gpu_check"),
     Benchmark("versions"),
