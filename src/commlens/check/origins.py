@@ -34,6 +34,8 @@ class Origin(NamedTuple):
     """This rank has sent it, so it knows the value that the others will get."""
     received: bool = False
     """Only some ranks received it: the others know it or need not know it."""
+    undelivered: bool = False
+    """Other ranks were not seen to give it yet (``exchange.py``)."""
 
 
 UNKNOWN = Origin()
@@ -74,7 +76,11 @@ def joined(origins: Sequence[Origin | None]) -> Origin | None:
     alike = frozenset[Ranks]()
     if len(others) == len(origins):
         alike = frozenset.intersection(*(origin.alike for origin in others))
-    return Origin(alike, received=any(origin.received for origin in others))
+    return Origin(
+        alike,
+        received=any(origin.received for origin in others),
+        undelivered=any(origin.undelivered for origin in others),
+    )
 
 
 def alike_in(origin: Origin, world_size: int) -> bool:
@@ -128,10 +134,13 @@ class Origins(EagerMode):
         fake = isinstance(tensor, FakeTensor) and tensor.constant is None
         return UNKNOWN if fake else None
 
-    def mark(self, tensor: Any, origin: Origin) -> None:
-        """Set the origin of a tensor's values."""
+    def mark(self, tensor: Any, origin: Origin | None) -> None:
+        """Set the origin of a tensor's values; None: the rank knows them."""
         storage = _storage(tensor)
         if storage is None:
+            return
+        if origin is None:
+            self._origins.pop(storage._cdata, None)
             return
         self._origins[storage._cdata] = StorageWeakRef(storage), origin
         if len(self._origins) > self._purge_at:
@@ -175,9 +184,7 @@ class Origins(EagerMode):
         """
         if origin is None:
             for tensor in _tensors((result,)):
-                storage = _storage(tensor)
-                if storage is not None:
-                    self._origins.pop(storage._cdata, None)
+                self.mark(tensor, None)
             return
         before = {storage._cdata for tensor in given if (storage := _storage(tensor)) is not None}
         for tensor in _tensors((result,)):

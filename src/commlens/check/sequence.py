@@ -18,6 +18,7 @@ from commlens.model.ranklog import End
 GuessKind = Literal[
     "value",  # a value of a tensor that another rank decides
     "object",  # an object that other ranks decide: gathered objects
+    "exchange",  # small tensors that other ranks were seen to give
     "store",  # a key of the store that other ranks write
     "poll",  # whether a collective has completed
     "source",  # whose message a receive from any source took

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from commlens.check import followed
 from commlens.check.branches import Answers, Choice, Decision, How, Moment, Value
+from commlens.check.exchange import Exchange
 from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
 from commlens.model.collective import Frame, FrameKind
 from commlens.tap.running_frames import kind_of_file, user_frame
@@ -57,15 +58,18 @@ class Values:
         choices: Iterable[Choice] = (),
         answers: Answers | None = None,
         number: float | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Give the answers of ``choices``, and to reads of values that ranks have alike the
         ``answers`` that other ranks got. Elsewhere the answer is that of the fake world; for
-        fractions that are not followed, it is ``number``, if that is given.
+        fractions that are not followed, it is ``number``, if that is given. ``exchange`` delivers
+        small tensors of other ranks.
         """
         self._world_size = world_size
         self._choices = tuple(choices)
         self._others = answers or {}
         self._number = number
+        self._exchange = exchange
         self.answers: Answers = {}
         """The answers to reads of values that ranks have alike, in order."""
         self._found: dict[tuple[str, int, How, bool], _Met] = {}
@@ -98,6 +102,9 @@ class Values:
             self._patches.wrap(torch.autograd, "_engine_run_backward", self._run_backward)
             self._patches.replace_aliases()
             stack.enter_context(self._origins)
+            if self._exchange is not None:
+                self._exchange.attach(self._origins)
+                stack.callback(self._exchange.detach)
             stack.enter_context(_Functions(self))
             self._stack = stack.pop_all()
         return self
@@ -153,6 +160,7 @@ class Values:
             alike_in(origin, self._world_size),
             known=origin.known,
             received=origin.received,
+            undelivered=origin.undelivered,
             moment=Moment(self._origins.calls, self._origins.calls_in(origin.alike)),
         )
 
@@ -237,6 +245,8 @@ class Values:
         *,
         replaceable: bool = False,
     ) -> None:
+        if self._exchange is not None and reader.undelivered:
+            self._exchange.is_wanted = True
         met = self._found.setdefault((frame.file, frame.line, how, reader.forced), _Met(frame))
         met.alike = met.alike and reader.alike
         met.received = met.received or reader.received
@@ -310,6 +320,7 @@ class _Reader:
     forced: bool = False
     """``--branch`` gave the number."""
     received: bool = False
+    undelivered: bool = False
     moment: Moment = _NEVER
     """When the number was read."""
 
@@ -332,6 +343,7 @@ class _Reader:
             known=self.settled and other.settled and not forced,
             forced=forced,
             received=self.received or other.received,
+            undelivered=self.undelivered or other.undelivered,
             moment=max(self.moment, other.moment),
         )
 

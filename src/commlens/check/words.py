@@ -16,6 +16,7 @@ _GUESSES_NAMED = 3
 _GUESSES = {
     "value": "reads a value that other ranks decide",
     "object": "gathers objects, of which a rank alone knows only its own",
+    "exchange": "takes numbers of other ranks that are different in each run",
     "store": "asks for a key of the store that several ranks may write",
     "poll": "asks whether a collective has completed",
     "source": "uses the number of the rank whose message a receive from any rank took",

@@ -1,0 +1,185 @@
+"""Tests of src/commlens/check/exchange.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlens.check.exchange import NUMBERS_MAX, Exchange, settled
+from commlens.check.values import Values
+from commlens.tracing.preview.objects import Key, Message
+from commlens.tracing.preview.world import FakeWorld
+
+Messages = dict[Key, Message | None]
+
+
+class Run:
+    """A program as one rank of a world of two."""
+
+    def __init__(self, rank: int, program: Callable[[int], Any], messages: Messages) -> None:
+        self.guesses: list[str] = []
+        self.exchange = Exchange(rank, messages, self.guesses.append)
+        with FakeWorld(2, rank), Values(2, exchange=self.exchange) as values:
+            dist.init_process_group("gloo")
+            self.result = program(rank)
+        self.decisions = values.decisions
+
+
+def both(program: Callable[[int], Any], rounds: int = 2) -> list[Run]:
+    """Run both ranks, and again with what the others gave."""
+    messages: Messages = {}
+    for _ in range(rounds):
+        runs = [Run(rank, program, messages) for rank in range(2)]
+        for run in runs:
+            messages = messages | run.exchange.gave
+    return runs
+
+
+def smallest(rank: int) -> Any:
+    number = torch.tensor([rank + 3])
+    dist.all_reduce(number, dist.ReduceOp.MIN)
+    return number.item()
+
+
+def lengths(rank: int) -> Any:
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(found, torch.tensor([rank + 3]))
+    return [each.item() for each in found]
+
+
+def counts(rank: int) -> Any:
+    sends, gets = torch.tensor([rank + 1, rank + 3]), torch.zeros(2, dtype=torch.int64)
+    dist.all_to_all_single(gets, sends)
+    return gets.tolist()
+
+
+def from_rank_1(rank: int) -> Any:
+    flag = torch.tensor(rank == 1)
+    dist.broadcast(flag, 1)
+    return flag.item()
+
+
+def gathered_on_rank_0(rank: int) -> Any:
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)] if rank == 0 else None
+    dist.gather(torch.tensor([rank + 3]), found, dst=0)
+    return [each.item() for each in found or ()]
+
+
+def header(rank: int) -> Any:
+    shape = torch.tensor([4, 6] if rank == 0 else [0, 0])
+    if rank == 0:
+        dist.send(shape, 1)
+    else:
+        dist.recv(shape, 0)
+    return shape.tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (smallest, [3, 3]),
+        (lengths, [[3, 4], [3, 4]]),
+        (counts, [[1, 2], [3, 4]]),
+        (from_rank_1, [True, True]),
+        (gathered_on_rank_0, [[3, 4], []]),
+        (header, [[4, 6], [4, 6]]),
+    ],
+)
+def test_what_ranks_give_is_delivered_and_known(program: Any, expected: list[Any]) -> None:
+    runs = both(program)
+    assert [run.result for run in runs] == expected
+    assert [run.decisions for run in runs] == [[], []]
+
+
+def test_a_rank_wants_what_decides_and_was_not_delivered() -> None:
+    run = Run(0, smallest, {})
+    (missing,) = run.exchange.took
+    assert missing[1] == 1 and run.exchange.took[missing] is None
+    assert run.decisions and not run.guesses
+
+
+def test_nobody_wants_what_decides_nothing() -> None:
+    def program(rank: int) -> None:
+        number = torch.tensor([rank])
+        dist.all_reduce(number)
+        print(number)
+
+    assert not Run(0, program, {}).exchange.took
+
+
+def test_a_rank_wants_what_goes_into_what_it_gives() -> None:
+    def program(rank: int) -> torch.Tensor:
+        number = torch.tensor([rank + 1])
+        dist.all_reduce(number)
+        dist.all_reduce(number.add_(rank))
+        return number
+
+    assert Run(0, program, {}).exchange.took
+    assert [run.result.tolist() for run in both(program, rounds=3)] == [[7], [7]]
+
+
+def test_what_was_delivered_is_a_guess_until_it_is_settled() -> None:
+    assert both(smallest)[0].guesses == ["exchange"]
+    assert settled({("tensor 0", 1, None, (0, 1), 1): None}) == {"exchange", "object"}
+    assert settled({("gather", 1, None, (0, 1), 1): None}) == {"exchange"}
+
+
+def test_numbers_that_a_rank_does_not_know_are_delivered_and_stay_open() -> None:
+    def program(rank: int) -> Any:
+        score = torch.ones(2)
+        dist.all_reduce(score)
+        sends, gets = (score * (rank + 2)).long(), torch.zeros(2, dtype=torch.int64)
+        dist.all_to_all_single(gets, sends)
+        return gets.tolist()
+
+    runs = both(program)
+    assert [run.result for run in runs] == [[2, 3], [2, 3]]
+    assert all(run.decisions and not run.guesses for run in runs)
+
+
+def test_a_call_is_found_by_its_place_in_the_group() -> None:
+    def program(rank: int) -> Any:
+        dist.barrier() if rank else dist.all_reduce(torch.ones(1))
+        return smallest(rank)
+
+    assert [run.result for run in both(program)] == [3, 3]
+
+    def other(rank: int) -> Any:
+        number = torch.tensor([rank + 3])
+        dist.all_reduce(number, dist.ReduceOp.MAX if rank else dist.ReduceOp.MIN)
+        return number.item()
+
+    def skips(rank: int) -> Any:
+        if rank:
+            dist.barrier()
+        return smallest(rank)
+
+    for apart in (other, skips):
+        assert all(run.decisions for run in both(apart))
+
+
+def test_messages_meet_only_where_both_backends_let_them() -> None:
+    def program(rank: int) -> list[int]:
+        numbers = [torch.tensor([tag]) for tag in (1, 2)]
+        for number, tag in zip(numbers, (1, 2) if rank == 0 else (2, 1), strict=True):
+            if rank == 0:
+                dist.send(number, 1, tag=tag)
+            else:
+                dist.recv(number, 0, tag=tag)
+        return [number.item() for number in numbers]
+
+    assert both(program)[1].decisions
+
+
+def test_data_and_what_torch_exchanges_itself_are_left_out() -> None:
+    def program(rank: int) -> None:
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(NUMBERS_MAX + 1, dtype=torch.int64))
+        dist.all_gather_object([None, None], rank)
+        torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+
+    assert not Run(0, program, {}).exchange.gave
