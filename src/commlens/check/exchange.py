@@ -153,8 +153,8 @@ class Exchange:
         if call is None or not others:
             return
         self._took.update((key, self._messages.get(key)) for key in others)
-        known = {**self._messages, **self.gave}
-        messages = [message for key in call.keys if (message := known.get(key)) is not None]
+        given_to_us = (self.gave.get(key) or self._messages.get(key) for key in call.keys)
+        messages = [message for message in given_to_us if message is not None]
         if len(messages) < len(call.keys):
             self._mark(call, Origin(undelivered=True))
             return

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from commlens.check.agreement import common, disagreeing
 from commlens.check.branches import Answers
+from commlens.check.exchange import settled
 from commlens.check.objects import Need, Shared
 from commlens.check.player import Player
 from commlens.check.run_rank import Plan, Run, import_modules
@@ -71,9 +72,9 @@ class Ranks:
                 break
             ran.update(self._run_all(odd))
         for rank in wanted:
-            if None not in self._gathered[rank].values() and not self._gathered_others(rank):
-                sequence = ran[rank]
-                sequence.guesses = [each for each in sequence.guesses if each.what != "object"]
+            if not self._gathered_others(rank):
+                sure, sequence = settled(self._gathered[rank]), ran[rank]
+                sequence.guesses = [each for each in sequence.guesses if each.what not in sure]
         return {rank: ran[rank] for rank in wanted}
 
     def _gathered_others(self, rank: int) -> bool:

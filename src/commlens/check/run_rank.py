@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlens.check.branches import Answers, Choice
+from commlens.check.exchange import Exchange
 from commlens.check.files import Files, misses_a_file
 from commlens.check.objects import Need, Shared, SharedObjects
 from commlens.check.recorder import EndOfRun, SequenceRecorder
@@ -61,10 +62,10 @@ class Run(NamedTuple):
     """A run that has ended, or that waits for something."""
 
     sequence: RankSequence
-    sent: dict[Key, Message]  # objects that it sent to other ranks
+    sent: dict[Key, Message]  # objects and small tensors that it gave other ranks
     keys: dict[str, list[bytes]]  # of the store, that it wrote
     answers: Answers  # that it got to reads of values that ranks have alike
-    gathered: dict[Key, Message | None]  # objects of others that its gathers took
+    gathered: dict[Key, Message | None]  # those of others that its gathers and exchanges took
     needs: Need | None = None  # what it waits for, from another rank
     modules: tuple[str, ...] = ()  # of libraries, that it imported
 
@@ -86,7 +87,8 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
     )
     sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
-    values = Values(plan.world_size, plan.choices, shared.answers, plan.number)
+    exchange = Exchange(rank, shared.messages, recorder.guess)
+    values = Values(plan.world_size, plan.choices, shared.answers, plan.number, exchange)
 
     def wait_for(need: Need) -> None:
         with _time_stopped():
@@ -95,11 +97,14 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
     objects = world.objects = SharedObjects(rank, shared, recorder, wait_for)
 
     def run_so_far(need: Need | None = None) -> Run:
-        modules = _library_modules(imported)
         return Run(
-            *(sequence, objects.sent, objects.keys, values.answers, objects.gathered),
+            sequence,
+            objects.sent | exchange.gave,
+            objects.keys,
+            values.answers,
+            objects.gathered | exchange.took,
             needs=need,
-            modules=modules,
+            modules=_library_modules(imported),
         )
 
     files = Files()
