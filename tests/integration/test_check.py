@@ -213,6 +213,65 @@ def test_what_ranks_give_each_other(program: Any, kind: str) -> None:
     assert bool(verdict.findings) is (kind != "healthy")
 
 
+def routes_tokens(wrong: bool = False) -> None:
+    """Send tokens where they belong, as a mixture of experts does."""
+    rank, size = begin(), dist.get_world_size()
+    sends = torch.tensor([rank + other + 1 + rank * other for other in range(size)])
+    gets = torch.empty_like(sends)
+    dist.all_to_all_single(gets, sends)
+    ins, outs = sends.tolist(), gets.tolist()
+    if wrong and rank == 0:
+        outs.reverse()
+    dist.all_to_all_single(torch.empty(sum(outs), 2), torch.ones(sum(ins), 2), outs, ins)
+
+
+def routes_tokens_wrongly() -> None:
+    routes_tokens(wrong=True)
+
+
+def pads_to_the_longest() -> None:
+    rank, size = begin(), dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([rank + 3]))
+    longest = int(max(lengths))
+    dist.all_gather([torch.empty(longest) for _ in range(size)], torch.ones(longest))
+
+
+def stops_when_one_has_no_data() -> None:
+    rank = begin()
+    for batch in range(9):
+        more = torch.tensor(int(batch < rank + 2))
+        dist.all_reduce(more, dist.ReduceOp.MIN)
+        if not more:
+            break
+        dist.all_reduce(torch.ones(2))
+
+
+def one_goes_on_after_the_shortest() -> None:
+    rank = begin()
+    batches = torch.tensor([rank + 2])
+    dist.all_reduce(batches, dist.ReduceOp.MIN)
+    for _ in range(int(batches) + (rank == 1)):
+        dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "culprits"),
+    [
+        (routes_tokens, "healthy", []),
+        (routes_tokens_wrongly, "mismatch/splits", [0]),
+        (pads_to_the_longest, "healthy", []),
+        (stops_when_one_has_no_data, "healthy", []),
+        (one_goes_on_after_the_shortest, "missing", None),
+    ],
+)
+def test_small_tensors_that_decide(program: Any, kind: str, culprits: list[int] | None) -> None:
+    verdict = checked(program, 3)
+    assert verdict.kind == kind
+    assert culprits is None or verdict.culprits == culprits
+    assert not verdict.missing_evidence
+
+
 def answers_whom_it_received_from() -> None:
     rank = begin()
     x = torch.ones(4)
