@@ -54,7 +54,7 @@ class Player:
                 self._play(its_end, shared)
             _exit(1)
         its_end.close()
-        self._deadline = time.monotonic() + plan.timeout_s + _GRACE_S
+        self._set_deadline()
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when the process has told something or ended."""
@@ -80,12 +80,11 @@ class Player:
             return self._lost()
         self._received.clear()
         self.needs = run.needs
-        self._time_left = self._deadline - time.monotonic()
         return run
 
     def go_on(self, shared: Shared) -> None:
         """Let a process that waits go on, with what others have given."""
-        self._deadline = time.monotonic() + self._time_left
+        self._set_deadline()
         self.needs = None
         with contextlib.suppress(OSError):  # it has ended, which shows at the next receive()
             _send(self._link, shared)
@@ -93,6 +92,12 @@ class Player:
     def is_late(self) -> bool:
         """Check whether its time is over."""
         return time.monotonic() > self._deadline
+
+    def _set_deadline(self) -> None:
+        """Set when to kill it. It ends by itself before that: its own time limit does not count
+        while it waits.
+        """
+        self._deadline = time.monotonic() + self._plan.timeout_s + _GRACE_S
 
     def memory(self) -> int:
         """Return the bytes that it has for itself; 0 if that is not known."""
