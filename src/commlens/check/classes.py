@@ -140,8 +140,9 @@ class _Search:
                         yield self._middle(ranks[one : other + 1])
 
     def _middle(self, ranks: list[int]) -> int:
-        """Return the rank in the middle between the first and the last, of those at the edges of
-        the outermost mesh's places if there are any: the border is likely between two stages.
+        """Return which of the ranks between the first and the last to run next: the middle one of
+        those with which a place of the outermost mesh begins or ends, as a pipeline's stage does;
+        if there is none, the middle one of all.
         """
         stride = self._meshes[-1].stride if self._meshes else 1
         edges = [
