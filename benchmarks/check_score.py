@@ -15,22 +15,20 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from _bug_classes import CASES, Case
+from _checking import check_source
 from _report import Goal, Report, arguments, command, finish, write_section
 from _soak_job import NO_FAULT, Job, Setting
 from _soak_program import Program, Truth
 
 from commlens.check.api import check_plan
 from commlens.check.run_rank import Plan
-from commlens.launch import worker
 from commlens.model.verdict import Verdict
 from commlens.scenarios import SCENARIOS, lab
 from commlens.scenarios.registry import Scenario
@@ -86,21 +84,15 @@ def check_scenario(scenario: Scenario) -> Judged:
     area = next((area for area, names in AREAS.items() if scenario.name in names), OUTSIDE)
     if scenario.fault is None:
         area = f"scenarios: {CORRECT}"
-    verdict = _check(program, WORLD_SIZE)
+    checked, _ = check_plan(Plan(program, WORLD_SIZE, timeout_s=TIMEOUT_S), backend="gloo")
+    verdict = checked.verdict
     kinds = () if scenario.fault is None else truth.kinds
     return Judged(scenario.name, area, _word(verdict, kinds, truth.culprits), verdict.summary)
 
 
 def check_case(case: Case, folder: Path, *, real: bool) -> Judged:
     """Check a small program, and run it."""
-    folder.mkdir(parents=True)
-    (folder / "train.py").write_text(case.source)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        verdict = _check(lambda: worker.execute(["train.py"], module=False), case.size)
-    finally:
-        os.chdir(before)
+    verdict = check_source(case.source, case.size, folder, timeout_s=TIMEOUT_S, backend="gloo")
     return Judged(
         case.name,
         case.area or CORRECT,
@@ -127,11 +119,6 @@ def run_case(case: Case, folder: Path) -> bool:
         _is_right(each["kind"], each["culprits"], case.kinds.split(), case.culprits)
         for each in faults
     )
-
-
-def _check(program: Callable[[], Any], size: int) -> Verdict:
-    checked, _ = check_plan(Plan(program, size, timeout_s=TIMEOUT_S), backend="gloo")
-    return checked.verdict
 
 
 def _word(verdict: Verdict, kinds: Sequence[str], culprits: Sequence[int] | None) -> str:
@@ -226,13 +213,15 @@ def _report(found: list[Judged]) -> Report:
     if outside:
         report.markdown += (
             f"\n{len(outside)} other scenarios have faults outside of the program's calls, such as"
-            f" a data loader that stalls: nothing is found of {_number(outside, 'nothing')},"
-            f" {_number(outside, 'not proven')} are not proven, and of"
-            f" {_number(outside, 'wrong')} something wrong is said.\n"
+            f" a data loader that stalls: {_number(outside, 'not proven')} are not proven, no fault is"
+            f" found in {_number(outside, 'nothing')}, and {_number(outside, 'wrong')} get a wrong"
+            " verdict.\n"
         )
     exceptions = _exceptions([each for each in found if each.area != OUTSIDE])
     if exceptions:
-        report.markdown += "\nThe exceptions:\n\n" + "\n".join(exceptions) + "\n"
+        report.markdown += (
+            "\nPrograms whose verdict is not the truth:\n\n" + "\n".join(exceptions) + "\n"
+        )
     report.rows = [dataclasses.asdict(each) for each in found]
     wrong = [each for each in found if each.word == "wrong"]
     report.goals = [

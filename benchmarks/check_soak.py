@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from _checking import check_source
 from _report import Goal, Report, arguments, command, finish
 from _soak_job import FINE, NO_FAULT, Outcome, Setting, draw, judge, try_seed
 from _soak_program import GLOO, Program
 from soak import fault_class
 
-from commlens.check.api import check_plan
-from commlens.check.run_rank import Plan
-from commlens.launch import worker
 from commlens.model.verdict import Verdict
 
 TIMEOUT_S = 30.0  # of one rank: a program of the soak computes for at most 12 s at once
@@ -122,21 +120,8 @@ def programs(first: int) -> Iterator[Program]:
 
 def check(program: Program, folder: Path) -> Checked:
     """Check a program as the command does, and judge the verdict by the truth."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "pids").mkdir(parents=True)
-    (folder / "train.py").write_text(program.source)
-    before, began = Path.cwd(), _cpu_s()
-    os.chdir(folder)
-    try:
-        plan = Plan(
-            lambda: worker.execute(["train.py"], module=False),
-            program.size,
-            timeout_s=TIMEOUT_S,
-        )
-        checked, _ = check_plan(plan, script="train.py")
-    finally:
-        os.chdir(before)
-    verdict = checked.verdict
+    began = _cpu_s()
+    verdict = check_source(program.source, program.size, folder, timeout_s=TIMEOUT_S)
     word, why = _judge(program, verdict)
     return Checked(program, verdict, word, why, _cpu_s() - began)
 
