@@ -89,6 +89,21 @@ def test_a_lock_that_a_waiting_rank_holds_is_certain(jobs: Harness, tmp_path: Pa
     assert seconds_to_verdict(result) < WITHIN_S
 
 
+def run_healthy(jobs: Harness, folder: Path, pauses: str, *, timeout_s: float) -> JobResult:
+    """Run a healthy job with these pauses, and return what was said; it must end well."""
+    result = jobs.run_job(
+        find("healthy-plain"),
+        4,
+        folder,
+        settings=Settings(),
+        timeout_s=timeout_s,
+        arguments=[str(PAUSING), *pauses.split()],
+    )
+    print(result)
+    assert set(result.exits.values()) == {0}, "The job was ended."
+    return result
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "pauses",
@@ -102,16 +117,7 @@ def test_a_lock_that_a_waiting_rank_holds_is_certain(jobs: Harness, tmp_path: Pa
 def test_a_healthy_job_that_pauses_gets_no_verdict(
     jobs: Harness, tmp_path: Path, pauses: str
 ) -> None:
-    result = jobs.run_job(
-        find("healthy-plain"),
-        4,
-        tmp_path,
-        settings=Settings(),
-        timeout_s=200,
-        arguments=[str(PAUSING), *pauses.split()],
-    )
-    print(result)
-    assert set(result.exits.values()) == {0}, "The job was ended."
+    result = run_healthy(jobs, tmp_path, pauses, timeout_s=200)
     assert not [verdict for verdict in result.verdicts if verdict.is_fault]
 
 
@@ -120,14 +126,5 @@ def test_a_healthy_job_that_pauses_gets_no_verdict(
 def test_a_rank_that_waits_for_something_outside_of_the_job_is_not_mentioned(
     jobs: Harness, tmp_path: Path, pause: str
 ) -> None:
-    result = jobs.run_job(
-        find("healthy-plain"),
-        4,
-        tmp_path,
-        settings=Settings(),
-        timeout_s=100,
-        arguments=[str(PAUSING), pause],
-    )
-    print(result)
-    assert set(result.exits.values()) == {0}, "The job was ended."
+    result = run_healthy(jobs, tmp_path, pause, timeout_s=100)
     assert result.said == []
