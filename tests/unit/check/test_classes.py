@@ -8,6 +8,7 @@ from sequences import Player, play
 
 from commlens.check.classes import Classes, explore_classes
 from commlens.check.sequence import RankSequence
+from commlens.model.collective import Channel
 
 
 def classes_of(
@@ -19,6 +20,18 @@ def classes_of(
         lambda ranks: {rank: truth[rank] for rank in ranks}, world_size, 8, also
     )
     return found, truth
+
+
+def mesh(rank: Player, height: int, width: int) -> tuple[list[Channel], list[Channel]]:
+    """Make the groups of a mesh's rows and columns, as all ranks do."""
+    size = height * width
+    rows = [
+        rank.new_group(str(row), *range(width * row, width * (row + 1))) for row in range(height)
+    ]
+    columns = [
+        rank.new_group(str(height + each), *range(each, size, width)) for each in range(width)
+    ]
+    return rows, columns
 
 
 def same(found: Classes, truth: dict[int, RankSequence]) -> bool:
@@ -50,10 +63,7 @@ def test_the_dimensions_of_groups_are_found() -> None:
     """The first row of each column broadcasts; the last columns have less."""
 
     def program(rank: Player) -> None:
-        rows = [rank.new_group(str(row), *range(16 * row, 16 * row + 16)) for row in range(16)]
-        columns = [
-            rank.new_group(str(16 + column), *range(column, 256, 16)) for column in range(16)
-        ]
+        rows, columns = mesh(rank, 16, 16)
         row, column = divmod(rank.rank, 16)
         rank.collective("all_gather", rows[row], elements=3 if column >= 11 else 4)
         rank.collective("all_reduce", columns[column], elements=3 if column >= 11 else 4)
@@ -70,8 +80,7 @@ def test_ranks_that_differ_in_turn_need_few_runs() -> None:
     """The two ranks of tensor parallelism do different things, in every pair alike."""
 
     def program(rank: Player) -> None:
-        pairs = [rank.new_group(str(each), 2 * each, 2 * each + 1) for each in range(32)]
-        halves = [rank.new_group(str(32 + each), *range(each, 64, 2)) for each in range(2)]
+        pairs, halves = mesh(rank, 32, 2)
         pair, half = divmod(rank.rank, 2)
         rank.collective("all_gather", pairs[pair])
         rank.collective("all_reduce", halves[half], elements=4 + half)
@@ -86,8 +95,7 @@ def test_a_border_is_found_among_ranks_that_differ_in_turn() -> None:
     """It lies between two rows of a mesh, within a node."""
 
     def program(rank: Player) -> None:
-        rows = [rank.new_group(str(row), *range(4 * row, 4 * row + 4)) for row in range(32)]
-        columns = [rank.new_group(str(32 + each), *range(each, 128, 4)) for each in range(4)]
+        rows, columns = mesh(rank, 32, 4)
         row, column = divmod(rank.rank, 4)
         rank.collective("all_gather", rows[row])
         rank.collective("all_reduce", columns[column], elements=4 + column // 2)
