@@ -391,6 +391,7 @@ def test_all_latent_faults_are_listed(open_page: OpenPage, tmp_path: Path, is_st
         ]
     answer = open_page(write(tmp_path, logs)).inner_text("#verdict")
     assert "Also" not in answer
+    assert ("Latent faults only" in answer) is not is_stuck
     latent = answer.partition("Latent faults")[2]
     assert "train.py:7 step" in latent and "train.py:9 step" in latent
     assert ("confidence" in answer) == is_stuck

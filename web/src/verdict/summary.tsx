@@ -13,11 +13,13 @@ export function Summary({ page }: { page: VerdictPage }) {
   const { verdict } = page;
   const hazards = verdict.findings.filter(isHazard);
   const [first, ...others] = verdict.findings.filter((finding) => !isHazard(finding));
-  const tone = TONES[verdict.kind] ?? "fault";
+  const latentOnly = verdict.kind === "healthy" && hazards.length > 0;
+  const tone = latentOnly ? "waiting" : TONES[verdict.kind] ?? "fault";
+  const kind = latentOnly ? "Latent faults only" : HEADLINES[verdict.kind] ?? verdict.kind.replace("/", ": ");
   return (
     <section id="verdict" class={`verdict ${tone}`} aria-labelledby="verdict-title">
       <p class="kind">
-        <span class="chip kind-chip">{HEADLINES[verdict.kind] ?? verdict.kind.replace("/", ": ")}</span>
+        <span class="chip kind-chip">{kind}</span>
         {verdict.why !== "unknown" && first && <span class="chip">{verdict.why.replaceAll("-", " ")}</span>}
         {first && <span class="chip">{verdict.confidence} confidence</span>}
       </p>
