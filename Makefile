@@ -19,12 +19,12 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast goldens durations coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast goldens coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready ## Watch a real 4-process training job hang and get its diagnosis (DEMO=NAME for another fault, DEMO=--list)
+demo: $(VENV)/.demo ## Watch a real 4-process training job hang and get its diagnosis (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
 # One file's tests stay in one process, where they share what they launch. Many tests wait for a stall: one worker more than there are
@@ -35,10 +35,10 @@ WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --d
 RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
 
 test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about fifteen minutes on two slow cores (ARGS="-k name" to select among all)
-	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --junitxml=$(VENV)/tests.xml)
+	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs
-	HYPOTHESIS_PROFILE=all $(RUN_TESTS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
+	HYPOTHESIS_PROFILE=all $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(WORKERS) $(ARGS)
@@ -48,9 +48,6 @@ GOLDEN_TESTS = $(shell grep -rlw 'import hold' tests/unit)
 goldens: $(VENV)/.ready ## Write the golden files of the verdicts' words anew, in tests/unit/diagnosis/golden: read the difference in review
 	rm -rf tests/unit/diagnosis/golden
 	COMMLENS_TEST_WRITE_GOLDENS=1 $(VENV)/bin/python -m pytest -q $(GOLDEN_TESTS)
-
-durations: $(VENV)/.ready ## Write tests/durations.md from the last "make test"
-	@$(VENV)/bin/python tests/durations.py $(VENV)/tests.xml
 
 coverage: $(VENV)/.ready $(VENV)/.browser ## Show which lines and branches the tests reach, in subprocesses, too (ARGS="tests/unit/watch" for a part)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'coverage>=7.10'
@@ -153,8 +150,8 @@ schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their t
 clean: ## Remove the virtual environments
 	rm -rf .venv .venv-*
 
-# torch is installed first. A torch other than the pinned one chooses the versions of its own dependencies.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# What the demo needs: torch first, then commlens. A torch other than the pinned one chooses the versions of its own dependencies.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
 	@rm -rf $(VENV)
@@ -162,6 +159,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
 		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
 	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks]' --constraint $(VENV)/constraints.txt
+	@touch $@
+
+# What the tests, the linters and the documentation need besides.
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "Adding to $(VENV) what the tests, the linters and the documentation need: once."
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint,docs]' --constraint $(VENV)/constraints.txt
 	@touch $@
 

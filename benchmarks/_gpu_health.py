@@ -328,14 +328,14 @@ def node(load_pid: int) -> Finds:
     import msgspec
 
     from commlens.health.monitor import Monitor
-    from commlens.health.places import RankProcess
+    from commlens.health.places import RankOfNode
 
     began = time.perf_counter()
     monitor = Monitor(past=True)
     try:
         monitor.look_now()
         monitor.learn_places(dict(os.environ))
-        health = monitor.report([RankProcess(0, load_pid, 0, {})], wait_s=8.0)
+        health = monitor.report([RankOfNode(0, load_pid, 0, {})], wait_s=8.0)
     finally:
         monitor.close()
     return {

@@ -173,7 +173,7 @@ def judge_named(mark: str | None) -> Callable[[Finds], Judged]:
     return judge
 
 
-ABORT = ("--on-stall", "abort", "--on-mismatch", "abort")
+ABORT = ("--abort-on", "stall,mismatch")
 # torchrun then leaves the other rank some seconds to meet the failure, so that we see its error.
 PATIENT = ("--monitor-interval", "6")
 
@@ -537,6 +537,9 @@ def ras_answer(port: int, *, as_json: bool) -> str:
 def judge_attached(finds: Finds) -> Judged:
     """Return whether rank 1 and its line were named."""
     verdict, ras = finds["verdict"], finds.get("ras_hung", {}).get("read", "not asked")
+    if isinstance(ras, dict):
+        behind = [rank["rank"] for each in ras["communicators"] for rank in each["behind"]]
+        ras = f"behind: rank {', '.join(map(str, behind))}" if behind else "no rank is behind"
     words = (
         f"{verdict.get('kind')} ({verdict.get('why')}), culprits {verdict.get('culprits')}, at"
         f" {verdict.get('source')}, confidence {verdict.get('confidence')}:"

@@ -23,7 +23,7 @@ from typing import Any
 from _gpu_checks import Bench, Check, Finds, Judged, NoResultError
 
 HERE = Path(__file__).resolve().parent
-INTEGRATION = HERE.parent / "tests" / "integration"
+sys.path.append(str(HERE.parent / "tests" / "integration"))
 SECONDS = 190.0
 AT_ONCE = 4  # a hung job occupies its share of the GPU
 JOB_S = 40.0
@@ -73,7 +73,7 @@ class Job:
 
 def all_jobs(only: list[str]) -> Iterator[Job]:
     """Yield the jobs, the most telling ones first."""
-    from commlens.scenarios import SCENARIOS
+    from more_scenarios import SCENARIOS
 
     chosen = [
         Job(
@@ -113,7 +113,6 @@ def harness() -> Any:
     """Return this process's harness, whose zygote has imported torch."""
     global _harness
     if _harness is None:
-        sys.path.append(str(INTEGRATION))
         from harness import Harness
         from zygote_client import Zygote
 
@@ -147,8 +146,9 @@ def run_job(job: Job, folder: Path, device: str, backend: str, until: float) -> 
 def _run(job: Job, folder: Path, device: str, backend: str, limit_s: float) -> Finds:
     jobs = harness()
 
+    from more_scenarios import find
+
     from commlens.config import Settings
-    from commlens.scenarios import find
 
     (folder / "pids").mkdir(parents=True)
     environ = {
@@ -226,8 +226,9 @@ def shown(verdict: Any) -> Finds:
 
 def judge_scenario(job: Job, result: Any) -> tuple[str, str, Any]:
     """Return the outcome, how it differs from the truth, and the truth."""
+    from more_scenarios import find
+
     from commlens.commands.demo import differences
-    from commlens.scenarios import find
 
     truth = find(job.name).truth(job.ranks)
     expected = {"kinds": truth.kinds, "whys": truth.whys, "culprits": truth.culprits}

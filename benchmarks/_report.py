@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def markdown_table(
         f"|{f'{aligned}|' * len(columns)}",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
+    return "\n".join(lines)
+
+
+def counts_table(counts: Mapping[str, Counter[str]], columns: Sequence[str]) -> str:
+    """Return a table of how many jobs with each fault had each outcome, and of all."""
+    lines = [
+        f"| fault | jobs | {' | '.join(columns)} |",
+        "|---|---:|" + "---:|" * len(columns),
+    ]
+    for name in sorted(counts):
+        cells = " | ".join(str(counts[name][column] or "") for column in columns)
+        lines.append(f"| {name} | {counts[name].total()} | {cells} |")
+    total = sum(counts.values(), Counter())
+    cells = " | ".join(str(total[column]) for column in columns)
+    lines.append(f"| **all** | {total.total()} | {cells} |")
     return "\n".join(lines)
 
 

@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from dumpgen import Truth, converted
 from harness import harness
+from more_scenarios import SCENARIOS, find
 
-from commlens.scenarios import SCENARIOS, Ending, find
+from commlens.scenarios import Ending
 
 WORLD_SIZE = 4
 

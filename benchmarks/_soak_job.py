@@ -24,7 +24,8 @@ TESTS = Path(__file__).parents[1] / "tests"
 NCCL_LIKE_SHARE = 1 / 3  # of the jobs, if both backends are asked for
 
 DUMPS = "commlens-dumps"
-START_S = 60  # how long the ranks may take to come to their first step on a loaded machine
+START_S = 120  # how long the ranks may take to start on a loaded machine
+STEPS_S = 60  # how long they may take to come to the fault
 END_S = 45  # how long a launcher may take to end: torchrun gives its workers 30 s
 
 NO_FAULT = ("waiting", "healthy", "undetermined", "straggler")
@@ -94,8 +95,9 @@ def draw(seed: int, backend: str) -> tuple[Program, Setting]:
     variables = {
         "COMMLENS_STALL_TIMEOUT": f"{stall_timeout_s:g}",
         "COMMLENS_ENGINE": rng.choice(["python", "native"]),
-        "COMMLENS_ON_STALL": rng.choice(["warn", "abort"]),
-        "COMMLENS_ON_MISMATCH": rng.choice(["warn", "warn", "abort"]),
+        "COMMLENS_ABORT_ON": rng.choice(
+            ["nothing", "nothing", "stall", "stall", "mismatch", "stall,mismatch"]
+        ),
         "COMMLENS_DEBUG_MODE": rng.choice(["0", "0", "0", "1"]),
     }
     setting = Setting(rng.choice(["launch", "env", "run"]), stall_timeout_s, variables)
@@ -215,7 +217,7 @@ class Job:
         truth = self.program.truth
         stall_s = self.setting.stall_timeout_s if self.setting else 5
         patience_s = (
-            START_S
+            STEPS_S
             + truth.after_s
             + stall_s * (20 if truth.slow else 6)
             + (60 if truth.fault == "none" else 0)
@@ -223,7 +225,7 @@ class Job:
         told_at = 0.0
         signalled = not truth.by_runner
         started_at: float | None = None
-        while (now := time.monotonic()) - began < patience_s:
+        while (now := time.monotonic()) < (started_at or began + START_S) + patience_s:
             if process.poll() is not None:
                 return True
             if started_at is None and self._pid() is not None:

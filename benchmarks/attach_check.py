@@ -24,7 +24,12 @@ from typing import Any, NamedTuple
 
 from _report import machine, write_section
 
-from commlens.scenarios.registry import SCENARIOS, Scenario
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
+
+from more_scenarios import SCENARIOS
+
+from commlens import helper_process
+from commlens.scenarios.registry import Scenario
 
 ENDS_WITHOUT_COMMLENS = {
     "dies-exception",
@@ -94,7 +99,7 @@ def ask(scenario: Scenario, world: int, folder: Path) -> Answer:
         "--standalone",
         f"--nproc-per-node={world}",
         "-m",
-        "commlens.scenarios",
+        scenario.package,
     ]
     with log.open("wb") as output:
         job = subprocess.Popen(
@@ -102,7 +107,11 @@ def ask(scenario: Scenario, world: int, folder: Path) -> Answer:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env={
+                **environment,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{helper_process.python_path()}:{sys.path[0]}",
+            },
             start_new_session=True,
         )
     ranks: list[int] = []

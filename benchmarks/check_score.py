@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,14 @@ from _report import Goal, Report, arguments, command, finish, write_section
 from _soak_job import NO_FAULT, Job, Setting
 from _soak_program import Program, Truth
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
+
+from more_scenarios import SCENARIOS
+
 from commlens.check.api import check_plan
 from commlens.check.run_rank import Plan
 from commlens.model.verdict import Verdict
-from commlens.scenarios import SCENARIOS, lab
+from commlens.scenarios import lab
 from commlens.scenarios.registry import Scenario
 
 TIMEOUT_S = 40.0  # of one rank
@@ -78,7 +83,7 @@ def check_scenario(scenario: Scenario) -> Judged:
 
     def program() -> None:
         lab.running_name = scenario.name
-        importlib.import_module(f"commlens.scenarios.programs.{scenario.program}").main()
+        importlib.import_module(f"{scenario.package}.programs.{scenario.program}").main()
 
     truth = scenario.truth(WORLD_SIZE)
     area = next((area for area, names in AREAS.items() if scenario.name in names), OUTSIDE)

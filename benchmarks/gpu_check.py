@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -74,10 +75,23 @@ print(json.dumps({
 STATUSES = {True: "yes", False: "no", None: "seen"}
 """What a judge says -> the status."""
 
+CELL = 700  # letters
+
 
 def plain(words: str) -> str:
-    """Return the words for a cell of a table."""
+    """Return the words for a cell of a table: without the marks of Python's dicts and lists."""
+    words = words.replace("\\", "").replace("culprits []", "no culprit").replace("[]", "none")
+    words = re.sub(r"culprits \[([\d, ]+)\]", r"culprit \1", words)
+    words = re.sub(r"\[('[^\]]*')\]", r"\1", words)
+    words = re.sub(r"[{}]|(?<!\w)'|'(?!\w)", "", words)
     return " ".join(words.replace("|", "/").split())
+
+
+def short(words: str) -> str:
+    """Return the words up to the last part that fits into a cell."""
+    if len(words) <= CELL:
+        return words
+    return f"{words[:CELL].rpartition('; ')[0] or words[:CELL].rpartition(' ')[0]}; ..."
 
 
 @dataclass
@@ -124,6 +138,7 @@ class Run:
         try:
             finds = check.measure(bench)
             right, words = check.judge(finds)
+            words = plain(words)
             status = "dry run" if bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
         except SkippedError as why:
             status, words = "skipped", str(why)
@@ -131,7 +146,7 @@ class Run:
             status, words = "hung" if why.hung else "failed", str(why)
         except Exception as error:  # of ours: the other checks go on
             status, words = "failed", f"{type(error).__name__}: {error}"
-        return Result(check.name, check.claim, status, plain(words), finds=finds)
+        return Result(check.name, check.claim, status, words, finds=finds)
 
     def report(self) -> Report:
         """Return the report of the results so far."""
@@ -163,11 +178,11 @@ class Run:
 def report_of(results: list[Result], about: str) -> Report:
     """Return the report of these results."""
     report = Report("On a GPU", about, command())
-    rows = [[one.check, one.claim, one.status, one.words[:700]] for one in results]
+    rows = [[one.check, one.claim, one.status, short(one.words)] for one in results]
     report.table("", ["check", "claim", "", "seen"], rows)
     report.rows = [asdict(one) for one in results]
     report.goals = [
-        Goal(one.claim, one.words[:300], one.status == "yes")
+        Goal(one.claim, short(one.words), one.status == "yes")
         for one in results
         if one.status in ("yes", "no", "hung", "failed")
     ]
@@ -187,7 +202,9 @@ def about(machine: dict[str, Any], *, is_dry: bool) -> str:
     return (
         f"Each check runs in processes of its own on one GPU: {where}, torch {machine['torch']}."
         " *yes*: the claim holds; *no*: it does not; *seen*: there is nothing to judge. Times of a"
-        " call are medians over blocks in which all ways take turns."
+        " call are medians over blocks in which all ways take turns. *issued*: the host made the"
+        " call, and the device has not completed it; *(native-recorder)*: torch's Flight Recorder"
+        " told the state; *unknown*: nothing told it."
     )
 
 
@@ -347,7 +364,8 @@ def write(results: list[Path]) -> int:
     kept["gpu_check"] = {
         **found,
         **asdict(report),
-        "rows": [{**row, "finds": {}} for row in rows],  # too long to keep
+        # what the checks found is too long to keep, but for the figures that are quoted
+        "rows": [{**row, "finds": row["finds"] if row["check"] == "cost" else {}} for row in rows],
         "name": "gpu_check",
         "seconds": round(sum(row["seconds"] for row in rows)),
     }

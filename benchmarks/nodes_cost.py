@@ -37,9 +37,8 @@ from _report import machine, markdown_table, write_section
 from commlens.blackbox import layout
 from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.fold.alike import counts_for_all
-from commlens.diagnosis.fold.state_key import RECORDS as RECORDS_ALIKE
-from commlens.diagnosis.fold.state_key import state_key
+from commlens.diagnosis.fold.alike import RECORDS as RECORDS_ALIKE
+from commlens.diagnosis.fold.alike import counts_for_all, state_key
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.few_ranks import few_ranks
@@ -54,13 +53,13 @@ from commlens.watch.nodes import (
 from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.calls import wake_key
-from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.remote_evidence import (
     NodeEvidence,
     first_records_of_each,
     more_records_of_each,
 )
 from commlens.watch.nodes.states import States
+from commlens.watch.nodes.status_answers import QUESTION
 from commlens.watch.reporting import WAITERS_ASKED
 from commlens.watch.snapshot import one_run
 
@@ -244,7 +243,7 @@ def run_nodes(nodes: list[meeting.Nodes], spent: dict[int, float]) -> None:
                 continue
             if at not in clients:
                 clients[at] = node._places[0].open(lambda waited_s: True)
-                node.update(slot=clients[at].add(key("nodes"), 1) % LOOK - 1)
+                node.update(slot=clients[at].add(key("nodes"), 1) % QUESTION - 1)
             node._poke.clear()
             began = time.thread_time()
             slot = node._mine.slot
@@ -275,7 +274,7 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
                 if (request := node.take_request()) is None:
                     continue
                 if request.tree is not None:
-                    node.answer_states(request, evidence.states(number))
+                    node.answer(request, evidence.states(number))
                 else:
                     node.answer(request, evidence.packed(number, request.records))
 

@@ -32,8 +32,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "integration"))
 
 from emulated_nodes import Node, launch, nodes, wait  # noqa: E402
+from more_scenarios import SCENARIOS  # noqa: E402
 
-from commlens.scenarios.registry import SCENARIOS, Scenario  # noqa: E402
+from commlens.scenarios.registry import Scenario  # noqa: E402
 
 LEFT_OUT = {"throttled"}  # needs a cgroup
 EVENTS = ("none", "none", "none", "node", "launcher", "reporter", "cable")
@@ -167,11 +168,10 @@ def run(
         began = time.monotonic()
         launch(
             made,
-            ["-m", "commlens.scenarios", scenario.name],
+            ["-m", scenario.package, scenario.name],
             per_node=per_node,
             COMMLENS_STALL_TIMEOUT=str(STALL_S),
-            COMMLENS_ON_STALL="abort",
-            COMMLENS_ON_MISMATCH="abort",
+            COMMLENS_ABORT_ON="stall,mismatch",
             COMMLENS_DUMP_DIR=str(folder / "dumps"),
             COMMLENS_ON_VERDICT="cat >> verdicts.jsonl",  # in the node's folder
         )

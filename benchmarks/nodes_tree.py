@@ -35,8 +35,7 @@ from nodes_cost import digests
 
 from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.fold.alike import counts_for_all
-from commlens.diagnosis.fold.state_key import RECORDS, state_key
+from commlens.diagnosis.fold.alike import RECORDS, counts_for_all, state_key
 from commlens.diagnosis.views.status import status_of
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
@@ -49,10 +48,10 @@ from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.calls import wake_key
-from commlens.watch.nodes.looks import LOOK
 from commlens.watch.nodes.periods import QUICK_S, rest_period_s, rests_long
 from commlens.watch.nodes.remote_evidence import newest_records
 from commlens.watch.nodes.states import States
+from commlens.watch.nodes.status_answers import QUESTION
 from commlens.watch.snapshot import one_run
 
 RANKS: Final = 8
@@ -256,7 +255,7 @@ def simulate(count: int) -> Row:
     for number, client in enumerate(clients):
         node = exchange.Nodes(f"node{number}", lambda: None)
         ranks = list(range(number * RANKS, (number + 1) * RANKS))
-        slot = client.add(key("nodes"), 1) % LOOK - 1
+        slot = client.add(key("nodes"), 1) % QUESTION - 1
         node.update(ranks=ranks, world_size=job.size, digests=pack_digests(told), slot=slot)
         nodes.append(node)
 
@@ -310,7 +309,7 @@ def simulate(count: int) -> Row:
 
     thread = threading.Thread(target=diagnose)
     thread.start()
-    while not reporter._mine.asks:
+    while reporter._mine.asked is None:
         time.sleep(0.01)
     spent = [0.0] * count
     rounds = 0
@@ -335,8 +334,9 @@ def simulate(count: int) -> Row:
             for number in range(len(inner), count):
                 spent[number] += look(number)
             active = inner
-        if reporter._mine.asked_tree is None:
-            active = [0, *reporter._mine.asked_nodes]
+        asked = reporter._mine.asked
+        if asked is not None and asked.tree is None:
+            active = [0, *asked.nodes]
     thread.join()
     cpu_s, verdict = found[0]
     most = 1  # it has as many nodes below it as any but the root
@@ -383,8 +383,8 @@ def ask_status(
     """Let a command on the last node ask what all ranks are doing."""
     memory = clients[0]._memory
     for number, (node, client) in enumerate(zip(nodes, clients, strict=True)):
-        node._looks._take = functools.partial(job.evidence, number)
-        node._looks._take_states = functools.partial(states_of_node, job, number, keys)
+        node._status_answers._take = functools.partial(job.evidence, number)
+        node._status_answers._take_states = functools.partial(states_of_node, job, number, keys)
         client.requests = 0
     nodes[0].update(wait_id=1, wait_s=30.0)
     look(0)
@@ -396,7 +396,7 @@ def ask_status(
         logs = [job.log(rank) for rank in here]
         began = time.thread_time()
         asked = AskedNodes(asker, here)  # type: ignore[arg-type]
-        few = other_nodes._look(asked, here, lambda: logs)
+        few = other_nodes._ask_others(asked, here, lambda: logs)
         status = status_of("job", few.join(logs), few.lines, alike=few.alike, hosts=few.hosts)
         cpu_s = time.thread_time() - began
         assert status.verdict.culprits == [job.culprit], status.verdict
@@ -407,12 +407,16 @@ def ask_status(
     thread.start()
     while thread.is_alive():
         woken = [number for number in range(len(nodes)) if is_woken(memory, number)]
-        if not rests_long(len(nodes)) and memory.counters[key("nodes")] // LOOK > looks_seen(nodes):
+        if not rests_long(len(nodes)) and memory.counters[key("nodes")] // QUESTION > looks_seen(
+            nodes
+        ):
             woken = list(range(len(nodes)))  # they look at the counter anyway
-        collecting = [number for number in range(len(nodes)) if nodes[number]._looks.is_collecting]
+        collecting = [
+            number for number in range(len(nodes)) if nodes[number]._status_answers.is_collecting
+        ]
         for number in [*woken, *collecting]:
             look(number)
-            if (taking := nodes[number]._looks._thread) is not None:
+            if (taking := nodes[number]._status_answers._thread) is not None:
                 taking.join()
                 look(number)
         time.sleep(0.01)
@@ -423,7 +427,7 @@ def ask_status(
 
 def looks_seen(nodes: list[exchange.Nodes]) -> int:
     """Return the number of the last look that all nodes have seen."""
-    return min(node._looks._number for node in nodes)
+    return min(node._status_answers._number for node in nodes)
 
 
 def is_woken(memory: Memory, number: int) -> bool:
@@ -439,7 +443,7 @@ def answer(
 ) -> None:
     """Do what a node's watcher does when it is asked."""
     if request.tree is not None:
-        node.answer_states(request, states_of_node(job, number, keys))
+        node.answer(request, states_of_node(job, number, keys))
     else:
         node.answer(request, job.evidence(number, request.records))
 

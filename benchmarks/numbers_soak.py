@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "integration")]
 
 from _numbers_program import WAYS, Recipe, draw, train  # noqa: E402
+from listening import listen  # noqa: E402
 from verify_forked import Job, Jobs, init, prepare, write  # noqa: E402
 
 JOB_TIMEOUT_S = 240.0
@@ -37,12 +37,8 @@ def run(rank: int, size: int, result: Path, recipe: Recipe) -> None:
     from commlens.numbers import checks
     from commlens.numbers.comparison import Comparison
 
-    lines: list[str] = []
+    lines = listen().lines
     compared: list[int] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
 
     compare = Comparison.compare
 
@@ -51,14 +47,13 @@ def run(rank: int, size: int, result: Path, recipe: Recipe) -> None:
         return compare(self, check, reports, parts)
 
     Comparison.compare = count  # type: ignore[method-assign]
-    logging.getLogger("commlens").addHandler(Listen())
     os.chdir(result.parent)
     init(result.parent, rank, size, 60.0)
     train(recipe)
-    checks.finish()
-    write(result, {"lines": lines, "checks": len(compared), "tensors": sum(compared)})
     dist.barrier()
     dist.destroy_process_group()
+    checks.finish()
+    write(result, {"lines": lines, "checks": len(compared), "tensors": sum(compared)})
 
 
 def job_of(seed: int) -> Job:

@@ -1,4 +1,4 @@
-"""Run healthy jobs whose ranks pause, with the default settings and ``on_stall: abort``, and count
+"""Run healthy jobs whose ranks pause, with the default settings and ``abort_on: stall``, and count
 what the watcher says that it should not.
 
     unshare --net python benchmarks/pauses.py [--jobs 13] [--seed 1] [--only KIND] [--load N]

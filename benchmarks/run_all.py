@@ -37,6 +37,9 @@ ABOUT = (
 )
 
 
+GPU_GOAL = "All claims about recording, verdicts and NCCL hold on a GPU"
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """One benchmark script.
@@ -181,8 +184,15 @@ def is_less(report: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def page(reports: list[dict[str, Any]]) -> str:
     """Return the page: the goals, then each benchmark."""
-    lines = ["# Performance", "", ABOUT, ""]
-    goals = [goal for report in reports for goal in report["goals"]]
+    figures = {report["name"]: report for report in reports}
+    lines = ["# Performance", "", *_readme.answers(figures), ABOUT, ""]
+    goals = [
+        goal for report in reports if report["name"] != "gpu_check" for goal in report["goals"]
+    ]
+    if on_gpu := figures.get("gpu_check", {}).get("goals"):
+        right = sum(goal["met"] is True for goal in on_gpu)
+        words = f"{right} of {len(on_gpu)}: [the table](#on-a-gpu)"
+        goals.append({"goal": GPU_GOAL, "measured": words, "met": right == len(on_gpu)})
     if goals:
         lines += ["## Goals", "", "| goal | measured | |", "|---|---|---|"]
         lines += [

@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+INTEGRATION = Path(__file__).resolve().parents[1] / "tests" / "integration"
 TRAIN = """
 import contextlib, gc, os, random, subprocess, sys, time
 import torch
@@ -102,7 +103,8 @@ def forward(model, batch, slow):
 def squeezed(slow):
     neighbours = []
     if slow and where == "throttle":
-        from commlens.scenarios import throttle
+        sys.path.append(sys.argv[4])
+        from more_scenarios import throttle
         throttle.QUOTA_US = 10_000
         throttle.LIFETIME_S = 600
         throttle.squeeze()
@@ -185,7 +187,7 @@ def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
             "train.py",
         ]
         done = subprocess.run(
-            [*command, case.where, str(case.ms), str(steps)],
+            [*command, case.where, str(case.ms), str(steps), str(INTEGRATION)],
             cwd=folder,
             capture_output=True,
             text=True,

@@ -21,6 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timezone
 from pathlib import Path
 
+from _report import counts_table
 from _soak_job import FINE, NCCL_LIKE_SHARE, OUTCOMES, Outcome, nccl_like, try_seed
 from _soak_program import GLOO, NCCL_LIKE
 
@@ -174,27 +175,12 @@ def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
     import commlens
 
     when = datetime.now(timezone.utc).date().isoformat()
-    lines = [
-        (
-            f"{len(outcomes)} jobs over {backend} on {when}: commlens {commlens.__version__}, torch"
-            f" {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores with"
-            f" a mean load of {load:.1f}."
-        ),
-        "",
-        f"| fault | jobs | {' | '.join(columns)} |",
-        "|---|---:|" + "---:|" * len(columns),
-    ]
-    for name in sorted(counts):
-        row = counts[name]
-        lines.append(
-            f"| {name} | {row.total()} |"
-            f" {' | '.join(str(row[column] or '') for column in columns)} |"
-        )
-    total = sum(counts.values(), Counter())
-    lines.append(
-        f"| **all** | {total.total()} | {' | '.join(str(total[column]) for column in columns)} |"
+    heading = (
+        f"{len(outcomes)} jobs over {backend} on {when}: commlens {commlens.__version__}, torch"
+        f" {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores with"
+        f" a mean load of {load:.1f}."
     )
-    return "\n".join(lines) + "\n\n"
+    return f"{heading}\n\n{counts_table(counts, columns)}\n\n"
 
 
 def fault_class(fault: str) -> str:

@@ -19,12 +19,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from harness import Harness, JobResult, harness
+from more_scenarios import SCENARIOS
 from pauses import is_notice
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
 from commlens.model.verdict import Verdict
-from commlens.scenarios import SCENARIOS, Ending, Scenario
+from commlens.scenarios import Ending, Scenario
 
 TIMEOUT_S = 240.0
 

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 # The same examples each time, so that a run says something of the change that it tests. `make
 # test-all` draws three times as many, `make explore` new ones.
-hypothesis.settings.register_profile("same", derandomize=True, max_examples=35)
-hypothesis.settings.register_profile("all", derandomize=True)
-hypothesis.settings.register_profile("explore", print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+# On a busy machine, no time that an example takes says anything of the code.
+_PATIENT = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("same", _PATIENT, derandomize=True, max_examples=35)
+hypothesis.settings.register_profile("all", _PATIENT, derandomize=True)
+hypothesis.settings.register_profile("explore", _PATIENT, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "same")
 
 # torch's stores look up the name of each client in DNS before they answer anybody: 5 s where DNS
 # drops the question.

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from more_scenarios import find
 
 from commlens.model.collective import Collective, ProcessGroup, State
 from commlens.model.ranklog import RankLog
-from commlens.scenarios import find
 from dumpgen.faults import Truth
 from dumpgen.pickler import Numbers, Record, header, template
 

@@ -1,4 +1,4 @@
-"""Write docs/gallery.md: run `commlens demo` with each scenario for real, and keep what it printed.
+"""Write docs/gallery.md: run each scenario for real as `commlens demo` does, and keep what it printed.
 
 python docs/make/gallery.py             every scenario (ten minutes on two idle cores)
 python docs/make/gallery.py stopped     these; the other sections stay as they are
@@ -13,7 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from commlens.scenarios import SCENARIOS, Scenario
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "integration"))
+
+from more_scenarios import SCENARIOS
+
+from commlens.scenarios import Scenario
 
 PAGE = Path(__file__).parents[1] / "gallery.md"
 KINDS = {
@@ -25,11 +29,11 @@ KINDS = {
 }
 HEAD = """# The gallery
 
-Every scenario of `commlens demo`, with what commlens said about it: real runs with 4 processes over gloo.
-Try one yourself: `commlens demo NAME`. The programs are in `src/commlens/scenarios/programs/`; see [the scenarios](scenarios.md).
+Every scenario, with what commlens said about it: real runs with 4 processes over gloo. `commlens demo --list` shows those
+that you can try yourself; the others, whose programs are in `tests/`, run in the tests. See [the scenarios](scenarios.md).
 
 `make gallery` runs them all and writes this page.
-`commlens demo` compares each verdict with the fault in the program; these were all correct.
+Each verdict was compared with the fault in the program; these were all correct.
 """
 
 
@@ -61,7 +65,7 @@ def read() -> dict[str, str]:
 
 
 def page(sections: dict[str, str]) -> str:
-    """Return the page, with the scenarios in the order of ``commlens demo --list``."""
+    """Return the page, with the scenarios in their order."""
     parts = [HEAD]
     for kind, heading in KINDS.items():
         parts.append(f"## {heading}\n")
@@ -92,13 +96,13 @@ def run(scenario: Scenario) -> str | None:
     if scenario.impossible():
         return None
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "commlens", "demo", scenario.name, "--dump-dir", folder]
+        command = [sys.executable, "-m", "more_scenarios.demo", scenario.name, folder]
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=200,
-            env={**os.environ, "COLUMNS": "80"},
+            env={**os.environ, "COLUMNS": "80", "PYTHONPATH": sys.path[-1]},
             cwd=folder,
         )
     if done.returncode:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         RanksFailed,
         SelectionError,
     )
-    from commlens.launch.recording import disable, dump, enable, expect_slow, verify
+    from commlens.launch.recording import disable, dump, enable, expect_slow, verify, world
     from commlens.model.verdict import Verdict
     from commlens.numbers.checks import check_numbers, must_agree, must_differ
     from commlens.traces.trace import Trace
@@ -64,6 +64,7 @@ __all__ = [
     "trace",
     "verify",
     "verify_operation",
+    "world",
 ]
 
 _ERRORS = (
@@ -96,6 +97,7 @@ _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "trace": "tracing.api",
     "verify": "launch.recording",
     "verify_operation": "verification.operation",
+    "world": "launch.recording",
 }
 
 

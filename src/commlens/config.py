@@ -16,7 +16,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,178 +76,16 @@ DEFAULT: Final = "default"
 _ON: Final = ("1", "true", "yes", "on")
 _OFF: Final = ("0", "false", "no", "off")
 AUTO: Final = "auto"
+NOTHING: Final = "nothing"
+ALL: Final = "all"
+FAULTS: Final = ("stall", "mismatch", "diverged")
+"""The faults after which the setting ``abort_on`` may end the job."""
 STALL_CEILING_S: Final = 60.0
 """The longest stall timeout that is learned from a job."""
 COMMAND_LINE: Final = "command line"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All settings with their defaults. Names are YAML keys; the environment variable is
-    ``COMMLENS_<NAME>``.
-    """
-
-    # folder of the black boxes; None: /dev/shm, else another memory-backed folder
-    box_dir: str | None = None
-    box_entries: int = 2000  # records per rank; 0: no recording
-    dump_dir: str = "commlens-dumps"  # parent of one folder per job
-    keep_dumps: int = 10  # number of job folders to keep; commlens deletes its older ones
-    dump_mode: str = "0600"  # permissions of a dump's files, in octal digits
-    dump_on_timeout: bool = True  # dump just before a process group times out
-    # seconds that a rank may wait for a collective before the watcher reports a stall; "auto": the
-    # watcher learns them from the job, and 60 are the most
-    stall_timeout: float | str = AUTO
-    on_stall: str = "warn"  # "warn" or "abort"
-    # compare every collective with the peers' before it is issued; "sample": a part of them
-    debug: bool | str = False
-    # seconds to wait for a peer while verifying; None: the process group's timeout
-    verify_timeout: float | None = None
-    on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
-    # compare the tensors that ranks must have alike: "every 100 steps", "nan", "every-op",
-    # "tolerance=1e-6"
-    check_numbers: str | None = None
-    on_diverged: str = "warn"  # if they differ: "warn" or "abort"
-    # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
-    engine: str = "auto"
-    # `commlens launch` builds the native engine in the background where none was built
-    auto_build: bool = True
-    cpp_stack: bool = False  # also record C++ frames
-    timing: bool = False  # record durations
-    dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
-    dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
-    # a command, or a function as "module:function", that gets each verdict as a line of JSON
-    on_verdict: str | None = None
-    # watch the node's hardware: "on", "off", or a folder in which the host's /proc, /sys and /var
-    # are mounted
-    health: str = "on"
-    # a file that says on which switch and in which rack the hosts are: an inventory in YAML or
-    # JSON, or Slurm's topology
-    topology: str | None = None
-    metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
-    metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
-    # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
-    trace: str | None = None
-    trace_dir: str = "commlens-trace"  # folder of the ranks' traces
-    job: str | None = None  # job id; set by the launcher
-    watched: bool = False  # the launcher already watches the job
-
-    @property
-    def stall_ceiling_s(self) -> float:
-        """The seconds after which any stall is reported: the stall timeout, unless it is learned
-        from the job.
-        """
-        return STALL_CEILING_S if self.stall_timeout == AUTO else float(self.stall_timeout)
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The effective settings."""
-
-    settings: Settings
-    # for each setting: "default", a file path, a variable name, "command line"
-    origins: dict[str, str]
-    warnings: list[str]  # sentences about ignored values
-
-
-def load_settings(
-    *,
-    environ: Mapping[str, str] | None = None,
-    config_file: str | Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    overrides_from: str = COMMAND_LINE,
-    strict: bool = True,
-) -> Resolved:
-    """Return the effective settings.
-
-    Args:
-        environ: the environment; by default the process's.
-        config_file: a YAML file; by default ``$COMMLENS_CONFIG_FILE``, else
-            ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME`` (``~/.config``) if it exists.
-        overrides: values from the command line or from arguments in code; None if not given.
-        overrides_from: the origin of the overrides.
-        strict: whether an unknown key, an invalid value or an unreadable file is an error, as in
-            commands. Otherwise each is a warning and the value of the next lower priority is used,
-            as in a worker that its environment enabled.
-
-    Raises:
-        ConfigError: with ``strict``. The message names the key, where it was set, and the accepted
-            values.
-        MissingDependency: with ``strict``, if there is a file and PyYAML is not installed.
-    """
-    environ = os.environ if environ is None else environ
-    layers = _Layers(strict)
-    _apply_file(layers, environ, config_file)
-    _apply_torch_variables(layers, environ)
-    if environ.get(ACCELERATE_VARIABLE, "").strip().lower() in _ACCELERATE_ON:
-        layers.apply("debug", True, ACCELERATE_VARIABLE)  # off concerns only Accelerate
-    for variable in sorted(environ):
-        if (
-            variable.startswith(PREFIX)
-            and variable not in NOT_SETTINGS
-            and environ[variable].strip()
-        ):
-            name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
-            layers.apply(name, environ[variable], variable, written=variable)
-    for name, value in (overrides or {}).items():
-        if value is not None:
-            layers.apply(name, value, overrides_from)
-    origins = {name: layers.origins.get(name, DEFAULT) for name in NAMES}
-    return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
-
-
-_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "metrics_file"})
-
-
-def settings_environment(settings: Settings) -> dict[str, str]:
-    """Return the ``COMMLENS_*`` variables that pass a launcher's settings to its workers.
-
-    They include defaults, so that the launcher's values override a worker's file and torch's
-    variables. Folders become absolute, because a script may change its working directory.
-    """
-    variables = {}
-    for name in NAMES:
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        if name in _PATHS:
-            value = absolute(value)
-        variables[variable_of(name)] = (
-            {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
-        )
-    return variables
-
-
-def absolute(path: str) -> str:
-    """Return an absolute path, with its last slash; below the folder for temporary files if the
-    working directory is gone.
-    """
-    try:
-        whole = os.path.abspath(path)  # noqa: PTH100 - does not follow links
-    except FileNotFoundError:
-        whole = os.path.join(tempfile.gettempdir(), path)  # noqa: PTH118
-    return whole + ("/" if path.endswith("/") and not whole.endswith("/") else "")
-
-
-def variable_of(name: str) -> str:
-    """Return the environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
-    return DEBUG_VARIABLE if name == "debug" else PREFIX + name.upper()
-
-
-def is_switched_on(environ: Mapping[str, str]) -> bool:
-    """Return whether ``COMMLENS`` enables recording. ``commlens_autoload`` has the same rule."""
-    return environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off")
-
-
-# --- accepted values
-
-
-@dataclass(frozen=True)
-class Accepts:
-    """The parser of a setting's value, given as text or as a YAML type."""
-
-    parse: Callable[[Any], Any]  # raises ValueError
-    words: str  # describes the accepted values in error messages
-    internal: bool = False  # set by the launcher, not by users
+# --- what each setting accepts
 
 
 def _path(value: Any) -> str:
@@ -361,18 +199,6 @@ def _health(value: Any) -> str:
         return _absolute_path(value)
 
 
-def _port(value: Any) -> str:
-    host, _, port = str(value).strip().rpartition(":")
-    if (
-        isinstance(value, bool)
-        or not port.isdigit()
-        or not 0 < int(port) < 65536
-        or re.search(r"[\s/]", host)
-    ):
-        raise ValueError
-    return str(value).strip()
-
-
 def _job(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", text):
@@ -380,51 +206,326 @@ def _job(value: Any) -> str:
     return text
 
 
-ACCEPTED: Final[dict[str, Accepts]] = {
-    "box_dir": Accepts(_path, "a folder"),
-    "box_entries": Accepts(
-        _integer(0, CAPACITY_MAX), f"an integer from 0 (no recording) to {CAPACITY_MAX}"
-    ),
-    "dump_dir": Accepts(_path, "a folder"),
-    "keep_dumps": Accepts(_integer(1, 1_000_000), "an integer of at least 1"),
-    "dump_mode": Accepts(
-        _mode, "the permissions of a file as octal digits, 0600 or more, such as 0640"
-    ),
-    "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
-    "stall_timeout": Accepts(_seconds_or_auto, "auto, or a number of seconds above 0"),
-    "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
-    "debug": Accepts(_debug, "1 or 0 (true, false, yes, no, on, off), or sample"),
-    "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
-    "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
-    "check_numbers": Accepts(
+def _faults(value: Any) -> str:
+    text = str(value).strip().lower()
+    words = FAULTS if text == ALL else [word.strip() for word in text.split(",")]
+    if text != NOTHING and not set(words) <= set(FAULTS):
+        raise ValueError
+    return ",".join(words)
+
+
+# --- the settings
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """A setting besides its name and default: its values, its option and its question."""
+
+    parse: Callable[[Any], Any]  # from text or a YAML type; raises ValueError
+    words: str  # the accepted values, in error messages
+    metavar: str = ""  # of the option's value; empty: a switch, which ``--no-...`` turns off
+    help: str = ""  # of the option; empty: the setting has none
+    question: str = ""  # of ``commlens config``; empty: it does not ask about the setting
+    explanation: str = ""  # one line; also the setting's comment in the file
+    internal: bool = False  # set by the launcher or by torch's variables, not by users
+
+
+def _setting(default: Any, parse: Callable[[Any], Any], words: str, **more: Any) -> Any:
+    return field(default=default, metadata={"accepts": Accepts(parse, words, **more)})
+
+
+_SWITCH_WORDS: Final = "1 or 0 (true, false, yes, no, on, off)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings with their defaults. Names are YAML keys; the environment variable is
+    ``COMMLENS_<NAME>``. Options, questions and errors are made of this table.
+    """
+
+    # folder of the black boxes; None: /dev/shm, else another memory-backed folder
+    box_dir: str | None = _setting(
+        None,
+        _path,
+        "a folder",
+        metavar="DIR",
+        help="put the black boxes here (default: shared memory)",
+    )
+    box_entries: int = _setting(
+        2000,
+        _integer(0, CAPACITY_MAX),
+        f"an integer from 0 (no recording) to {CAPACITY_MAX}",
+        metavar="N",
+        help="keep this many collectives per rank (default 2000; 0 records nothing)",
+    )
+    debug: bool | str = _setting(
+        False,
+        _debug,
+        f"{_SWITCH_WORDS}, or {SAMPLE}",
+        help=(
+            "verify every collective across ranks before it is issued, and refuse a mismatch on"
+            " all of them"
+        ),
+        question="Verify every collective before it is issued?",
+        explanation=(
+            "A mismatched one then raises on every rank and nothing is sent. It costs time;"
+            " `commlens launch --debug` does it for one run."
+        ),
+    )
+    verify_timeout: float | None = _setting(
+        None,
+        _seconds,
+        "a number of seconds above 0",
+        metavar="SECONDS",
+        help=(
+            "how long a rank may be silent during verification (default: the process group's"
+            " timeout)"
+        ),
+    )
+    # auto: the watcher learns the seconds from the job, at most STALL_CEILING_S
+    stall_timeout: float | str = _setting(
+        AUTO,
+        _seconds_or_auto,
+        "auto, or a number of seconds above 0",
+        metavar="SECONDS",
+        help=(
+            "print the verdict after a rank has waited this long in a collective (default auto:"
+            " 60, or less if the fault is certain)"
+        ),
+        question="After how many seconds is an unfinished collective a stall?",
+        explanation=(
+            "The verdict is then printed: the rank, the collective and the line. `auto`: after 60,"
+            " and sooner if the fault is certain."
+        ),
+    )
+    abort_on: str = _setting(
+        NOTHING,
+        _faults,
+        f"{NOTHING}, {ALL}, or some of {', '.join(FAULTS)} with commas between them",
+        metavar="FAULTS",
+        help=(
+            f"end the job after these faults: {', '.join(FAULTS)} or {ALL} (default {NOTHING}:"
+            " print the verdict, and the job goes on)"
+        ),
+        question="After which faults is the job ended?",
+        explanation=(
+            "`nothing`: the verdict is printed, and the job goes on. `all`, or `stall`,"
+            " `mismatch`, `diverged` with commas: the job is ended, which frees its machines."
+        ),
+    )
+    dump_dir: str = _setting(
+        "commlens-dumps",
+        _path,
+        "a folder",
+        metavar="DIR",
+        help="save dumps here, in one folder per job (default commlens-dumps)",
+        question="Where are dumps saved?",
+        explanation=(
+            "One folder per job below it. A relative path starts from the directory in which the"
+            " job is started."
+        ),
+    )
+    keep_dumps: int = _setting(
+        10,
+        _integer(1, 1_000_000),
+        "an integer of at least 1",
+        metavar="N",
+        help="keep the dumps of this many jobs (default 10)",
+        question="How many jobs' dumps are kept?",
+        explanation="Older ones are removed. Files that commlens did not write are never touched.",
+    )
+    dump_mode: str = _setting(
+        "0600",
+        _mode,
+        "the permissions of a file as octal digits, 0600 or more, such as 0640",
+        metavar="MODE",
+        help="the permissions of a dump's files (default 0600, with a folder of 0700)",
+    )
+    # dump just before a process group times out
+    dump_on_timeout: bool = _setting(True, _boolean, _SWITCH_WORDS)
+    dump_signal: str | None = _setting(
+        None,
+        _signal,
+        "the name of a signal that can be caught, such as SIGUSR2",
+        metavar="SIGNAL",
+        help="dump on this signal (default: no handler is installed)",
+    )
+    # prefix of one named pipe per rank: writing a byte to it dumps
+    dump_pipe: str | None = _setting(None, _path, "a path prefix", internal=True)
+    check_numbers: str | None = _setting(
+        None,
         _number_checks,
         "on, off, every N steps, nan, every-op, tolerance=X, or several of these with commas",
-    ),
-    "on_diverged": Accepts(_one_of("warn", "abort"), "warn or abort"),
-    "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),
-    "auto_build": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
-    "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
-    "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
-    "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
-    "dump_pipe": Accepts(_path, "a path prefix"),
-    "on_verdict": Accepts(
-        _command, "a command, or a function of an importable module as MODULE:FUNCTION"
-    ),
-    "health": Accepts(_health, "on, off, or a folder"),
-    "topology": Accepts(_absolute_path, "a file"),
-    "metrics_file": Accepts(_path, "a file or a folder"),
-    "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
-    "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
-    "trace_dir": Accepts(_path, "a folder"),
-    "job": Accepts(
+    )
+    on_verdict: str | None = _setting(
+        None,
+        _command,
+        "a command, or a function of an importable module as MODULE:FUNCTION",
+        metavar="COMMAND",
+        help="run this for each verdict, with the verdict as a line of JSON on its standard input",
+    )
+    metrics_file: str | None = _setting(
+        None,
+        _path,
+        "a file or a folder",
+        metavar="FILE",
+        help="write Prometheus metrics to this file, or to one file per job in this folder",
+    )
+    # watch the node's hardware; a folder: the host's /proc, /sys and /var are mounted in it
+    health: str = _setting("on", _health, "on, off, or a folder")
+    # on which switch and in which rack the hosts are: an inventory in YAML or JSON, or Slurm's
+    # topology
+    topology: str | None = _setting(None, _absolute_path, "a file")
+    # native: built by `commlens build-native`; auto: native if it was built
+    engine: str = _setting("auto", _one_of("auto", "python", "native"), "auto, python or native")
+    # `commlens launch` builds the native engine in the background where none was built
+    auto_build: bool = _setting(True, _boolean, _SWITCH_WORDS)
+    timing: bool = _setting(False, _boolean, _SWITCH_WORDS, help="record durations on the device")
+    cpp_stack: bool = _setting(False, _boolean, _SWITCH_WORDS, help="record C++ frames too")
+    # `commlens launch` traces every worker
+    trace: str | None = _setting(None, _steps, "all, or optimizer steps as FIRST:LAST, such as 2:4")
+    trace_dir: str = _setting("commlens-trace", _path, "a folder")
+    job: str | None = _setting(
+        None,
         _job,
         "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash",
         internal=True,
-    ),
-    "watched": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)", internal=True),
-}
+    )
+    # the name of this program where it shares a group with other programs; None: by its script
+    world: str | None = _setting(
+        None,
+        _job,
+        "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash",
+        metavar="NAME",
+        help="call this program so where it shares a group with others: trainer, rollout",
+    )
+    # the launcher already watches the job
+    watched: bool = _setting(False, _boolean, _SWITCH_WORDS, internal=True)
 
-NAMES: Final = tuple(field.name for field in fields(Settings))
+    @property
+    def stall_ceiling_s(self) -> float:
+        """The seconds after which any stall is reported: the stall timeout, unless it is learned
+        from the job.
+        """
+        return STALL_CEILING_S if self.stall_timeout == AUTO else float(self.stall_timeout)
+
+    def aborts_on(self, fault: str) -> bool:
+        """Return whether the job is ended after a fault of this kind, one of ``FAULTS``."""
+        return fault in self.abort_on.split(",")
+
+
+ACCEPTED: Final[dict[str, Accepts]] = {
+    each.name: each.metadata["accepts"] for each in fields(Settings)
+}
+NAMES: Final = tuple(ACCEPTED)
+_PATHS: Final = frozenset(name for name in NAMES if ACCEPTED[name].parse is _path)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The effective settings."""
+
+    settings: Settings
+    # for each setting: "default", a file path, a variable name, "command line"
+    origins: dict[str, str]
+    warnings: list[str]  # sentences about ignored values
+
+
+def load_settings(
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overrides_from: str = COMMAND_LINE,
+    strict: bool = True,
+) -> Resolved:
+    """Return the effective settings.
+
+    Args:
+        environ: the environment; by default the process's.
+        config_file: a YAML file; by default ``$COMMLENS_CONFIG_FILE``, else
+            ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME`` (``~/.config``) if it exists.
+        overrides: values from the command line or from arguments in code; None if not given.
+        overrides_from: the origin of the overrides.
+        strict: whether an unknown key, an invalid value or an unreadable file is an error, as in
+            commands. Otherwise each is a warning and the value of the next lower priority is used,
+            as in a worker that its environment enabled.
+
+    Raises:
+        ConfigError: with ``strict``. The message names the key, where it was set, and the accepted
+            values.
+        MissingDependency: with ``strict``, if there is a file and PyYAML is not installed.
+    """
+    environ = os.environ if environ is None else environ
+    layers = _Layers(strict)
+    _apply_file(layers, environ, config_file)
+    _apply_torch_variables(layers, environ)
+    if environ.get(ACCELERATE_VARIABLE, "").strip().lower() in _ACCELERATE_ON:
+        layers.apply("debug", True, ACCELERATE_VARIABLE)  # off concerns only Accelerate
+    for variable in sorted(environ):
+        if (
+            variable.startswith(PREFIX)
+            and variable not in NOT_SETTINGS
+            and environ[variable].strip()
+        ):
+            name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
+            layers.apply(name, environ[variable], variable, written=variable)
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            layers.apply(name, value, overrides_from)
+    origins = {name: layers.origins.get(name, DEFAULT) for name in NAMES}
+    return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
+
+
+def settings_environment(settings: Settings) -> dict[str, str]:
+    """Return the ``COMMLENS_*`` variables that pass a launcher's settings to its workers.
+
+    They include defaults, so that the launcher's values override a worker's file and torch's
+    variables. Folders become absolute, because a script may change its working directory.
+    """
+    variables = {}
+    for name in NAMES:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        if name in _PATHS:
+            value = absolute(value)
+        variables[variable_of(name)] = (
+            {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+        )
+    return variables
+
+
+def absolute(path: str) -> str:
+    """Return an absolute path, with its last slash; below the folder for temporary files if the
+    working directory is gone.
+    """
+    try:
+        whole = os.path.abspath(path)  # noqa: PTH100 - does not follow links
+    except FileNotFoundError:
+        whole = os.path.join(tempfile.gettempdir(), path)  # noqa: PTH118
+    return whole + ("/" if path.endswith("/") and not whole.endswith("/") else "")
+
+
+def accepted(name: str, value: Any, origin: str) -> Any:
+    """Return a setting's value as :class:`Settings` holds it.
+
+    Raises:
+        ConfigError: it is not accepted. The message names ``origin``, and the accepted values.
+    """
+    layers = _Layers(strict=True)
+    layers.apply(name, value, origin)
+    return layers.values[name]
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
+    return DEBUG_VARIABLE if name == "debug" else PREFIX + name.upper()
+
+
+def is_switched_on(environ: Mapping[str, str]) -> bool:
+    """Return whether ``COMMLENS`` enables recording. ``commlens_autoload`` has the same rule."""
+    return environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 class _Layers:
@@ -477,26 +578,26 @@ def _unknown(name: str, origin: str, written: str | None) -> str:
 # --- the file
 
 
+def _read_file(path: Path) -> str:
+    """Read a file, but not one whose reading may block for ever."""
+    if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
+        raise OSError(0, "it is not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def _apply_file(
     layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None
 ) -> None:
     path, named_by = config_path(environ, config_file)
     if path is None:
         return
-    origin = f" ({named_by})" if named_by else ""
     try:
-        # reading it may block forever
-        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
-            raise OSError(0, "it is not a regular file")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        text = _read_file(path)
+    except (OSError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return
-        reason = (
-            error.strerror
-            if isinstance(error, OSError) and error.strerror
-            else "it is not UTF-8 text"
-        )
+        origin = f" ({named_by})" if named_by else ""
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         layers.refuse(f"The settings file {path}{origin} cannot be read: {reason}.")
         return
     try:

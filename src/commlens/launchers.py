@@ -18,6 +18,9 @@ class Launcher(NamedTuple):
     local_rank: str = ""
 
 
+REPLICA: Final = "REPLICA_GROUP_ID"
+"""The number of a replica group, each of which is a job of its own: set by torchft's launcher."""
+
 # torchrun comes first, because another launcher may have started it; srun comes before the MPIs,
 # whose variables it also sets.
 LAUNCHERS: Final = (
@@ -55,6 +58,11 @@ RANK: Final = tuple(launcher.rank for launcher in LAUNCHERS)
 WORLD_SIZE: Final = tuple(filter(None, (launcher.world_size for launcher in LAUNCHERS)))
 LOCAL_RANK: Final = tuple(filter(None, (launcher.local_rank for launcher in LAUNCHERS)))
 LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"  # of torchrun: the ranks on one node are consecutive
+
+AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+"""With ``True``, torch makes no store for ``tcp://`` and ``env://``: every rank is a client of the
+launcher's (torch 1.9 to 2.15).
+"""
 
 # The same on all ranks of one start of a program, and another one at the next start.
 STARTS: Final = (

@@ -16,6 +16,8 @@ from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
     from commlens.model.hazard import Hazard, Touch
+    from commlens.model.ranklog import Observation, ProcessState
+    from commlens.model.worlds import JobWorld, Worlds
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
@@ -23,7 +25,6 @@ TEXT_MAX: Final = 4096
 DEFAULT_LABELS: Final = ("default_pg", "0", "")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
 _LONGEST_KEY: Final = 60  # characters of a key of the store
-_NUMBER: Final = re.compile(r"\d+")
 _UNCLEAN_JSON: Final = re.compile(
     rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]"
 )
@@ -44,6 +45,20 @@ def exit_phrase(returncode: int) -> str:
     if returncode < 0:
         return f"was killed by {signal_name(-returncode)}"
     return f"exited with status {returncode}"
+
+
+def process_phrase(seen: Observation) -> str:
+    """``"killed by SIGKILL"``, ``"sleeping"``: the state of a rank's process."""
+    code = seen.exit_code
+    words: dict[ProcessState, str] = {
+        "killed": f"killed by {seen.signal}",
+        "failed": "died of an exception" if code is None else exit_phrase(code),
+        "unseen": "not visible from here",
+        "debugged": "stopped by a debugger",
+        "holds-gil": "holds the GIL",
+        "uninterruptible": "in uninterruptible I/O",
+    }
+    return words.get(seen.state, seen.state)
 
 
 def duration(ns: float) -> str:
@@ -131,6 +146,21 @@ def naming_alike(with_alike: Callable[[Iterable[int]], Collection[int]]) -> Iter
         yield
     finally:
         _with_alike.reset(token)
+
+
+_worlds: ContextVar[Worlds | None] = ContextVar("worlds", default=None)
+
+
+@contextlib.contextmanager
+def naming_worlds(worlds: Worlds) -> Iterator[None]:
+    """Let :func:`ranks_phrase`, :func:`rank_phrase` and :func:`group_phrase` take numbers of
+    processes, and name each by its world and its rank there.
+    """
+    token = _worlds.set(worlds or None)
+    try:
+        yield
+    finally:
+        _worlds.reset(token)
 
 
 def used_columns(
@@ -283,12 +313,60 @@ def ranks_phrase(ranks: Iterable[int], one: str = "rank", several: str = "ranks"
     all)"``. ``one`` and ``several`` are used in place of rank and ranks.
     """
     members = sorted(_with_alike.get()(ranks))
+    if (worlds := _worlds.get()) is not None:
+        return joined(_by_world(members, worlds, " of group {}"))
+    return _some_ranks(members, one, several)
+
+
+def rank_phrase(rank: int | None) -> str:
+    """``"rank 2"``; ``"trainer 2"`` where worlds are named; ``"any rank"`` for None."""
+    worlds = _worlds.get()
+    if rank is None:
+        return "any rank"
+    return f"rank {rank}" if worlds is None else _by_world([rank], worlds, " of group {}")[0]
+
+
+def _some_ranks(members: Sequence[int], one: str = "rank", several: str = "ranks") -> str:
     if len(members) == 1:
         return f"{one} {members[0]}"
     text = format_ranks(members)
     if len(text) > _LONGEST_RANKS:
         text = f"{text[: text.rindex(',', 0, _LONGEST_RANKS - 20)]},... ({len(members)} in all)"
     return f"{several} {text}"
+
+
+def _by_world(numbers: Sequence[int], worlds: Worlds, of_group: str = "") -> list[str]:
+    """Return the processes with these numbers, by world: ``"trainer 0"``, ``"rollout 0-1"``,
+    ``"replica 1"`` where it is one process; then the members of groups that no process is known to
+    be: ``"member 2 of group weights"``; then ``"rank 9"``, of numbers that neither has.
+    """
+    parts = []
+    for world in worlds.worlds:
+        if ranks := [number - world.first for number in numbers if number in world.numbers]:
+            parts.append(_in_world(world, ranks) if len(worlds.worlds) > 1 else _some_ranks(ranks))
+    groups: dict[str, list[int]] = {}
+    for outsider in worlds.outsiders:
+        if outsider.number in numbers:
+            groups.setdefault(outsider.group, []).append(outsider.member)
+    parts += [
+        _some_ranks(members, "member", "members") + of_group.format(group)
+        for group, members in groups.items()
+    ]
+    others = [
+        each
+        for each in numbers
+        if each not in range(worlds.size)
+        and each not in [outsider.number for outsider in worlds.outsiders]
+    ]
+    return [*parts, _some_ranks(others)] if others else parts
+
+
+def _in_world(world: JobWorld, ranks: Sequence[int]) -> str:
+    if world.size == 1:
+        return world.name
+    if world.name[-1].isdigit():
+        return _some_ranks(ranks, f"{world.name} rank", f"{world.name} ranks")
+    return _some_ranks(ranks, world.name, world.name)
 
 
 def number_named(ranks: Iterable[int]) -> int:
@@ -314,9 +392,15 @@ def _is_default(group: ProcessGroup) -> bool:
 
 
 def group_phrase(group: ProcessGroup) -> str:
-    """``"group dp [0-3]"``, ``"the default group [0-3]"``."""
+    """``"group dp [0-3]"``, ``"the default group [0-3]"``; without ranks if only one is known."""
     name = "the default group" if _is_default(group) else f"group {group.label}"
-    return f"{name} [{format_ranks(group.all_ranks)}]"
+    return f"{name} [{members_text(group.all_ranks)}]" if len(group.all_ranks) > 1 else name
+
+
+def members_text(ranks: Sequence[int]) -> str:
+    """``"0-1,3"``; where worlds are named ``"trainer 0, rollout 0-1"``."""
+    worlds = _worlds.get()
+    return format_ranks(ranks) if worlds is None else ", ".join(_by_world(ranks, worlds))
 
 
 def numbered(name: str, number: int) -> str:
@@ -326,16 +410,16 @@ def numbered(name: str, number: int) -> str:
 
 def op_phrase(op: Collective, *, group: bool = True) -> str:
     """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks
-    0-1"``.
+    0-1"``, or of ``"group dp [0-1]"`` where the program gives it a name.
     """
     if op.is_store_wait:
         return f"{op.op} of {key_phrase(op)}"
     if op.is_setup:
-        return (
-            op.op
-            if op.op == "init_process_group"
-            else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.all_ranks)}"
-        )
+        made = op.channel.group
+        if op.op == "init_process_group":
+            return op.op + (f" #{op.sequence_number}" if op.sequence_number > 1 else "")
+        members = group_phrase(made) if made.description else ranks_phrase(made.all_ranks)
+        return f"{op.op} #{op.sequence_number} of {members}"
     name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:
         return message_phrase(op, [op.peer] if op.peer is not None else [])
@@ -358,13 +442,6 @@ def key_phrase(op: Collective) -> str:
     key = op.channel.group.name
     shown = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}..."
     return f"key {shown!r}{f' {op.module}' if op.module else ''}"
-
-
-def key_kind(key: str) -> str:
-    """A key of the store with ``#`` for each number: programs number the keys of one kind,
-    ``rate-7`` after ``rate-6``.
-    """
-    return _NUMBER.sub("#", key)
 
 
 def frame_phrase(frame: Frame | None) -> str:
@@ -398,8 +475,8 @@ def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
 
 
 def args_phrase(op: Collective, reduce_op: str | None = None) -> str:
-    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without
-    tensors.
+    """``"float32[1048576] SUM"``, with the root where there is one, and the step of a library that
+    issues it, if that is known; empty for an op without tensors.
 
     Args:
         op: the collective.
@@ -413,6 +490,8 @@ def args_phrase(op: Collective, reduce_op: str | None = None) -> str:
         text += f" {reduce_op}"
     if op.args.root is not None:
         text += f", root {op.args.root}"
+    if op.module is not None:
+        text += f", for {op.module}"
     return text
 
 

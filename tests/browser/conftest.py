@@ -103,6 +103,22 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
+CUT = """() => [...document.querySelectorAll('header *, main *, aside *')].filter(each => {
+    const style = getComputedStyle(each)
+    const [box, told] = [each.getBoundingClientRect(), each.previousElementSibling?.matches('.sideways')]
+    const cut = each.scrollWidth > each.clientWidth + 1 && each.clientWidth > 0 && style.display !== 'inline'
+    const outside = each.childElementCount === 0 && each.textContent && box.width > 0
+        && (box.right > innerWidth + 1 || box.left < 0) && !each.closest('.sideways + *')
+    return !each.closest('.off-screen, .skip, select, .block, .step thead') && ((cut && style.overflowX !== 'visible' && !told) || outside)
+}).map(each => `${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 80)}`)"""
+
+
+@pytest.fixture
+def cut() -> Callable[[Any], list[str]]:
+    """What a page cuts or shows beside the window, unless a line says that it scrolls."""
+    return lambda page: page.evaluate(CUT)
+
+
 @pytest.fixture
 def serious_faults() -> Callable[[Any], list[str]]:
     """What axe finds in a page, of impact serious or critical, in words."""

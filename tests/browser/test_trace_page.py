@@ -89,7 +89,8 @@ CLIPPED = (
 @pytest.mark.parametrize("width", [1280, 390])
 def test_names_of_columns_are_not_cut(open_page, tmp_path, width):
     data = training()
-    data.events[-1].phase = Phase.RECOMPUTATION  # the longest name
+    inside = next(event for event in data.events if event.site is not None)
+    inside.phase = Phase.RECOMPUTATION  # the longest name
     (tmp_path / "x.html").write_bytes(RankTraces([commlens.Trace(data)]).to_html(name="x.json"))
     page = open_page(tmp_path / "x.html", ready="h1", width=width)
     heads = page.locator("[role=columnheader]")
@@ -102,7 +103,22 @@ def test_names_of_columns_are_not_cut(open_page, tmp_path, width):
     )
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_nothing_is_cut(usual, cut, width):
+    page = usual(width=width)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert [each for each in cut(page) if "(implicit)" not in each] == []
+
+
+def test_one_place_has_one_name(usual):
+    page = usual()
+    text = page.inner_text("main")
+    assert "outside all modules" in text and "no module" not in text
+    assert re.search(r"\boutside\b(?! all modules)", text) is None
+    assert "recorded and classified." in text
+
+
+@pytest.mark.parametrize("width", [1400, 1024, 390])
 def test_the_tables_cut_no_text(usual, width):
     page = usual(width=width)
     texts = page.locator(".grid .clip, .grid .cut-line")

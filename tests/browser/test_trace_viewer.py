@@ -193,7 +193,7 @@ def test_two_traces_stand_side_by_side_with_what_differs_marked(comparison, open
     assert added.count() == 1
     changed = grid.locator(".grid-row", has_text="forward: all_gather on dp").first
     assert (
-        "−50 %" in changed.inner_text() and changed.get_by_role("img", name="changed").count() == 1
+        "−50%" in changed.inner_text() and changed.get_by_role("img", name="changed").count() == 1
     )
     assert (
         grid.locator(".grid-row", has_text="forward: all_reduce on tp")

@@ -5,6 +5,7 @@ every request, fails the test.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 from builders import Job, Stay, Step, all_reduce, collective
 from chosen import long
 from flight_recorder_dumps import dump, entry
+from hand_made import as_recorded
 from number_reports import Job as NumbersJob
 
 from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
+from commlens.diagnosis.select.worlds import join_worlds
 from commlens.diagnosis.words.diverged import verdict_of
-from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.collective import Frame, FrameKind, ProcessGroup, State
 from commlens.model.hazard import Hazard
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.page import render_page
@@ -99,6 +102,116 @@ def test_it_opens_in_both_themes_and_widths_without_a_serious_fault(
     assert serious_faults(page) == []
 
 
+def check_that_nothing_is_cut(page: Any, width: int, cut: Callable[[Any], list[str]]) -> None:
+    page.wait_for_selector("path.edge", state="attached")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert cut(page) == []
+    labels = page.locator(".axis span")
+    assert labels.count() >= 2
+    axis = page.locator(".axis").bounding_box()
+    for label in labels.all():
+        box = label.bounding_box()
+        assert axis["x"] <= box["x"] and box["x"] + box["width"] <= axis["x"] + axis["width"]
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_nothing_is_cut_also_beside_a_rank(open_page: OpenPage, cut, stuck: Path, width: int):
+    page = open_page(stuck, width=width)
+    check_that_nothing_is_cut(page, width, cut)
+    page.locator(".rank-row button").first.click()
+    page.get_by_role("complementary", name="Rank 0").wait_for()
+    if width > 390:  # there, it covers the page
+        check_that_nothing_is_cut(page, width, cut)
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_columns_off_the_screen_are_told_of(open_page: OpenPage, cut, tmp_path: Path, width: int):
+    def each_another(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        yield all_reduce(job.world, 8 + rank, line=21)
+
+    page = open_page(write(tmp_path, Job(8).run(each_another).logs()), width=width)
+    page.wait_for_selector("#issued .sideways")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert cut(page) == []
+
+
+def test_what_has_no_content_has_no_section(open_page: OpenPage, tmp_path: Path):
+    def trains(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, line=20)
+            yield Step()
+
+    examined = examine_logs(Job(3).run(trains).logs())
+    (tmp_path / "page.html").write_bytes(verdict_html(examined, has_times=False))
+    page = open_page(tmp_path / "page.html")
+    assert page.locator("nav a").all_inner_texts() == [
+        "Verdict",
+        "Groups",
+        "Collectives",
+        "Stacks",
+        "Evidence",
+        "Ranks",
+    ]
+    assert page.locator("main h2").all_inner_texts() == [
+        "Process groups",
+        "Collectives side by side",
+        "Stacks",
+        "Evidence",
+        "All ranks",
+    ]
+    assert page.inner_text(".kind-chip") == "No fault found"
+
+
+def meet(job: Job, rank: int) -> Iterator[object]:
+    """Trainers 0 and 1, rollouts 2 and 3; the group of 0, 2 and 3 is made by hand, and 3 is late."""
+    world = ProcessGroup("0", (0, 1) if rank < 2 else (2, 3))
+    weights = ProcessGroup("weights", (0, 2, 3))
+    yield all_reduce(world, line=10)
+    if rank != 1:
+        yield all_reduce(weights, line=12)
+    if rank == 3:
+        yield Stay(25, "wait_for_batch")
+    if rank != 1:
+        yield all_reduce(weights, line=26)
+    yield all_reduce(world, line=30)
+
+
+def test_processes_of_two_worlds_have_their_names(open_page: OpenPage, cut, tmp_path: Path):
+    worlds = {"/home/me/rl.py trainer": range(2), "/home/me/rl.py rollout": range(2, 4)}
+    logs = as_recorded(Job(4).run(meet).logs(), worlds, {"weights": "localhost:29600/w"})
+    page = open_page(write(tmp_path, join_worlds([logs[:2], logs[2:]])), width=1024)
+    page.wait_for_selector(".node.root")
+    assert page.inner_text("h1").startswith("rollout 1 never reached all_reduce #2 of group")
+    assert page.inner_text(".node.root strong") == "rollout 1"
+    names = ["rollout 0", "rollout 1", "trainer 0", "trainer 1"]
+    assert page.locator(".lane-name").all_inner_texts() == names
+    assert page.locator(".rank-row-name").all_inner_texts() == names
+    assert page.locator(".strip-name").all_text_contents() == ["rollout 0-1", "trainer 0-1"]
+    assert "rollout 1 never arrived" in page.inner_text("#timeline")
+    # Only what numbers no process may speak of ranks.
+    assert re.search(r"\branks? \d", page.inner_text("main")) is None
+    assert cut(page) == []
+    page.locator(".rank-row button").nth(2).click()
+    page.get_by_role("complementary", name="Trainer 0").wait_for()
+    assert page.url.endswith("#rank-2")
+    page.evaluate("location.hash = '#rank-9'")
+    page.get_by_text("There is no rank 9 in this job.").wait_for()
+
+
+def test_a_process_has_the_name_that_the_text_gives_it(open_page: OpenPage, tmp_path: Path):
+    worlds = {"replica 1": range(2), "replica 2": range(2, 3), "trainer": range(3, 4)}
+    logs = as_recorded(Job(4).run(meet).logs(), worlds, {"weights": "localhost:29600/w"})
+    for log in logs:
+        log.world = log.script
+    page = open_page(write(tmp_path, join_worlds([logs[:2], logs[2:3], logs[3:]])), width=1024)
+    names = ["replica 1 rank 0", "replica 1 rank 1", "replica 2", "trainer"]
+    assert page.locator(".lane-name").all_inner_texts() == names
+    assert page.locator(".rank-row-name").all_inner_texts() == names
+    page.locator(".rank-set").get_by_role("link", name="replica 2", exact=True).first.click()
+    page.get_by_role("complementary", name="Replica 2").wait_for()
+
+
 def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
     page = open_page(stuck)
     assert page.locator("nav a").all_inner_texts() == [
@@ -145,12 +258,11 @@ def test_a_mismatchs_graph_fills_its_box(open_page: OpenPage, tmp_path: Path, wi
     nodes = [
         page.locator(".node").nth(at).bounding_box() for at in range(page.locator(".node").count())
     ]
-    assert len(nodes) == 3
-    assert (
-        max(node["x"] + node["width"] for node in nodes) - min(node["x"] for node in nodes)
-        > 0.8 * box["width"]
-    )
-    assert len({round(node["x"]) for node in nodes}) == (3 if width == 1280 else 1)
+    assert len(nodes) == 2
+    parts = [*nodes, *(label.bounding_box() for label in page.locator(".edge-label").all())]
+    reach = max(each["x"] + each["width"] for each in parts) - min(each["x"] for each in parts)
+    assert reach > 0.8 * box["width"]
+    assert len({round(node["x"]) for node in nodes}) == (2 if width == 1280 else 1)
     assert "3 victims" in page.inner_text(".legend")
 
 
@@ -200,7 +312,7 @@ def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
     before = ticks.all_inner_texts()
     page.get_by_role("button", name="Everything").click()
     assert ticks.all_inner_texts() != before
-    page.get_by_role("button", name="Around the fault").click()
+    page.get_by_role("button", name="Around 0").click()
     assert ticks.all_inner_texts() == before
     page.get_by_role("button", name="Zoom in").click()
     assert ticks.all_inner_texts() != before
@@ -436,6 +548,6 @@ def test_the_tensors_that_differ_are_shown_by_rank(
         ["A", "A", "A", "B"],
         ["B", "A", "A", "C"],
     ]
-    assert "step 1: equal" in page.inner_text("#numbers")
-    assert "step 2: 2 differ" in page.inner_text("#numbers")
+    assert "step 1: all equal" in page.inner_text("#numbers")
+    assert "step 2: 2 tensors differ" in page.inner_text("#numbers")
     assert serious_faults(page) == []

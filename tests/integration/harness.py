@@ -22,13 +22,13 @@ from typing import Any
 from zygote_client import Zygote, has_ended
 
 from commlens.blackbox import job_dirs
-from commlens.config import Settings, settings_environment
+from commlens.config import NOTHING, Settings, settings_environment
 from commlens.dumps.read import read_evidence
 from commlens.dumps.save import discard_job
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
+from commlens.processes.ranks import RankProcess
 from commlens.scenarios import Scenario, find
-from commlens.watch.roster import Worker
 from commlens.watch.watcher import Watcher
 
 HERE = Path(__file__).parent
@@ -124,7 +124,6 @@ class Harness:
         detached: bool = False,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = JOB_TIMEOUT_S,
-        on_stall: str = "abort",
         arguments: Sequence[str] = (),
     ) -> JobResult:
         """Run one scenario to its end, its abort or the timeout.
@@ -133,24 +132,25 @@ class Harness:
             scenario: which.
             world_size: number of ranks.
             folder: for outputs and dumps.
-            settings: for the ranks and the watcher; stall_timeout is STALL_TIMEOUT_S by default.
+            settings: for the ranks and the watcher; by default, a stall of STALL_TIMEOUT_S ends the
+                job.
             recorded: False runs it without commlens.
             detached: nobody watches from here: the lowest rank starts the watcher, as with
                 COMMLENS=1. Its words are in that rank's output.
             environment: more variables for every rank.
             timeout_s: after which everything is killed.
-            on_stall: as the setting.
             arguments: of Python, for another program than the scenario.
         """
         began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
         job = f"test-{scenario.name}-{world_size}-{os.getpid()}-{next(_numbers)}"
+        settings = settings or Settings(stall_timeout=STALL_TIMEOUT_S)
         settings = replace(
-            settings or Settings(stall_timeout=STALL_TIMEOUT_S),
+            settings,
+            abort_on="stall" if settings.abort_on == NOTHING else settings.abort_on,
             job=job,
             watched=not detached,
             dump_dir=str(folder / "dumps"),
-            on_stall=on_stall,
         )
         result = JobResult(scenario.name, world_size)
         common = {
@@ -166,13 +166,15 @@ class Harness:
         ranks = [
             {
                 "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r), "GROUP_RANK": "0"},
-                "arguments": list(arguments) or ["-m", "commlens.scenarios", scenario.name],
+                "arguments": list(arguments) or ["-m", scenario.package, scenario.name],
             }
             for r in range(world_size)
         ]
         started = self.zygote.ask(do="start", folder=str(folder), store=True, ranks=ranks)
         pids: list[int] = started["pids"]
-        workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
+        workers = [
+            RankProcess(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)
+        ]
 
         def end_job(_: str) -> None:
             _await_native_dumps(common)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from listening import listen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,13 +106,7 @@ def compare_values(_: None = None) -> list[str]:
     """Say what must agree and differ, in a group without rank 0. Return what was logged."""
     from commlens.numbers import checks
 
-    lines: list[str] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("commlens").addHandler(Listen())
+    lines = listen().lines
     rank = dist.get_rank()
     others = dist.new_group([1, 2])
     if rank in (1, 2):
@@ -132,13 +126,7 @@ def draw_on_one_rank(_: None = None) -> list[str]:
     from commlens.model.number_checks import NumberChecks
     from commlens.numbers import checks, sampling
 
-    lines: list[str] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("commlens").addHandler(Listen())
+    lines = listen().lines
     sampling.start(NumberChecks(every=1))
     torch.manual_seed(0)
     size = dist.get_world_size()

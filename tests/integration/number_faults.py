@@ -8,7 +8,6 @@ beginning. Rank 0 writes the verdicts that it logs.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from listening import listen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from verify_forked import Job, Jobs, init, prepare, write
 
 AT = 7
+AT_END = ("late", "loaded")  # faults after the last step that is checked
 STEPS = 10
 EVERY = 2
 WIDTH = 16
@@ -100,7 +101,7 @@ def batch(how: str, fault: str, step: int, rank: int, *, is_odd: bool) -> torch.
 def strike(fault: str, block: Any, optimizer: torch.optim.Optimizer) -> None:
     """Damage something of this rank."""
     weight = block.norm.weight
-    if fault == "bit":
+    if fault in ("bit", "late"):
         local(weight.data).view(torch.int32)[0] ^= 1 << 12
     elif fault == "state":
         local(optimizer.state[weight]["exp_avg"]).view(torch.int32)[0] ^= 1 << 20
@@ -118,14 +119,15 @@ def strike(fault: str, block: Any, optimizer: torch.optim.Optimizer) -> None:
             local(state["exp_avg"]).zero_()
 
 
-def train(rank: int, size: int, how: str, fault: str) -> nn.Module:
-    """Train, and return the model."""
+def train(rank: int, size: int, how: str, fault: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train, and return the model and its optimizer."""
     is_odd = rank == size - 1
     model = make(how, fault, size, is_odd=is_odd)
     blocks = list(getattr(model, "module", model))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     torch.manual_seed(is_odd if how == "tp" and fault == "seed" else 0 if how == "tp" else rank)
-    for step in range(1, STEPS + 1):
+    at = STEPS + 1 if fault in AT_END else AT
+    for step in range(1, max(STEPS, at) + 1):
         optimizer.zero_grad()
         model(batch(how, fault, step, rank, is_odd=is_odd)).square().mean().backward()
         if how == "plain":
@@ -134,25 +136,22 @@ def train(rank: int, size: int, how: str, fault: str) -> nn.Module:
         for block in blocks:
             if not (fault == "buffer" and is_odd and step >= AT):
                 block.seen += step
-        if is_odd and (step == AT or (fault == "drift" and step > AT)):
+        if is_odd and (step == at or (fault == "drift" and step > AT)):
             strike(fault, blocks[1], optimizer)
         optimizer.step()
-    return model
+    if fault == "loaded" and is_odd:
+        model.load_state_dict({name: 2 * each for name, each in model.state_dict().items()})
+    return model, optimizer
 
 
 def record_verdicts() -> Callable[[], dict[str, Any]]:
     """Listen to what this rank logs from now on. Return a function that returns it."""
-    verdicts: list[str] = []
-    lines: list[str] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-            if (verdict := getattr(record, "verdict", None)) is not None:
-                verdicts.append(str(verdict.to_json(), "utf-8"))
-
-    logging.getLogger("commlens").addHandler(Listen())
-    return lambda: {"verdicts": verdicts, "lines": lines}
+    heard = listen()
+    return lambda: {
+        "verdicts": [str(each.to_json(), "utf-8") for each in heard.verdicts],
+        "lines": heard.lines,
+        "last": heard.last,
+    }
 
 
 def run(rank: int, size: int, result: Path, case: str) -> None:
@@ -162,11 +161,12 @@ def run(rank: int, size: int, result: Path, case: str) -> None:
     record = record_verdicts()
     init(result.parent, rank, size, 30.0)
     how, _, fault = case.partition("-")
-    model = train(rank, size, how, fault)
-    checks.finish()
+    model, optimizer = train(rank, size, how, fault)
     bits = [local(each).detach().view(torch.int32).tolist() for each in model.parameters()]
-    write(result, {**record(), "bits": bits})
     dist.destroy_process_group()
+    checks.finish()
+    del optimizer
+    write(result, {**record(), "bits": bits})
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from listening import listen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -46,13 +46,7 @@ def share_a_batch(_: None = None) -> list[str]:
     from commlens.model.number_checks import NumberChecks
     from commlens.numbers import checks, sampling
 
-    lines: list[str] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("commlens").addHandler(Listen())
+    lines = listen().lines
     sampling.start(NumberChecks(every=1))
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from listening import listen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,16 +19,7 @@ def train(fault: str) -> dict[str, Any]:
     from commlens.model.number_checks import parse_number_checks
     from commlens.numbers import checks, sampling
 
-    lines: list[str] = []
-    causes: list[Any] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-            if (verdict := getattr(record, "verdict", None)) is not None:
-                causes.append(verdict.cause)
-
-    logging.getLogger("commlens").addHandler(Listen())
+    heard = listen()
     if fault != "unchecked":
         sampling.start(parse_number_checks("every-op"))
     torch.manual_seed(0)
@@ -54,6 +45,6 @@ def train(fault: str) -> dict[str, Any]:
     checks.finish()
     found = [
         (each.departure, each.culprits, each.step, [side.op for side in each.ops])
-        for each in causes
+        for each in (verdict.cause for verdict in heard.verdicts)
     ]
-    return {"found": found, "lines": lines, "weight": weight.detach().clone()}
+    return {"found": found, "lines": heard.lines, "weight": weight.detach().clone()}

@@ -4,13 +4,13 @@ outputs compared at every second step.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from listening import listen
 from torch import nn
 
 AT = 4
@@ -24,15 +24,8 @@ def train(fault: str) -> dict[str, Any]:
     from commlens.numbers import checks, sampling
     from commlens.numbers.outputs import OutputWatch
 
-    lines: list[str] = []
-    causes: list[Any] = []
+    heard = listen()
     names: list[list[str]] = []
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-            if (verdict := getattr(record, "verdict", None)) is not None:
-                causes.append(verdict.cause)
 
     class Watch(OutputWatch):
         def take(self) -> Any:
@@ -40,7 +33,6 @@ def train(fault: str) -> dict[str, Any]:
             names.append([each[1] for output in outputs for each in output.unread._about])
             return outputs
 
-    logging.getLogger("commlens").addHandler(Listen())
     if fault != "unchecked":
         sampling.OutputWatch = Watch  # type: ignore[misc]
         sampling.start(NumberChecks(every=2))
@@ -66,9 +58,9 @@ def train(fault: str) -> dict[str, Any]:
             dist.all_reduce(torch.ones(2), group=pair)
         optimizer.step()
     checks.finish()
-    cause = causes[0] if causes else None
+    cause = heard.verdicts[0].cause if heard.verdicts else None
     return {
-        "lines": lines,
+        "lines": heard.lines,
         "names": names,
         "why": cause and (cause.why, cause.departure, cause.culprits, cause.step, cause.equal_at),
         "tensor": cause and cause.tensors[0].name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chosen import NATIVE_FIRST
 
 pytest.importorskip("torch")
 
@@ -59,6 +60,7 @@ dist.destroy_process_group()
 """
 
 
+@NATIVE_FIRST
 def test_the_message_that_another_receive_took(
     jobs: Harness, tmp_path: Path, engine_environment: dict[str, str]
 ) -> None:
@@ -75,6 +77,7 @@ def test_the_message_that_another_receive_took(
     ) in said
 
 
+@NATIVE_FIRST
 @pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
 def test_legal_programs_end(
     jobs: Harness, tmp_path: Path, engine_environment: dict[str, str], debug: bool

@@ -216,10 +216,10 @@ def test_a_rank_under_another_launcher_builds_nothing(bench: Bench) -> None:
 HURRIED = """
 import sys
 from commlens.launch import background_build as it
-from commlens.processes import memory
+from commlens.processes import cgroup
 it.AFTER_JOB_S, it._LOOK_S = 0.5, 0.1
 if sys.argv[4] == "memory":
-    memory.free = lambda: it.FREE_TO_GO_ON - 1
+    cgroup.free_memory = lambda: it.FREE_TO_GO_ON - 1
 it.run(*map(int, sys.argv[1:4]))
 """
 
@@ -255,12 +255,12 @@ def test_scarce_memory_keeps_a_launch_from_building(
 ) -> None:
     from commlens.config import Settings
     from commlens.launch import background_build
-    from commlens.processes import memory
+    from commlens.processes import cgroup
 
     compiler = compiling_with(bench, "exit 1")
     for name in ("CXX", "COMMLENS_NATIVE_DIR"):
         monkeypatch.setenv(name, bench.environ[name])
-    monkeypatch.setattr(memory, "free", lambda: background_build.FREE_TO_START - 1)
+    monkeypatch.setattr(cgroup, "free_memory", lambda: background_build.FREE_TO_START - 1)
     assert background_build.start(Settings()) == ""
     assert "only 4.3 GB of memory are free" in background_build.why_not()
     assert compiler.calls == 0

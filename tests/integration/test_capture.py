@@ -37,6 +37,7 @@ EVERY_KIND = """
 import torch.distributed._functional_collectives as fc
 from torch.distributed.device_mesh import init_device_mesh
 import threading
+import commlens
 
 def plain(t):
     dist.all_reduce(t, op=dist.ReduceOp.MAX)
@@ -86,6 +87,7 @@ def in_a_thread(t, group):
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 extra = dist.new_group([0, 1], group_desc="mine")
+commlens.world("trainer")
 plain(torch.ones(4))
 point_to_point(torch.ones(4))
 functional(torch.ones(4), mesh)
@@ -125,6 +127,10 @@ def every_kind(
     recorder = "NativeRecorder" if engine_environment["COMMLENS_ENGINE"] == "native" else "Recorder"
     assert all(f"recorded by {recorder}\n" in end.output for end in ended)
     return logs(box_dir)
+
+
+def test_a_program_names_its_world(every_kind: list[RankLog]) -> None:
+    assert [log.world for log in every_kind] == ["trainer", "trainer"]
 
 
 def of(log: RankLog, op: str) -> list[Collective]:
@@ -554,6 +560,56 @@ def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(
     assert seen == [(0, 1), (0, 2), (1, 1)]
 
 
+def test_the_hooks_read_a_call_however_its_arguments_are_passed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """By position, by keyword, in any order; torch refuses a call that does not fit, and commlens
+    says nothing.
+    """
+    ended = ranks.run(
+        """
+        import contextlib
+        from datetime import timedelta
+        from torch.distributed import distributed_c10d as c10d
+        from torch.distributed.device_mesh import init_device_mesh
+        WAIT = timedelta(seconds=30)
+
+        with contextlib.suppress(TypeError):
+            dist.init_process_group("gloo", nothing_of_torch=1)
+        dist.init_process_group("gloo", None, WAIT, 2, rank)
+        store = dist.distributed_c10d._get_default_store()
+        store.set("key", "1")
+        store.wait([b"key"], WAIT)
+        store.get(b"key")
+        store.queue_push("q", "1")
+        store.queue_pop(key="q", block=True)
+        helper, gloo = c10d._new_process_group_helper, c10d.Backend("gloo")
+        helper(2, rank, [0, 1], gloo, dist.PrefixStore("five", store), group_name="five", timeout=WAIT)
+        helper(2, rank, [0, 1], gloo, dist.PrefixStore("six", store), "six", None, WAIT)
+        helper(
+            group_name="named", store=dist.PrefixStore("named", store), backend=gloo, timeout=WAIT,
+            global_ranks_in_group=[0, 1], group_rank=rank, group_size=2, group_desc="all by name",
+        )
+        with contextlib.suppress(TypeError):
+            helper(2, rank)
+        dist.new_group([0, 1], WAIT, "gloo", None, False, "by position")
+        dist.new_group(ranks=[0, 1], group_desc="by keyword")
+        init_device_mesh(mesh_shape=(2,), device_type="cpu", mesh_dim_names=("dp",))
+        with contextlib.suppress(TypeError):
+            init_device_mesh()
+        dist.barrier()
+        dist.destroy_process_group(group=None)
+        """,
+        tmp_path,
+    )
+    assert [end.output for end in ended] == ["", ""]
+    for log in logs(tmp_path):
+        made = [each.channel.group for each in log.setups if each.op == "new_group"]
+        assert {"five", "six", "named"} <= {group.name for group in made}
+        assert {"all by name", "by position", "by keyword"} <= {g.description for g in made}
+        assert [each.op for each in log.setups].count("init_device_mesh") == 1
+
+
 def test_the_ring_wraps(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(
         """
@@ -697,3 +753,76 @@ def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(
         assert [log.issued for log in logs(tmp_path)] == [301, 301]
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=False)
+
+
+OF_PYTHON = """
+import commlens
+
+if os.environ["VERIFIED"] == "1":
+    commlens.enable(verify=True)
+
+class Plain(dist._Work):
+    pass
+
+class Done(dist._Work):
+    def __init__(self, result):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout=None):
+        return True
+
+    def get_future(self):
+        return self.future
+
+class Group(dist.ProcessGroup):
+    def allreduce(self, tensors, opts=None):
+        return Done(tensors)
+
+    def broadcast(self, tensors, opts=None):
+        return Done(tensors)
+
+    def allgather(self, outputs, tensors, opts=None):
+        for output in outputs[0]:
+            output.copy_(tensors[0])
+        return Done(outputs)
+
+    def getBackendName(self):
+        return "of python"
+
+def error_of(call):
+    try:
+        return str(call())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+Plain.__module__ = Done.__module__ = "torchft.work"
+dist.init_process_group("gloo")
+group = Group(rank, 2)
+print(error_of(lambda: group.reduce_scatter([torch.ones(1)], [[torch.ones(1)] * 2])))
+print(error_of(lambda: group._start_coalescing(torch.device("cpu"))))
+print(error_of(Plain().get_future))
+print(error_of(Plain().is_completed))
+if not torch.__version__.startswith("2.6."):  # where it hangs without commlens, too
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(2, 2), process_group=group, find_unused_parameters=True
+    )
+    model(torch.ones(1, 2)).sum().backward()
+print("DDP has finished")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("verified", ["0", "1"])
+def test_groups_and_works_that_are_written_in_python_do_what_they_did(
+    ranks: Ranks, tmp_path: Path, verified: str, engine_environment: dict[str, str]
+) -> None:
+    """As torchft's: C++ must not take a patch of a base class for a method of theirs."""
+    ended = ranks.run(OF_PYTHON, tmp_path, VERIFIED=verified, **engine_environment)
+    for end in ended:
+        assert "RecursionError" not in end.output
+        assert end.output.count("RuntimeError: No backend type associated with device") == 2
+        assert "RuntimeError: Work::getFuture not implemented." in end.output
+        assert "DDP has finished" in end.output
+        assert "the job goes on without it" not in end.output

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import ProcessGroupGloo
 
+from commlens.check.api import check_plan
+from commlens.check.run_rank import Plan
 from commlens.errors import CommandError
 from commlens.model.cause import LatentFault
 from commlens.model.verdict import Verdict
@@ -92,7 +98,10 @@ def test_a_fault_is_found(program: Any, kind: str, culprits: list[int] | None, t
 def test_a_work_that_nobody_waits_for_is_a_hazard() -> None:
     verdict = checked(nobody_waits)
     assert not verdict.is_fault
-    assert [finding.kind for finding in verdict.findings] == ["hazard"]
+    (finding,) = verdict.findings
+    assert finding.kind == "hazard"
+    first = f"nothing hangs in 2 ranks on gloo; 1 latent fault: {finding.summary}"
+    assert verdict.summary == first
 
 
 def touches_before_the_wait() -> None:
@@ -163,6 +172,100 @@ def test_a_loop_that_asks_whether_a_collective_is_done() -> None:
     verdict = checked(polls_until_it_is_done)
     assert verdict.kind == "healthy" and not verdict.findings
     assert len(verdict.missing_evidence) == 1
+
+
+# --- what torch's fake backend refuses, and what gloo and NCCL refuse
+
+
+def gives_nothing() -> None:
+    rank, size = begin(), dist.get_world_size()
+    gets = list(range(size))
+    for _ in range(2):
+        dist.all_to_all_single(
+            torch.empty(sum(gets), 8), torch.ones(rank * size, 8), gets, [rank] * size
+        )
+
+
+def splits_on_one_side() -> None:
+    begin()
+    size = dist.get_world_size()
+    dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), None, [2] * size)
+
+
+def other_forms() -> None:
+    begin()
+    size = dist.get_world_size()
+    dist.all_gather_into_tensor(torch.empty(6 * size), torch.ones(2, 3))
+    dist.reduce_scatter_tensor(torch.empty(3), torch.ones(1, 3 * size))
+    dist.all_to_all_single(torch.empty(2 * size), torch.ones(size, 2))
+
+
+def gathers_unevenly() -> None:
+    rank, size = begin(), dist.get_world_size()
+    dist.all_gather([torch.empty(2 + each) for each in range(size)], torch.ones(2 + rank))
+    dist.reduce_scatter(torch.empty(2 + rank), [torch.ones(2 + each) for each in range(size)])
+
+
+def uses_a_group_of_a_former_world() -> None:
+    begin()
+    former = dist.group.WORLD
+    dist.destroy_process_group()
+    begin()
+    former.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
+
+
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        (gives_nothing, ""),
+        (splits_on_one_side, ""),
+        (other_forms, ""),
+        (gathers_unevenly, "nccl"),
+        (uses_a_group_of_a_former_world, ""),
+    ],
+)
+@pytest.mark.parametrize("fake_tensors", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_a_backend_takes_is_no_fault(program: Any, backend: str, fake_tensors: bool) -> None:
+    verdict = checked(program, 3, backend=backend, fake_tensors=fake_tensors)
+    assert verdict.kind == "healthy" and not verdict.findings, verdict
+
+
+def reduces_short_integers() -> None:
+    begin()
+    dist.all_reduce(torch.ones(4, dtype=torch.int16))
+
+
+def masks_fractions() -> None:
+    begin()
+    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.BAND)
+
+
+def averages_counts() -> None:
+    begin()
+    dist.all_reduce(torch.ones(4, dtype=torch.int64), op=dist.ReduceOp.AVG)
+
+
+def sends_short_integers() -> None:
+    rank, x = begin(), torch.ones(4, dtype=torch.int16)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "refused_by"),
+    [
+        (reduces_short_integers, ["gloo", "nccl"]),
+        (masks_fractions, ["gloo", "nccl"]),
+        (averages_counts, ["gloo"]),
+        (sends_short_integers, ["nccl"]),
+        (gathers_unevenly, ["gloo"]),
+    ],
+)
+def test_what_a_backend_refuses_is_a_fault(program: Any, refused_by: list[str]) -> None:
+    for backend in ("gloo", "nccl"):
+        verdict = checked(program, backend=backend)
+        assert verdict.is_fault is (backend in refused_by), verdict
+        assert not verdict.is_fault or f"{backend} " in verdict.summary
 
 
 # --- what ranks give each other
@@ -331,6 +434,13 @@ def test_ddp_on_a_rank_that_skips_a_backward_pass(monkeypatch: pytest.MonkeyPatc
     assert checked(trains_with_ddp).is_fault
 
 
+def test_a_run_out_of_time_ends_at_its_next_step_and_says_so() -> None:
+    found, _ = check_plan(Plan(trains_with_ddp, 2, cpu_s=0.0, timeout_s=TIMEOUT_S))
+    assert found.verdict.summary == "no mismatch or deadlock in 1 step of 2 ranks on gloo"
+    (limit,) = found.verdict.missing_evidence
+    assert "over after 1 step:" in limit and "--steps" in limit
+
+
 def shards() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -357,6 +467,244 @@ def test_fsdp2_with_tensor_parallelism() -> None:
     assert verdict.kind == "healthy" and not verdict.findings, verdict
 
 
+def calls_by_keyword() -> None:
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group(backend="nccl", device_id=None)
+    init_device_mesh(mesh_shape=(2,), device_type="cuda")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    store = dist.PrefixStore("mine", c10d._get_default_store())
+    made, _ = c10d._new_process_group_helper(
+        group_size=size,
+        group_rank=rank,
+        global_ranks_in_group=[0, 1],
+        backend=c10d.Backend("gloo"),
+        store=store,
+        group_name="mine",
+        timeout=timedelta(seconds=30),
+    )
+    with contextlib.suppress(TypeError):
+        c10d._new_process_group_helper(2, rank)
+    c10d._world.pg_group_ranks[made] = {0: 0, 1: 1}
+    dist.all_gather_object(group=made, obj=rank, object_list=[None, None])
+    model = DistributedDataParallel(torch.nn.BatchNorm1d(4), None, None, 0, False)
+    assert not model.broadcast_buffers
+    model._register_builtin_comm_hook(comm_hook_type=dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
+def test_calls_by_keyword_are_understood() -> None:
+    verdict = checked(calls_by_keyword)
+    assert verdict.kind == "healthy" and not verdict.findings, verdict
+
+
+def meets_at_an_address_of_its_own() -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method="tcp://127.0.0.1:29511",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    dist.barrier()
+
+
+def says_who_makes_the_store() -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    meets_at_an_address_of_its_own()
+
+
+def meets_at_the_launchers_address() -> None:
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", init_method=address, rank=int(os.environ["RANK"]))
+    dist.barrier()
+
+
+def _spawned(rank: int) -> None:
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29511", rank=rank, world_size=2)
+    dist.barrier()
+
+
+def starts_its_own_ranks() -> None:
+    torch.multiprocessing.spawn(_spawned, nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "proven"),
+    [
+        (meets_at_an_address_of_its_own, False),
+        (says_who_makes_the_store, True),
+        (meets_at_the_launchers_address, True),
+        (starts_its_own_ranks, True),
+    ],
+)
+def test_who_makes_a_store_at_an_address_of_its_own(program: Any, proven: bool) -> None:
+    """Under torchrun, no rank does, and all ranks wait for one."""
+    verdict = checked(program)
+    assert verdict.kind == ("healthy" if proven else "undetermined"), verdict
+    if not proven:
+        assert "TORCHELASTIC_USE_AGENT_STORE" in verdict.summary
+        assert f"test_check.py:{line_of(program, 'init_process_group')}" in verdict.summary
+
+
+# --- what a program does that a check does not follow
+
+
+def makes_its_own_store() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", 29599, size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.barrier()
+
+
+def lets_torch_make_a_store() -> None:
+    rank = begin()
+    address = "tcp://127.0.0.1:29512"
+    store, *_ = next(torch.distributed.rendezvous(address, rank, 2))
+    store.set("key", "value")
+
+
+def lets_the_system_choose_the_port() -> None:
+    port = [0]
+    if begin() == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if dist.get_rank() == 1:
+        dist.TCPStore("127.0.0.1", port[0], 2, False)
+
+
+def stores_at_the_launchers_address() -> None:
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+def _helper(member: int, size: int) -> Any:
+    """Make a group as vLLM does, past torch's bookkeeping."""
+    store = dist.PrefixStore("sync", dist.HashStore())
+    group = dist.ProcessGroup(store, member, size)
+    backend = ProcessGroupGloo(store, member, size, timeout=timedelta(seconds=20))
+    backend._set_sequence_number_for_group()
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def has_a_helper_with_a_rank_of_another_program() -> None:
+    group = _helper(begin(), 3)
+    group.allreduce([torch.ones(4)]).wait()
+    dist.barrier()
+
+
+def has_a_helper_of_its_last_ranks() -> None:
+    if begin():
+        _helper(dist.get_rank() - 1, 2).broadcast([torch.ones(4)]).wait()
+    dist.barrier()
+
+
+def lets_torch_make_the_helper() -> None:
+    rank = begin()
+    store = dist.PrefixStore("sync", dist.HashStore())
+    backend = c10d.Backend("gloo")
+    group, _ = c10d._new_process_group_helper(
+        3, rank, [], backend, store, group_name="sync", timeout=timedelta(seconds=20)
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(3)}
+    group.allreduce([torch.ones(4)]).wait()
+
+
+def asks_for_more_ranks() -> None:
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=3)
+    dist.barrier()
+
+
+def makes_worlds_of_two() -> None:
+    os.environ["WORLD_SIZE"] = "2"
+    os.environ["RANK"] = str(int(os.environ["RANK"]) % 2)
+    begin()
+    dist.barrier()
+
+
+def changes_places() -> None:
+    dist.init_process_group("gloo", rank=1 - int(os.environ["RANK"]), world_size=2)
+    dist.barrier()
+
+
+def _compiles() -> None:
+    begin()
+    torch.compile(torch.sin, backend="eager")(torch.ones(4))
+    dist.barrier()
+
+
+def exchanges_sizes_as_it_compiles() -> None:
+    import torch._dynamo
+
+    torch._dynamo.config.enable_compiler_collectives = True
+    _compiles()
+
+
+def exchanges_guards() -> None:
+    torch.compiler.set_enable_guard_collectives(True)
+    _compiles()
+
+
+@pytest.mark.parametrize(
+    ("program", "world_size", "at", "reason"),
+    [
+        (makes_its_own_store, 2, "dist.TCPStore", "the store at 127.0.0.1:29599"),
+        (lets_torch_make_a_store, 2, "rendezvous", "the store at 127.0.0.1:29512"),
+        (has_a_helper_with_a_rank_of_another_program, 2, ".allreduce", "by hand"),
+        (has_a_helper_of_its_last_ranks, 3, ".broadcast", "by hand"),
+        (lets_torch_make_the_helper, 2, ".allreduce", "by hand"),
+        (asks_for_more_ranks, 2, "init_process_group", "a world of 3 ranks, but this check runs 2"),
+        (makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
+        (changes_places, 2, "", "rank 0, but this check runs another rank there"),
+        (exchanges_sizes_as_it_compiles, 2, "", "exchanges sizes between ranks"),
+        pytest.param(
+            *(exchanges_guards, 2, "", "its guards exchange"),
+            marks=pytest.mark.skipif(
+                not hasattr(torch.compiler, "set_enable_guard_collectives"), reason="torch 2.8"
+            ),
+        ),
+    ],
+)
+def test_what_is_not_followed_is_not_proven(
+    program: Any, world_size: int, at: str, reason: str
+) -> None:
+    verdict = checked(program, world_size)
+    assert verdict.kind == "undetermined", verdict
+    assert verdict.summary.startswith("not proven: ")
+    known = [each for each in verdict.missing_evidence if reason in each]
+    assert known, verdict
+    if at:
+        assert f"test_check.py:{line_of(program, at)}" in known[0]
+
+
+@pytest.mark.parametrize(
+    "program", [lets_the_system_choose_the_port, stores_at_the_launchers_address, _compiles]
+)
+def test_what_is_followed_is_proven(program: Any) -> None:
+    verdict = checked(program)
+    assert verdict.kind == "healthy" and not verdict.missing_evidence, verdict
+
+
+def meets_a_barrier_in_ddp() -> None:
+    rank = begin()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        if rank == 1 and step == 0:
+            dist.barrier()
+
+
+def test_the_step_of_a_library_is_named() -> None:
+    verdict = checked(meets_a_barrier_in_ddp)
+    assert verdict.kind == "mismatch/op"
+    assert "for DDP's rebuilding of its buckets" in verdict.explanation, verdict
+
+
 # --- limits
 
 
@@ -376,6 +724,18 @@ def test_a_run_that_takes_too_long_proves_nothing() -> None:
 def test_wrong_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(CommandError):
         check(begin, **{"world_size": 2, **wrong})
+
+
+def test_a_test_that_fails_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = checked(one_raises)
+    assert capsys.readouterr().out == f"{verdict}\n"
+    assert not checked(values_in_order).is_fault
+    assert not capsys.readouterr().out
+
+
+def values_in_order() -> None:
+    begin()
+    dist.all_reduce(torch.ones(4))
 
 
 # --- the command
@@ -406,6 +766,40 @@ def test_a_script_without_a_fault(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first = " ".join(done.stdout.split("\n\n")[0].split())
     assert first == "VERDICT no mismatch or deadlock in 3 ranks on gloo."
+
+
+LATE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+for step in range(9):
+    dist.all_reduce(torch.ones(4))
+    optimizer.step()
+    if step == 6 and dist.get_rank() == 1:
+        dist.barrier()
+"""
+
+
+def test_a_fault_in_a_later_step(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    assert command(tmp_path, "late.py").returncode == 1
+    assert command(tmp_path, "--steps", "6", "late.py").returncode == 0
+
+
+LATENT = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+dist.all_reduce(torch.ones(4), async_op=True)
+"""
+
+
+def test_latent_faults_change_the_exit_status_only_if_they_shall(tmp_path: Path) -> None:
+    (tmp_path / "latent.py").write_text(LATENT)
+    done = command(tmp_path, "latent.py")
+    assert done.returncode == 0, done.stderr
+    assert "nothing hangs in 3 ranks on gloo; 1 latent fault: " in done.stdout
+    assert command(tmp_path, "--strict", "latent.py").returncode == 1
+    assert command(tmp_path, "--strict", "train.py", "-x", "9").returncode == 0
 
 
 def test_a_script_with_a_fault(tmp_path: Path) -> None:

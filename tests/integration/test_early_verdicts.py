@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from chosen import long
 from harness import Harness, JobResult
+from more_scenarios import find
 
 from commlens.commands.demo import differences
 from commlens.config import Settings
 from commlens.model.verdict import Verdict
-from commlens.scenarios import find
 
 PAUSING = Path(__file__).with_name("pausing_job.py")
 WITHIN_S = 15.0
@@ -34,6 +34,29 @@ def main():
         if dist.get_rank() == 0 and step == 8:
             fcntl.flock(file, fcntl.LOCK_EX)
         optimizer.step()
+
+main()
+"""
+
+
+OWN_LOCK = """
+import threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+
+lock = threading.Lock()
+
+def report(rank, step):
+    if rank == 1 and step == 8:
+        with lock:
+            print("never")
+
+def main():
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    for step in range(10):
+        dist.all_reduce(torch.ones(1))
+        with lock:
+            report(dist.get_rank(), step)
 
 main()
 """
@@ -86,6 +109,20 @@ def test_a_lock_that_a_waiting_rank_holds_is_certain(jobs: Harness, tmp_path: Pa
     assert "This all_reduce usually completes in " in evidence
     [learned] = [each for log in result.logs() if (each := log.observation.usual_wait)]
     assert learned.times >= 3 and learned.limit_s >= 5.0, "The dump holds what was learned."
+    assert seconds_to_verdict(result) < WITHIN_S
+
+
+@pytest.mark.timeout(120)
+def test_a_lock_that_a_thread_takes_twice_is_certain(jobs: Harness, tmp_path: Path) -> None:
+    program = tmp_path / "lock.py"
+    program.write_text(OWN_LOCK)
+    result = jobs.run_job(
+        find("healthy-plain"), 2, tmp_path, settings=Settings(), arguments=[str(program)]
+    )
+    print(result)
+    [verdict, *_] = result.verdicts
+    assert (verdict.kind, verdict.culprits, verdict.certain) == ("missing", [1], True)
+    assert verdict.cause.locked_out == [1]
     assert seconds_to_verdict(result) < WITHIN_S
 
 

@@ -92,7 +92,7 @@ def test_both_forms_say_the_same(folder):
         "bfloat16",
         (3,),
     )
-    assert any(frame.function == "broadcast" for frame in pickled.stacks[pickled.stack[1]])
+    assert any(frame.function == "broadcast" for frame in pickled.call_stacks[pickled.stack[1]])
 
 
 def test_they_are_told_by_their_content(folder):

@@ -105,6 +105,7 @@ def test_a_dry_run_goes_through_the_ranks(tmp_path: Path) -> None:
     assert "| states, python |" in (tmp_path / "dry.md").read_text()
 
 
+@pytest.mark.long
 def test_a_dry_run_of_two_ranks_names_the_culprit(tmp_path: Path) -> None:
     path = tmp_path / "dry.json"
     done = run(
@@ -236,7 +237,7 @@ def test_the_results_are_written_to_the_page_and_kept(
         "| states | States are true | yes | issued / completed |" in section
         and "| share | How busy | seen | 100% |" in section
     )
-    assert "| States are true | issued / completed | met |" in page.read_text()
+    assert "| 1 of 1: [the table](#on-a-gpu) | met |" in page.read_text()
     kept = json.loads(figures.read_text())["gpu_check"]
     without_gpu = {
         "rows": [],
@@ -247,6 +248,16 @@ def test_the_results_are_written_to_the_page_and_kept(
         and not run_all.is_less(kept, without_gpu)
         and run_all.is_less({"failed": "x"}, kept)
     )
+
+
+def test_a_cell_holds_no_python_and_is_cut_between_its_parts() -> None:
+    assert (
+        gpu_check.plain(
+            "a (b), culprits [1]; {'all_reduce': 6}; loaded ['x.so', 'y']; torch's [0-1]"
+        )
+        == "a (b), culprit 1; all_reduce: 6; loaded x.so, y; torch's [0-1]"
+    )
+    assert gpu_check.short("; ".join(["part"] * 400)).endswith("; part; ...")
 
 
 JUDGES = {

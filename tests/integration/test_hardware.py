@@ -159,7 +159,7 @@ def test_the_node_that_reports_hears_what_the_other_node_saw(tmp_path: Path) -> 
             two,
             [str(PROGRAM), "stuck", log, message],
             COMMLENS_STALL_TIMEOUT="3",
-            COMMLENS_ON_STALL="abort",
+            COMMLENS_ABORT_ON="stall",
             COMMLENS_HEALTH="host",  # below the working directory of each node
         )
         wait(two, 150)

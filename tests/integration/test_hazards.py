@@ -148,6 +148,7 @@ def recorded(jobs: Harness, tmp_path: Path, engine_environment: dict[str, str]) 
     return Recorded(jobs, tmp_path, engine_environment)
 
 
+@NATIVE_FIRST
 def test_each_is_told_once(recorded: Recorded) -> None:
     output = recorded.output(FAULTY)
     lines = told(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -108,6 +109,21 @@ def test_a_module(tmp_path: Path) -> None:
     bench.close()
 
 
+def test_a_rendezvous_that_fails_says_whether_its_address_answers(bench: Bench) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        node = ("--nnodes", "2", "--node-rank", "1", "--rdzv-conf", "timeout=2")
+        store = ("--master-addr", "127.0.0.1", "--master-port", port)
+        program = bench.start("-m", "commlens", "launch", *node, *store, "train.py", "well")
+        assert program.end() == 1
+    assert "DistNetworkError: The client socket has timed out" in program.error
+    assert program.err[-1].startswith(
+        "commlens: this launcher did not join the job: look at rank 0 or the first node's launcher:"
+        f" (127.0.0.1, {port}) refuses connections"
+    )
+
+
 def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:
     program = bench.launch("train.py", "well")
     assert program.end() == 0
@@ -131,6 +147,8 @@ def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str)
     ) < program.err.index(next(line for line in program.err if "ChildFailedError" in line))
     verdict = next(line for line in program.err if "VERDICT" in line)
     assert "rank 1" in verdict, program.report()
+    told = program.err[program.err.index(verdict) :]
+    assert not any("Traceback" in line for line in told), "the worker's stands above it"
     assert bench.dumped == ["rank0", "rank1"]
     assert bench.boxes_left == []
 
@@ -140,8 +158,8 @@ def test_a_stall_is_reported_in_time_and_aborted(bench: Bench, tmp_path: Path) -
     program = bench.launch(
         "--stall-timeout",
         "2",
-        "--on-stall",
-        "abort",
+        "--abort-on",
+        "stall",
         "train.py",
         "sleep",
         TORCHELASTIC_ERROR_FILE=str(error_file),
@@ -239,9 +257,9 @@ def test_without_torch(bench: Bench) -> None:
 
 
 def test_a_bad_setting_is_refused(bench: Bench) -> None:
-    program = bench.launch("--on-stall", "panic", "train.py", "well")
+    program = bench.launch("--abort-on", "panic", "train.py", "well")
     assert program.end() == 2
-    assert "warn or abort" in program.error
+    assert "nothing, all, or some of stall, mismatch, diverged" in program.error
 
 
 def test_help_shows_both(bench: Bench) -> None:

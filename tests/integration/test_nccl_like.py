@@ -113,18 +113,26 @@ def job(
     return run
 
 
-@pytest.mark.parametrize("ranks", [2, long(3)])
+# The emulation is a tool: what it does is tested where it changes, what commlens says of programs on
+# it always (test_nccl_like_verdicts.py).
+OF_THE_TOOL = pytest.mark.long
+
+
+@OF_THE_TOOL
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_results_are_those_of_gloo(job, ranks):
     ended = job("results", ranks=ranks)
     assert ended.statuses == [0] * ranks
     assert ended.said()["compared"] > 30
 
 
+@OF_THE_TOOL
 def test_results_are_right_on_a_slow_device(job):
     ended = job("results", NCCL_LIKE_DELAY_S="0.01")
     assert ended.statuses == [0, 0]
 
 
+@OF_THE_TOOL
 def test_frameworks_train_as_on_gloo(job):
     """DDP, FSDP2, tensor parallelism, a pipeline, and compiled functions."""
     arguments = ("training", *(["fsdp2"] if fsdp2_runs_on_cpu() else []))
@@ -135,6 +143,7 @@ def test_frameworks_train_as_on_gloo(job):
     assert len(ours.said(1)["pipeline"]) == 3
 
 
+@OF_THE_TOOL
 def test_the_host_runs_ahead(job):
     """3,000 calls return while the other rank is not there; nobody holds a Work or asks for an
     event until this program does.
@@ -144,12 +153,12 @@ def test_the_host_runs_ahead(job):
     first, second = (
         json.loads(line) for line in ended.outputs[0].splitlines() if line.startswith("{")
     )
-    assert first["issued"] < 1.4
     assert first["pending"] == 3000
     assert (first["left"], first["works"], first["queries"]) == (0, 0, 0)
     assert (second["held"], second["works"], second["queries"]) == (1, 0, 1)
 
 
+@OF_THE_TOOL
 def test_a_replay_waits_for_a_rank_that_does_not_replay(job):
     ended = job("replay_alone")
     assert ended.statuses == [0, 0]
@@ -158,18 +167,21 @@ def test_a_replay_waits_for_a_rank_that_does_not_replay(job):
     assert (said["pending"], said["number"]) == (1, 2)
 
 
+@OF_THE_TOOL
 def test_collectives_behind_a_compute_kernel_do_not_start(job):
     ended = job("occupied", ranks=1, TORCH_NCCL_ENABLE_TIMING="1")
     assert ended.statuses == [0]
     assert ended.said() == {"state": "scheduled", "pending": 2, "then": [1.0] * 4}
 
 
+@OF_THE_TOOL
 def test_a_program_ends_with_a_collective_in_flight(job):
     ended = job("leave")
     assert ended.statuses == [0, 0]
     assert ended.seconds < 20
 
 
+@OF_THE_TOOL
 def test_the_end_of_a_rank_can_be_an_error(job):
     ended = job("peer_dies", NCCL_LIKE_PEER_DEATH="error")
     assert ended.statuses == [ABORTED, 7]

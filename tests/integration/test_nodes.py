@@ -87,7 +87,7 @@ def until(node: Node, text: str, *, timeout_s: float) -> float:
 
 
 def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[Node]):
-    start(two, "mismatch", COMMLENS_ON_STALL="abort")
+    start(two, "mismatch", COMMLENS_ABORT_ON="stall")
     codes = wait(two, 60)
     first, second = map(said, two)
     assert 0 not in codes, first
@@ -109,8 +109,8 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
     )
     assert "VERDICT" not in second
     assert (
-        first.count("ending the job, because on_stall")
-        == second.count("ending the job, because on_stall")
+        first.count("ending the job, because abort_on includes stall")
+        == second.count("ending the job, because abort_on includes stall")
         == 1
     )
     reports = [json.loads(path.read_text()) for path in two[0].folder.glob("dump/*/verdict*.json")]
@@ -123,9 +123,9 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
 
 @pytest.mark.long
 def test_ranks_of_two_nodes_that_wait_for_each_other_are_told_soon(two: list[Node]):
-    start(two, "cycle", COMMLENS_STALL_TIMEOUT="auto", COMMLENS_ON_STALL="abort")
+    start(two, "cycle", COMMLENS_STALL_TIMEOUT="auto", COMMLENS_ABORT_ON="stall")
     began = until(two[0], "training", timeout_s=100)
-    ended = until(two[0], "ending the job, because on_stall", timeout_s=40)
+    ended = until(two[0], "ending the job, because abort_on includes stall", timeout_s=40)
     assert None not in wait(two, 60), two[0].output
     assert ended - began < 25, said(two[0])
     first, second = map(said, two)

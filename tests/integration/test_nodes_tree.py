@@ -77,7 +77,7 @@ client = StoreClient(address, port, answer_s=20.0)
 while True:
     keys = client.existing([key("node", slot) for slot in range(8)])
     beats = [beat for beat in map(decoded, client.get(keys)) if beat is not None]
-    reporter = next((beat for beat in beats if beat.asked_tree is not None), None)
+    reporter = next((beat for beat in beats if beat.asked and beat.asked.tree), None)
     if reporter is not None:
         # the one with most nodes below it that neither reports nor serves the store
         others = [beat for beat in beats if not beat.serves_store and beat.slot != reporter.slot]

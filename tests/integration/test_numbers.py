@@ -39,7 +39,7 @@ FAULTS = [
     ("plain-bit", "parameter", "one-bit", "1.norm.weight"),
 ]
 HEALTHY = ["ddp-none", "fsdp-none", "hsdp-none", "tp-none", "2d-none", "plain-none"]
-USUAL = ("ddp-bit", "ddp-lr", "hsdp-bit", "ddp-none", "tp-none")
+USUAL = ("ddp-bit", "hsdp-bit", "ddp-none")
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
@@ -63,6 +63,12 @@ def reported(launched: tuple[Path, str], job: str) -> tuple[list[dict[str, Any]]
     )
     written = json.loads(path.read_text())
     return [json.loads(each) for each in written["verdicts"]], written["lines"]
+
+
+def last_line(launched: tuple[Path, str], job: str) -> str:
+    """What rank 0 said of the steps that were compared."""
+    [line] = json.loads((launched[0] / job / "0.json").read_text())["last"]
+    return line
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,26 @@ def test_the_rank_and_the_module_where_nan_came_up(launched: tuple[Path, str], j
 )
 def test_nothing_is_said_of_a_healthy_job(launched: tuple[Path, str], job: str) -> None:
     assert reported(launched, job) == ([], [])
+    steps = " on 4 ranks after steps 1, 2, 4, 6, 8, 10: no difference was found"
+    assert last_line(launched, job).endswith(steps)
+
+
+@pytest.mark.parametrize("job", ["ddp-late:4"])
+def test_a_fault_after_the_last_check_is_found_at_the_end(
+    launched: tuple[Path, str], job: str
+) -> None:
+    [verdict], _ = reported(launched, job)
+    assert (verdict["culprits"], verdict["cause"]["departure"]) == ([3], "one-bit")
+    assert (verdict["cause"]["step"], verdict["cause"]["equal_at"]) == (11, 10)
+    assert last_line(launched, job).endswith("8, 10, 11: a difference was found at step 11")
+
+
+@pytest.mark.parametrize("job", [long("ddp-loaded:4")])
+def test_what_one_rank_loads_after_the_last_step_is_no_fault(
+    launched: tuple[Path, str], job: str
+) -> None:
+    assert reported(launched, job) == ([], [])
+    assert last_line(launched, job).endswith("8, 10, 11: no difference was found")
 
 
 @pytest.mark.parametrize(("job", "unchecked"), [("ddp-none:2", "ddp-none-unchecked:2")])
@@ -179,7 +205,9 @@ def test_values_that_only_the_program_knows(on_ranks: OnRanks) -> None:
 def test_tensor_parallel_ranks_whose_random_numbers_part(on_ranks: OnRanks) -> None:
     lines = on_ranks(number_calls.draw_on_one_rank, None, world_size=3)
     [line] = lines[0]
-    assert "rank 2's state of the CPU's generator differs from ranks 0-1 since step 5" in line
+    assert (
+        "rank 2's state of the CPU's generator differs from ranks 0-1 (first seen at step 5" in line
+    )
     assert lines[1] == lines[2] == []
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -56,10 +57,35 @@ def test_fails_while_those_ranks_still_hang():
     assert "RANK" in os.environ
 """
 
+SUITE_OF_FUNCTIONS = """
+import os, signal, threading, time
+import pytest, torch, torch.distributed as dist
 
-def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def load_batch():
+    # as the clock of pytest-timeout does; from another thread, so that this one stands still
+    threading.Timer(7, os.kill, (os.getppid(), signal.SIGALRM)).start()
+    time.sleep(120)
+
+def train(how):
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("bad batch")
+        load_batch()
+    dist.all_reduce(torch.ones(4))
+
+@pytest.mark.timeout(60)
+def test_hangs(run_on_ranks):
+    run_on_ranks(train, "hang")
+
+def test_raises(run_on_ranks):
+    run_on_ranks(train, "raise")
+"""
+
+
+def suite(folder: Path, *options: str, source: str = SUITE) -> subprocess.CompletedProcess[str]:
     """Run pytest on the suite, with the plugin and torch's entry point as an installation has them."""
-    (folder / "test_suite.py").write_text(SUITE)
+    (folder / "test_suite.py").write_text(source)
     points = importlib.metadata.entry_points(group="pytest11")
     plugin = (
         []
@@ -108,6 +134,24 @@ def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(
     (dump,) = (tmp_path / "commlens-dumps").iterdir()
     assert (dump / "index.html").exists()
     assert "commlens: ended 2 ranks that hung in a test and outlived it" in done.stderr, done.stderr
+    assert not list(boxes.iterdir())
+
+
+def test_run_on_ranks_has_a_verdict_with_its_page_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    monkeypatch.setenv("COMMLENS_BOX_DIR", str(boxes))
+    done = suite(tmp_path, "--commlens", source=SUITE_OF_FUNCTIONS)
+    for name, verdict, error in (
+        ("hangs", "rank 1 never reached all_reduce #2", "Failed: Timeout (>60.0s)"),
+        ("raises", "rank 1 raised ValueError: bad batch", "commlens.errors.RanksFailed: Rank 1"),
+    ):
+        (line,) = (line for line in done.stdout.splitlines() if f"::test_{name} - " in line)
+        assert f"- commlens: {verdict}" in line and f" ({error}" in line, done.stdout
+    dumps = list((tmp_path / "commlens-dumps").iterdir())
+    assert [(dump / "index.html").exists() for dump in dumps] == [True, True], done.stdout
     assert not list(boxes.iterdir())
 
 
@@ -202,6 +246,37 @@ def test_a_failure_names_the_rank_and_leaves_nothing(how: str, words: list[str])
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_the_test(after_s: float) -> None:
+    """Do what the clock of pytest-timeout does, from another thread: this one stands still."""
+    threading.Timer(after_s, os.kill, (os.getppid(), signal.SIGALRM)).start()
+
+
+def wait_or_work(how: str) -> None:
+    if dist.get_rank() == 1:
+        end_the_test(5)
+        if how == "waits":
+            load_batch()
+        while True:
+            sum(range(1000))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("waits", "VERDICT rank 1 never reached barrier #1"),
+        ("works", "for rank 1, which is working"),
+    ],
+)
+def test_the_verdict_is_printed_when_pytest_timeout_ends_the_call(
+    how: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match="Timeout"):
+        run_on_ranks(wait_or_work, how)
+    printed = capsys.readouterr().out
+    assert words in " ".join(printed.split()), printed
 
 
 def test_a_rank_that_is_killed_is_named() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from chosen import long
 from harness import Harness
+from more_scenarios import find
 
 from commlens.blackbox import job_dirs
-from commlens.scenarios import find
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -106,7 +106,7 @@ def test_demo_refuses_unknown_scenarios_and_sizes(
 @pytest.mark.timeout(100)
 def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
     """The same output and status as torchrun's, nothing said, nothing left."""
-    arguments = ["--nproc-per-node", "2", "-m", "commlens.scenarios", "healthy-ddp"]
+    arguments = ["--nproc-per-node", "2", "-m", "commlens.scenarios", "healthy-plain"]
     watched = commlens("launch", *arguments, folder=tmp_path)
     print(watched.stdout, watched.stderr, sep="\n--- stderr\n")
     plain = subprocess.run(

@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 import commlens
 from commlens.model.trace import Phase, TraceEvent
 from commlens.testing import assert_collectives
-from commlens.tracing import backend_times
+from commlens.tracing import trace_events
 from commlens.tracing.attribution import stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
@@ -1925,11 +1925,11 @@ def test_entries_of_torchs_recorder_are_found_by_the_moment_of_issue(gloo: None)
             dist.all_reduce(torch.ones(size))
     # gloo's entries have no durations: each gets one of its own.
     recorded = [
-        {**entry, "duration_ms": entry["record_id"] + 0.5} for entry in backend_times.entries()
+        {**entry, "duration_ms": entry["record_id"] + 0.5} for entry in trace_events.entries()
     ][-3:]
     assert len(recorded) == 3
     events = list(trace.events)
-    backend_times.add_durations(
+    trace_events.add_durations(
         events, [*recorded, {"duration_ms": None}, {}], trace.data.started_unix_ns
     )
     assert [event.duration_ns for event in events] == [

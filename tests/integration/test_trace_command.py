@@ -314,9 +314,10 @@ def test_a_trace_that_cannot_be_saved_does_the_job_no_harm(alone):
         (["--steps", "3:1", "alone.py", "exit"], "is not a range of steps: give FIRST:LAST"),
     ],
 )
-def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):
+def test_wrong_usage_is_a_sentence(tmp_path, call_commlens, arguments, message):
     (tmp_path / "alone.py").write_text(ALONE)
-    done = run(tmp_path, "commlens", "trace", *arguments, expect=2)
+    done = call_commlens("trace", *arguments)
+    assert done.returncode == 2
     assert done.stderr.startswith("commlens: ")
     assert message in done.stderr
     assert not (tmp_path / "commlens-trace").exists()

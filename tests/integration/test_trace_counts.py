@@ -24,16 +24,15 @@ JOBS = sorted(
         for size in sizes
     }
 )
-ALSO = [("fake", 1024, "plain_calls"), ("gloo", 2, "tp_mlp"), ("gloo", 4, "moe")]
-"""Each family runs in one job, and these in others; the rest is long."""
+ALSO = [("fake", 1024, "plain_calls"), ("gloo", 4, "moe")]
+"""Each usual family runs in one job, and these in others; the rest is long."""
 
 
 def is_usual(backend: str, size: int, family: families.Family) -> bool:
-    if family.name == "compiled_inductor":  # compiles C++; test_trace_attribution.py does, too
-        return False
     first = min(family.world_sizes)  # "fake" before "gloo"
     home = first, family.world_sizes[first][0]
-    return home == (backend, size) or (backend, size, family.name) in ALSO
+    is_home = family.name in families.USUAL and home == (backend, size)
+    return is_home or (backend, size, family.name) in ALSO
 
 
 CASES = [

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from chosen import long
 
 from conftest import REPOSITORY, SOURCE
 
@@ -85,7 +84,8 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [long(name, when=name != "hang") for name in TUTORIALS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_is_true(name: str, tmp_path: Path, environment: dict[str, str]) -> None:
     folder = tmp_path / name
     folder.mkdir()

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 import families
 from chosen import NATIVE_FIRST, chosen, long
-from legal_programs import AT_FOUR, ODDITIES
+from legal_programs import AT_FOUR, FAMILIES, ODDITIES
 from test_verify_strict import launch
 from zygote_client import Zygote
 
@@ -45,11 +45,13 @@ def launched(
     """Run the jobs of all tests in their ways, and without verification. One process imports torch
     for all of them.
     """
-    out, environ = tmp_path_factory.mktemp("legal"), {}
+    out = tmp_path_factory.mktemp("legal")
+    wanted = chosen(request, "job", "size", "way", "engine_environment", "name")
     jobs = {
         f"{job}:{size}:{way or engine or 'mixed'}": f"{job}:{size}:bare"
-        for job, size, way, engine in chosen(request, "job", "size", "way", "engine_environment")
+        for job, size, way, engine, _ in wanted
     }
+    environ = {FAMILIES: ",".join({name: None for *_, name in wanted})}
     try:
         environ["COMMLENS_NATIVE_DIR"] = str(request.getfixturevalue("native_cache"))
     except pytest.skip.Exception:
@@ -73,9 +75,13 @@ def reported(folder: Path, size: int) -> list[dict[str, Any]]:
 
 
 def cases(jobs: list[tuple[str, int]], usual: list[tuple[str, int]]) -> list[Any]:
-    """Return the rows of these jobs; those that are not usual are long."""
+    """Return the rows of these jobs; those of other jobs or families than the usual are long."""
     return [
-        long(*case, when=case[:2] not in usual, id=f"{case[2]}-{case[0]}-{case[1]}")
+        long(
+            *case,
+            when=case[:2] not in usual or (case[0] == "families" and case[2] not in families.USUAL),
+            id=f"{case[2]}-{case[0]}-{case[1]}",
+        )
         for case in CASES
         if case[:2] in jobs
     ]

@@ -20,6 +20,8 @@ from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
 from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
 from zygote_client import Zygote
 
+from commlens.verification.ready_clock import STARVED
+
 HERE = Path(__file__).parent
 TIMEOUT_S = 200  # takes about 50 s on two cores
 JOBS = [
@@ -76,6 +78,7 @@ MIXED = [
     "never_comes",
 ]
 """One fault of each kind: these also run with the two engines on alternating ranks."""
+MIXED_USUAL = ("all_reduce_op", "async_ops", "send_recv_shape", "never_comes")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,9 @@ def test_fault(
     }
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, 2) for name in MIXED])
+@pytest.mark.parametrize(
+    ("name", "size"), [long(name, 2, when=name not in MIXED_USUAL) for name in MIXED]
+)
 def test_fault_between_ranks_of_both_engines(
     launched_mixed: tuple[Path, str], name: str, size: int
 ) -> None:
@@ -185,10 +190,13 @@ def judge(
         )
     if case.kind == "missing":
         assert all(
-            ranks[rank]["seconds"] < case.timeout_s + 10 for rank in involved if ranks[rank]["kind"]
+            ranks[rank]["seconds"] < STARVED * case.timeout_s + 10
+            for rank in involved
+            if ranks[rank]["kind"]
         ), shown
     elif case.kind == "dead" and prevents:
-        assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
+        # because of the death, not of the timeout
+        assert all(ranks[rank]["seconds"] < case.timeout_s for rank in involved), shown
     return ranks
 
 

@@ -73,7 +73,7 @@ def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> No
     environ = {"COMMLENS_STALL_TIMEOUT": "2"}
     if how == "the environment":
         program = bench.torchrun(
-            "train.py", "sleep", COMMLENS="1", COMMLENS_ON_STALL="abort", **environ
+            "train.py", "sleep", COMMLENS="1", COMMLENS_ABORT_ON="stall", **environ
         )
     else:
         if how.endswith("point"):
@@ -166,7 +166,7 @@ def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Be
 @pytest.mark.long  # the scenario holds-gil does so, too
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_the_line_that_holds_the_gil(bench: Bench) -> None:
-    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")
+    program = bench.launch("--stall-timeout", "2", "--abort-on", "stall", "train.py", "gil")
     program.end()
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line), program.report()
     assert "train.py:8 load_batch" in program.error, program.report()
@@ -258,7 +258,7 @@ dist.all_reduce(torch.ones(2))
         COMMLENS="1",
         MASTER_PORT=str(free_port()),
         COMMLENS_STALL_TIMEOUT="2",
-        COMMLENS_ON_STALL="abort",
+        COMMLENS_ABORT_ON="stall",
     )
     program.until("training")
     program.until("ending the job", stream="err")

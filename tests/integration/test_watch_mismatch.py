@@ -113,13 +113,13 @@ def test_a_reduce_op_mismatch_is_reported_once_while_the_job_runs(bench: Bench) 
 
 @pytest.mark.long
 def test_abort_ends_the_job(bench: Bench) -> None:
-    program = bench.launch("--on-mismatch", "abort", "train.py", "transposed", "600")
+    program = bench.launch("--abort-on", "mismatch", "train.py", "transposed", "600")
     odd = program.until("odd step done")
     told = program.until("VERDICT", stream="err")
     assert told - odd < 0.6, "shapes need no watchdog"
     assert program.end() != 0
     _, ending, rest = program.error.partition(
-        "commlens: ending the job, because on_mismatch is set to abort."
+        "commlens: ending the job, because abort_on includes mismatch."
     )
     assert ending and "Traceback" not in rest and "ChildFailedError" not in rest, (
         "torchrun's report is left out"
@@ -145,7 +145,7 @@ def test_ranks_out_of_step_are_warned_of_and_never_ended(
     jobs: Harness, tmp_path: Path, how: str
 ) -> None:
     result = jobs.run_program(
-        PROGRAM, 2, tmp_path, settings=Settings(on_mismatch="abort"), arguments=[how, "250"]
+        PROGRAM, 2, tmp_path, settings=Settings(abort_on="stall,mismatch"), arguments=[how, "250"]
     )
     assert set(result.exits.values()) == {0}, result
     [(told, verdict)] = [(at, what) for at, what in result.said if isinstance(what, Verdict)]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from launching import says_whether_a_call_waits
 
 GROUP_TIMEOUT_S = 7
-JOB_TIMEOUT_S = 20.0
+JOB_TIMEOUT_S = 60.0
 AT_ONCE = 3  # jobs; most of them wait most of the time
 MIXED = ("python", "native")  # by rank, in turns
 

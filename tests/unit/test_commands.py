@@ -167,9 +167,9 @@ def test_an_unknown_option_is_named(capsys):
             "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value.",
         ),
         (
-            ["view", "--json", "--rows"],
+            ["view", "--json", "--events"],
             (
-                "--rows and --json cannot be used together. `commlens view --help` shows how to"
+                "--events and --json cannot be used together. `commlens view --help` shows how to"
                 " call it."
             ),
         ),
@@ -224,7 +224,7 @@ def test_an_unknown_option_is_named(capsys):
             "--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not 'two'.",
         ),
         (
-            ["launch", "torchrun", "--nproc-per-node", "2", "t.py"],
+            ["launch", "--debug", "--", "/usr/bin/torchrun", "--nproc-per-node", "2", "t.py"],
             (
                 "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
                 " --nproc-per-node 2 t.py`."

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from commlens import config
 from commlens.config import (
     ACCEPTED,
-    NAMES,
+    FAULTS,
     Resolved,
     Settings,
     is_switched_on,
@@ -42,8 +43,7 @@ def test_without_anything_the_defaults_hold():
     assert resolved.warnings == []
 
 
-def test_every_setting_says_what_it_accepts():
-    assert tuple(ACCEPTED) == NAMES
+def test_every_default_is_accepted():
     for field in dataclasses.fields(Settings):
         if field.default is not None:
             assert ACCEPTED[field.name].parse(field.default) == field.default
@@ -58,20 +58,20 @@ def test_each_layer_wins_over_the_one_below(tmp_path):
         "COMMLENS_KEEP_DUMPS": "4",
         "TORCH_FR_DUMP_TEMP_FILE": "/logs/fr_",
     }
-    resolved = load(environ, config_file=path, overrides={"keep_dumps": 5, "on_stall": None})
+    resolved = load(environ, config_file=path, overrides={"keep_dumps": 5, "abort_on": None})
     values = resolved.settings
-    assert (values.stall_timeout, values.box_entries, values.keep_dumps, values.on_stall) == (
+    assert (values.stall_timeout, values.box_entries, values.keep_dumps, values.abort_on) == (
         10.0,
         200,
         5,
-        "warn",
+        "nothing",
     )
     assert values.dump_dir == "/logs/commlens"
     assert resolved.origins["stall_timeout"] == str(path)
     assert resolved.origins["box_entries"] == "COMMLENS_BOX_ENTRIES"
     assert resolved.origins["keep_dumps"] == "command line"
     assert resolved.origins["dump_dir"] == "TORCH_FR_DUMP_TEMP_FILE"
-    assert resolved.origins["on_stall"] == "default"
+    assert resolved.origins["abort_on"] == "default"
 
 
 def test_the_file_is_looked_for_in_three_places(tmp_path):
@@ -124,6 +124,20 @@ def test_permissions_in_every_spelling(tmp_path, value):
     assert load(overrides={"dump_mode": value}).settings.dump_mode == "0640"
 
 
+@pytest.mark.parametrize(
+    ("value", "faults"),
+    [
+        ("nothing", []),
+        ("stall", ["stall"]),
+        (" Stall , diverged", ["stall", "diverged"]),
+        ("all", ["stall", "mismatch", "diverged"]),
+    ],
+)
+def test_a_job_is_ended_after_the_faults_that_are_named(value, faults):
+    settings = load(overrides={"abort_on": value}).settings
+    assert [fault for fault in FAULTS if settings.aborts_on(fault)] == faults
+
+
 def test_an_empty_variable_is_not_set():
     assert load({"COMMLENS_STALL_TIMEOUT": "", "COMMLENS_BOX_DIR": " "}).settings == Settings()
     assert not is_switched_on({"COMMLENS": " "}) and not is_switched_on({})
@@ -136,7 +150,7 @@ BAD = {
     "dump_mode": ["0700", "0400", "640x", 493, 0o777, "rw", True],
     "dump_on_timeout": ["maybe", 2],
     "stall_timeout": ["0", "-1", "nan", "inf", "1m", True, [1]],
-    "on_stall": ["kill", True],
+    "abort_on": ["kill", "stall,kill", "stall,nothing", "", True],
     "dump_signal": ["SIGKILL", "STOP", "SIGWHAT"],
     "job": ["..", "a/b", "-rf"],
 }
@@ -390,7 +404,7 @@ def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
         dump_mode="0644",
         dump_on_timeout=False,
         stall_timeout=1.5,
-        on_stall="abort",
+        abort_on="stall",
         cpp_stack=True,
         timing=True,
         dump_signal="SIGUSR2",
@@ -446,3 +460,10 @@ def test_without_a_file_only_the_standard_library_is_imported():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_setting_is_checked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLENS_STALL_TIMEOUT", "soon")
+    assert config.accepted("world", "trainer", "argument of commlens.world") == "trainer"
+    with pytest.raises(ConfigError, match=r"world \(argument of commlens.world\) is 'a b'"):
+        config.accepted("world", "a b", "argument of commlens.world")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import _readme
 import pytest
+import run_all
 
 from commlens import errors
 from commlens.commands import COMMANDS
@@ -73,8 +74,11 @@ def test_every_changelog_fragment_has_a_type_that_towncrier_knows():
     ] == []
 
 
-def test_the_readme_shows_the_figures_that_make_bench_wrote():
-    figures = json.loads((REPOSITORY / "benchmarks" / "results" / "performance.json").read_text())
+def test_the_readme_and_the_page_show_the_figures_that_make_bench_wrote():
+    figures = json.loads(run_all.FIGURES.read_text())
+    reports = [figures[each.name] for each in run_all.BENCHMARKS if each.name in figures]
+    assert run_all.page(reports) == run_all.PAGE.read_text()
+    assert _readme.answers(figures)
     readme = (REPOSITORY / "README.md").read_text()
     assert _readme.with_table(readme, figures) == readme, (
         "benchmarks/run_all.py --write puts them there"

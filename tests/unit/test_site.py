@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from more_scenarios import SCENARIOS
 
 import commlens
 from commlens.commands import COMMANDS
-from commlens.scenarios import SCENARIOS
 from conftest import REPOSITORY, SOURCE
 
 if importlib.util.find_spec("furo") is None:  # an import here would take each worker a second

@@ -14,6 +14,7 @@ from commlens.model.collective import (
     STORE,
     Channel,
     CollectiveArgs,
+    HandMade,
     ProcessGroup,
     TensorSpec,
 )
@@ -55,6 +56,7 @@ class GroupJson(msgspec.Struct, frozen=True, tag_field="k", tag="group"):
     mesh_dim: str | None = None
     inc: _Natural = 0
     ahead: bool | None = None  # null in boxes of earlier versions
+    hand: HandMade | None = None
 
 
 class ArgsJson(msgspec.Struct, frozen=True, tag_field="k", tag="asked"):
@@ -133,6 +135,7 @@ class SetupJson(msgspec.Struct, frozen=True, tag_field="k", tag="setup"):
     thread: _Natural = 0
     began: _Natural = 0  # CLOCK_MONOTONIC ns
     prev: _Natural = 0  # the blob of the call before
+    hand: HandMade | None = None
 
 
 class ThreadJson(msgspec.Struct, frozen=True):
@@ -141,6 +144,7 @@ class ThreadJson(msgspec.Struct, frozen=True):
     tid: _Natural = 0
     name: str = ""
     main: bool = False
+    locked_out: bool = False
     f: tuple[FrameJson, ...] = ()
 
 
@@ -174,8 +178,7 @@ def decode_evidence(payload: bytes) -> EvidenceJson:
     Raises:
         ValueError: it is not one of this version.
     """
-    evidence: EvidenceJson = _decode_evidence(clean_json(payload))
-    return evidence
+    return _decode_evidence(clean_json(payload))
 
 
 def decode_args(blob: ArgsJson, reduce_code: int) -> CollectiveArgs:
@@ -200,7 +203,7 @@ def _tensor(spec: TensorJson) -> TensorSpec:
 
 
 _channels: weakref.WeakValueDictionary[
-    tuple[str, str, str, str, str | None, int, str, bool], Channel
+    tuple[str, str, str, str, str | None, int, str, bool, HandMade | None], Channel
 ] = weakref.WeakValueDictionary()
 """One object for all ranks that have a channel: with 10,000 ranks in it, it takes 80 kB, and
 comparing two takes 50 us.
@@ -208,7 +211,7 @@ comparing two takes 50 us.
 
 
 def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
-    """Return the channel of a group blob, or None if it has no ranks.
+    """Return the channel of a group blob, or None if it has no members.
 
     Raises:
         ValueError: its ranks are not a set of ranks, or are more than ``limit``.
@@ -225,14 +228,25 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
         device,
         limit,
         ahead=ahead,
+        hand=blob.hand,
     )
-    return channel if channel.group.ranks else None
+    return channel if channel.group.ranks or channel.group.hand_made else None
 
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
     """Return the channel of a call that makes a process group, or that uses the store."""
     device = STORE if blob.op.startswith("store.") else SETUP
-    return _channel(blob.name, blob.ranks, blob.desc, blob.backend, None, blob.inc, device, limit)
+    return _channel(
+        blob.name,
+        blob.ranks,
+        blob.desc,
+        blob.backend,
+        None,
+        blob.inc,
+        device,
+        limit,
+        hand=blob.hand,
+    )
 
 
 def _channel(
@@ -246,12 +260,21 @@ def _channel(
     limit: int,
     *,
     ahead: bool = False,
+    hand: HandMade | None = None,
 ) -> Channel:
-    key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead)
+    key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead, hand)
     found = _channels.get(key)
     if found is None:
         found = _channels[key] = Channel(
-            ProcessGroup(name, parse_ranks(ranks, limit=limit), desc, backend, mesh_dim, inc),
+            ProcessGroup(
+                name,
+                parse_ranks(ranks, limit=limit) if hand is None else (),
+                desc,
+                backend,
+                mesh_dim,
+                inc,
+                hand_made=hand,
+            ),
             device,
             ahead,
         )

@@ -16,7 +16,7 @@ from commlens.text import clean_json
 # largest box in bytes; a header that claims more is rejected
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
-_LIVE: Final = struct.Struct("<19Q")  # from HEARTBEAT_MONO to HAZARDS
+_LIVE: Final = struct.Struct("<20Q")  # from HEARTBEAT_MONO to WORLD
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -54,6 +54,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     evidence_number: int
     expecting: int  # blob
     hazards: int  # blob
+    world: int  # blob
     exception: int  # blob
     main_stack_since_mono_ns: int
     setup: int  # blob
@@ -74,15 +75,13 @@ class BoxStatus(msgspec.Struct, frozen=True):
 
     @property
     def left(self) -> bool:
-        """Whether the process has destroyed its last process group."""
-        return self.phase == L.PHASE_LEFT
+        """Whether the process has destroyed its last process group, and makes no new one."""
+        return self.phase == L.PHASE_LEFT and not self.in_setup
 
     @property
     def closed(self) -> bool:
         """Whether the process ran its atexit handlers."""
-        return (
-            L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
-        )
+        return self.phase in L.PHASES_CLOSED
 
     @property
     def closed_by_exception(self) -> bool:
@@ -91,9 +90,10 @@ class BoxStatus(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The checked static part of a header."""
+    """The checked static part of a header: the fields of ``layout.STATIC`` from the capacity on,
+    and the text about the process.
+    """
 
-    raw: bytes
     capacity: int
     side_at: int
     side_size: int
@@ -107,8 +107,8 @@ class Identity(msgspec.Struct, frozen=True):
     start_ticks: int
     created_mono_ns: int
     created_ns: int
-    about: dict[str, Any]
-    problems: tuple[str, ...]
+    about: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
 
 
 def read_identity(header: bytes, name: str) -> Identity:
@@ -131,27 +131,7 @@ def read_identity(header: bytes, name: str) -> Identity:
             f"{name} is cut off within its header: {len(header)} of {L.HEADER_SIZE} bytes are left."
         )
     raw = header[: L.STATIC.size]
-    (
-        _,
-        version,
-        header_size,
-        record_size,
-        capacity,
-        side_at,
-        side_size,
-        evidence_at,
-        evidence_slot,
-        total_size,
-        pid,
-        rank,
-        world_size,
-        local_rank,
-        start_ticks,
-        created_mono_ns,
-        created_ns,
-        about_size,
-        about_crc,
-    ) = L.STATIC.unpack(raw)
+    _, version, *sizes, about_size, about_crc = L.STATIC.unpack(raw)
     if version != L.VERSION:
         # Before the checksum, which another version may have elsewhere.
         raise FormatError(
@@ -160,48 +140,33 @@ def read_identity(header: bytes, name: str) -> Identity:
         )
     if int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little") != zlib.crc32(raw):
         raise FormatError(f"{name} has a damaged header: its checksum does not match.")
-    fits = (
-        header_size == L.HEADER_SIZE
-        and record_size == L.RECORD_SIZE
-        and 1 <= capacity <= L.CAPACITY_MAX
-        and L.HEADER_SIZE + capacity * L.RECORD_SIZE <= side_at
-        and 0 < side_size <= SIZE_MAX
-        and side_at + side_size <= evidence_at
-        and L.EVIDENCE.size < evidence_slot <= 1 << 20
-        and evidence_at + 2 * evidence_slot <= total_size <= SIZE_MAX
-        and about_size <= L.ABOUT_MAX
-        and world_size <= WORLD_MAX
-    )
-    if not fits:
+    identity = Identity(*(min(field, INT_MAX) for field in sizes[2:]))
+    fits = sizes[:2] == [L.HEADER_SIZE, L.RECORD_SIZE] and about_size <= L.ABOUT_MAX
+    if not (fits and _fits_together(identity)):
         raise FormatError(
             f"{name} has a damaged header: its sizes and offsets contradict each other."
         )
-    problems: list[str] = []
-    about: dict[str, Any] = {}
     text = header[L.ABOUT_AT : L.ABOUT_AT + about_size]
     try:
         if zlib.crc32(text) != about_crc:
             raise ValueError
         about = msgspec.json.decode(clean_json(text), type=dict[str, Any]) if text else {}
     except (ValueError, RecursionError):
-        problems.append("the text about the process (job, host, script) is damaged")
-    return Identity(
-        raw,
-        capacity,
-        side_at,
-        side_size,
-        evidence_at,
-        evidence_slot,
-        total_size,
-        pid,
-        rank,
-        world_size,
-        local_rank,
-        start_ticks,
-        min(created_mono_ns, INT_MAX),
-        min(created_ns, INT_MAX),
-        about,
-        tuple(problems),
+        problem = "the text about the process (job, host, script) is damaged"
+        return msgspec.structs.replace(identity, problems=(problem,))
+    return msgspec.structs.replace(identity, about=about)
+
+
+def _fits_together(identity: Identity) -> bool:
+    """Return whether the sizes and offsets of the parts are possible."""
+    return (
+        1 <= identity.capacity <= L.CAPACITY_MAX
+        and L.HEADER_SIZE + identity.capacity * L.RECORD_SIZE <= identity.side_at
+        and 0 < identity.side_size <= SIZE_MAX
+        and identity.side_at + identity.side_size <= identity.evidence_at
+        and L.EVIDENCE.size < identity.evidence_slot <= 1 << 20
+        and identity.evidence_at + 2 * identity.evidence_slot <= identity.total_size <= SIZE_MAX
+        and identity.world_size <= WORLD_MAX
     )
 
 
@@ -246,6 +211,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         setup_since,
         expires,
         hazards,
+        world,
     ) = (min(word, INT_MAX) for word in words)
     # Damaged words that would make a wait older than the box.
     oldest_since, main_since = (
@@ -290,4 +256,5 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         setup_since_mono_ns=setup_since,
         expires_mono_ns=expires,
         hazards=hazards,
+        world=world,
     )

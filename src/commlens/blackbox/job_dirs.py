@@ -5,6 +5,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -58,7 +59,7 @@ def memory_backed(path: Path) -> bool:
 
 def box_roots(box_dir: str | None) -> list[Path]:
     """Return candidate folders for black boxes, the best first. A given one is the only one, even
-    on a disk: the user chose it.
+    on a disk: the user chose it. A folder with two names is returned once, by its better name.
     """
     if box_dir:
         return [Path(box_dir)]
@@ -68,7 +69,11 @@ def box_roots(box_dir: str | None) -> list[Path]:
         Path("/run/shm"),
         Path("/tmp"),
     ]
-    return [path for path in candidates if path.is_dir() and memory_backed(path)]
+    folders: dict[Path, Path] = {}
+    for path in candidates:
+        if path.is_dir() and memory_backed(path):
+            folders.setdefault(path.resolve(), path)  # /run/shm is often a link to /dev/shm
+    return list(folders.values())
 
 
 def user_folder(root: Path) -> Path:
@@ -80,14 +85,12 @@ def live_jobs(box_dir: str | None) -> list[Path]:
     """Return the folders of jobs with black boxes on this machine, oldest first."""
     jobs: list[Path] = []
     for root in box_roots(box_dir):
-        try:
+        with contextlib.suppress(OSError):
             jobs += [
                 path
                 for path in user_folder(root).iterdir()
                 if path.is_dir() and not path.is_symlink()
             ]
-        except OSError:
-            continue
     return sorted(jobs, key=_modified)
 
 
@@ -208,9 +211,7 @@ class Owner(NamedTuple):
     @property
     def closed(self) -> bool:
         """Whether the process has closed its box: it is exiting."""
-        return (
-            L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
-        )
+        return self.phase in L.PHASES_CLOSED
 
     @property
     def has_ended(self) -> bool | None:
@@ -294,3 +295,27 @@ def stat_fields(pid: int) -> list[str]:
     except OSError:
         fields = []
     return fields if len(fields) > 19 else ["X", *["0"] * 19]
+
+
+def claim(path: Path) -> bool:
+    """Create an empty file; return False if another process has created it."""
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file or folder; None if it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else its file system has no locks
+    finally:
+        os.close(descriptor)
+    return False

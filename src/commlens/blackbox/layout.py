@@ -53,17 +53,18 @@ SETUP_SINCE: Final = 384
 # none or unknown
 EXPIRES: Final = 392
 HAZARDS: Final = 400  # blob {"k": "hazards"}: latent faults, written at the end; 0: none
+WORLD: Final = 408  # blob {"k": "text"}: the name that commlens.world gave; 0: none
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0
 SETUP_RAISED: Final = 1
 
-# init_process_group has not returned; before SETUP is written, it has not been called
-PHASE_CREATED: Final = 0
+# 0: init_process_group has not returned; before SETUP is written, it has not been called
 PHASE_INITIALISED: Final = 1
 PHASE_CLOSED: Final = 2  # atexit handlers ran
 PHASE_CLOSED_BY_EXCEPTION: Final = 3  # atexit handlers ran after an uncaught exception
 PHASE_NEVER_INITIALISED: Final = 2  # added to the two before if init_process_group never returned
+PHASES_CLOSED: Final = range(PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION + PHASE_NEVER_INITIALISED + 1)
 # the last process group was destroyed: nobody waits for this process any more
 PHASE_LEFT: Final = 6
 
@@ -98,8 +99,7 @@ FLAG_COALESCED_END: Final = 1 << 1  # closes a coalesced group
 FLAG_CONCURRENT: Final = 1 << 2  # another thread was issuing on the same channel
 FLAG_ENTERED: Final = 1 << 3  # entered the backend at once: the ENTERED word is not written
 FLAG_ANY_SOURCE: Final = 1 << 4  # a receive from any rank
-FLAG_LIBRARY: Final = 1 << 5  # reserved, not written yet: issued by C++ or by a library
-FLAG_CAPTURE: Final = 1 << 6  # captured into a CUDA graph, so it did not run
+FLAG_CAPTURE: Final = 1 << 6  # captured into a CUDA graph, so it did not run (1 << 5 is reserved)
 
 # --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word
 # left by the slot's former record is never taken for this one's. Times are ticks of 100 ns since

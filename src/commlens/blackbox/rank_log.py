@@ -46,16 +46,21 @@ _RANKS_MAX: Final = 500_000
 _TICKS_MASK: Final = (1 << 48) - 1
 _CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # largest adjustment of a wall clock while a job runs
 _TEXT_MAX: Final = 4000  # characters of an exception
+_LIFE_AT: Final = len(L.Record._fields) + 1  # of the first life word in a slot, after the CRC
 
-_HOW: Final = (
-    LearnedHow.NOT_YET,
-    LearnedHow.RETURN,
-    LearnedHow.WAIT,
-    LearnedHow.POLL,
-    LearnedHow.NATIVE_RECORDER,
-    LearnedHow.UNKNOWN,
-    LearnedHow.ENQUEUED,
-    LearnedHow.STARTED,
+_HOW: Final = dict(
+    enumerate(
+        (
+            LearnedHow.NOT_YET,
+            LearnedHow.RETURN,
+            LearnedHow.WAIT,
+            LearnedHow.POLL,
+            LearnedHow.NATIVE_RECORDER,
+            LearnedHow.UNKNOWN,
+            LearnedHow.ENQUEUED,
+            LearnedHow.STARTED,
+        )
+    )
 )
 _OUTCOME_STATES: Final = {
     L.OUTCOME_COMPLETED: State.COMPLETED,
@@ -183,6 +188,9 @@ class BoxReader:
             kind = self.files[file] = frame_kind(file, self.prefixes)
         return kind
 
+    def _error(self, position: int) -> str:
+        return (self.text(position) or "an error whose text is lost")[:_TEXT_MAX]
+
     # --- the log
 
     def log(self, newest: int | None = None) -> RankLog:
@@ -192,27 +200,8 @@ class BoxReader:
         setups = self._setups()
         stacks, stacks_ns = self._evidence()
         exception, exception_stack, assertion, refusal = self._exception()
-        expecting = None
-        if status.expecting:
-            expecting = self.text(status.expecting)
-            if expecting is None:
-                expecting = "something slow"
-                self.problems.append("the label of the open expect_slow could not be read")
-        coverage = about.get("coverage", [])
-        if not isinstance(coverage, list):
-            coverage = [coverage]
-        if status.lost:
-            self.problems.append(
-                f"{status.lost} collectives were not recorded because of an error inside commlens"
-            )
-        if status.phase > L.PHASE_LEFT:
-            self.problems.append("the word with the phase of the process is damaged")
-        if self.parts.size < self.identity.total_size:
-            self.problems.insert(
-                0,
-                f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are"
-                " left",
-            )
+        expecting = self._expecting()
+        self._note_damage()
         return RankLog(
             rank=status.rank,
             world_size=max(0, status.world_size),
@@ -248,16 +237,41 @@ class BoxReader:
             initialised=status.initialised,
             timeout_s=status.timeout_s,
             stall_timeout_s=about_number(about, "stall_timeout"),
-            coverage=[text for text in coverage if isinstance(text, str)],
+            coverage=_texts(about.get("coverage", [])),
             source=self.name,
             problems=self.problems,
             script=status.script,
+            world=self.text(status.world) or about_text(about, "world"),
             versions={
                 key: text
                 for key in ("commlens", "torch", "python")
                 if (text := about_text(about, key))
             },
         )
+
+    def _expecting(self) -> str | None:
+        """Return the label of the open expect_slow; None if there is none."""
+        if not self.status.expecting:
+            return None
+        label = self.text(self.status.expecting)
+        if label is None:
+            self.problems.append("the label of the open expect_slow could not be read")
+        return "something slow" if label is None else label
+
+    def _note_damage(self) -> None:
+        status = self.status
+        if status.lost:
+            self.problems.append(
+                f"{status.lost} collectives were not recorded because of an error inside commlens"
+            )
+        if status.phase > L.PHASE_LEFT:
+            self.problems.append("the word with the phase of the process is damaged")
+        if self.parts.size < self.identity.total_size:
+            self.problems.insert(
+                0,
+                f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are"
+                " left",
+            )
 
     def _setups(self) -> list[Collective]:
         """Return the calls that make process groups or use the store, oldest first, as far as the
@@ -359,7 +373,8 @@ class BoxReader:
             return [], 0
         taken_ns = self.unix(best[1])
         return [
-            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads
+            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main, t.locked_out)
+            for t in threads
         ], taken_ns
 
     def _count_issued(self) -> int:
@@ -410,94 +425,76 @@ class BoxReader:
             )
 
     def _collective(self, record: tuple[int, ...], channel: Channel) -> Collective | None:
-        (
-            index,
-            announced,
-            _group,
-            args_at,
-            stack_at,
-            module_at,
-            sequence_number,
-            step,
-            coalescing_id,
-            tag,
-            thread,
-            flags,
-            peer,
-            members,
-            _crc,
-            entered,
-            returned,
-            wait_began,
-            wait_ended,
-            done,
-            outcome,
-            failure,
-            reduce_op,
-            duration,
-        ) = record
-        own = index & L.TAG_MASK
-        ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
-        announced_ns = self.unix(announced)
-        word = _value(reduce_op, own)
-        source = word if flags & L.FLAG_ANY_SOURCE else 0
-        args = self.args(args_at, 0 if source else word)
-        if args is None:
-            if flags & L.FLAG_ANY_SOURCE:
-                args = CollectiveArgs("recv", "unknown")
-            elif peer >= 0:
-                # a send or a receive: without its arguments, which name the direction, its sequence
-                # number means nothing
-                return None
-            else:
-                args = CollectiveArgs("unknown", "unknown")
-        entered_ns = (
-            announced_ns if flags & L.FLAG_ENTERED else _moment(entered, own, ticks, announced_ns)
+        announced = L.Record(*record[: _LIFE_AT - 1])
+        tag, flags = announced.record_index & L.TAG_MASK, announced.flags
+        announced_ns = self.unix(announced.announced_ns)
+        ticks = (announced.announced_ns - self.identity.created_mono_ns) // L.TICK_NS
+        entered_ns, returned_ns, began_ns, ended_ns, done_ns = (
+            _moment(word, tag, ticks, announced_ns) for word in record[_LIFE_AT : _LIFE_AT + 5]
         )
-        ended = _value(outcome, own)
-        result, how = (ended >> 8) & 0xFF, ended & 0xFF
+        outcome, failure, asked, duration = (_value(word, tag) for word in record[_LIFE_AT + 5 :])
+        if flags & L.FLAG_ENTERED:
+            entered_ns = announced_ns
+        source = asked if flags & L.FLAG_ANY_SOURCE else 0
+        args = self.args(announced.asked, 0 if source else asked) or _lost_args(announced)
+        if args is None:
+            return None
+        result, how = (outcome >> 8) & 0xFF, outcome & 0xFF
+        state = _OUTCOME_STATES.get(result, State.UNKNOWN)
         if result == L.OUTCOME_NONE:
             state = State.ISSUED if entered_ns else State.ANNOUNCED
-        else:
-            state = _OUTCOME_STATES.get(result, State.UNKNOWN)
-        error = None
-        if state is State.FAILED:
-            error = (self.text(_value(failure, own)) or "an error whose text is lost")[:_TEXT_MAX]
-        module = self.text(module_at) if module_at else None
-        device_ticks = _value(duration, own)
         return Collective(
-            index=index,
+            index=announced.record_index,
             channel=channel,
-            sequence_number=sequence_number if sequence_number < INT_MAX else INT_MAX,
+            sequence_number=min(announced.sequence_number, INT_MAX),
             args=args,
             state=state,
             announced_ns=announced_ns,
             entered_ns=entered_ns,
-            returned_ns=_moment(returned, own, ticks, announced_ns) if returned else 0,
-            wait_began_ns=_moment(wait_began, own, ticks, announced_ns) if wait_began else 0,
-            wait_ended_ns=_moment(wait_ended, own, ticks, announced_ns) if wait_ended else 0,
-            done_ns=_moment(done, own, ticks, announced_ns) if done else 0,
-            learned_how=_HOW[how] if how < len(_HOW) else LearnedHow.UNKNOWN,
-            stack=(self.stack(stack_at) or ()) if stack_at else (),
-            issue_thread=thread,
-            wait_thread=ended >> 16,
-            peer=peer if peer >= 0 else None,
-            tag=tag,
-            step=step if step < INT_MAX else INT_MAX,
-            coalescing_id=coalescing_id if coalescing_id < INT_MAX else INT_MAX,
-            coalesced_members=members if flags & L.FLAG_COALESCED_END else 0,
-            duration_ns=device_ticks * L.TICK_NS if device_ticks else None,
-            error=error,
+            returned_ns=returned_ns,
+            wait_began_ns=began_ns,
+            wait_ended_ns=ended_ns,
+            done_ns=done_ns,
+            learned_how=_HOW.get(how, LearnedHow.UNKNOWN),
+            stack=self.stack(announced.stack) or (),
+            issue_thread=announced.thread,
+            wait_thread=outcome >> 16,
+            peer=announced.peer if announced.peer >= 0 else None,
+            tag=announced.tag,
+            step=min(announced.step, INT_MAX),
+            coalescing_id=min(announced.coalescing_id, INT_MAX),
+            coalesced_members=announced.members if flags & L.FLAG_COALESCED_END else 0,
+            duration_ns=duration * L.TICK_NS if duration else None,
+            error=self._error(failure) if state is State.FAILED else None,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
-            module=module,
+            module=self.text(announced.module),
             captured=bool(flags & L.FLAG_CAPTURE),
             took_from=_member(channel, source - 1),
         )
 
 
+def _lost_args(announced: L.Record) -> CollectiveArgs | None:
+    """Return what is known of arguments that are lost; None of a send or a receive from one rank:
+    they name the direction, without which its sequence number means nothing.
+    """
+    if announced.flags & L.FLAG_ANY_SOURCE:
+        return CollectiveArgs("recv", "unknown")
+    return None if announced.peer >= 0 else CollectiveArgs("unknown", "unknown")
+
+
+def _texts(value: object) -> list[str]:
+    """Return a text, or the texts in a list."""
+    return [
+        text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
+    ]
+
+
 def _member(channel: Channel, place: int) -> int | None:
-    """Return the rank at a place of the channel's group; None if there is none."""
-    ranks = channel.group.ranks
+    """Return the rank at a place of the channel's group, or the place if nothing maps it; None if
+    there is none.
+    """
+    by_hand = channel.group.hand_made
+    ranks = channel.group.ranks if by_hand is None else range(by_hand.size)
     return ranks[place] if 0 <= place < len(ranks) else None
 
 

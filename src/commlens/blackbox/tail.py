@@ -1,6 +1,6 @@
 """Follow a live black box: read only new records and the blobs that they refer to.
 
-A poll without new records reads 32 bytes.
+A poll without new records reads 40 bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from commlens.blackbox.blobs import BlobJson, decode_blob
 from commlens.blackbox.reader import OpenBox
 from commlens.errors import FormatError
 
-# heartbeat, Unix heartbeat, records announced, bytes written to the side table
-_LIVE: Final = struct.Struct("<4Q")
+# heartbeat, Unix heartbeat, records announced, bytes written to the side table, phase
+_LIVE: Final = struct.Struct("<5Q")
 # The fields of a slot that a comparison needs: all but the announcement, the module, the thread and
 # the life words other than the reduce op's.
 _SLOT: Final = struct.Struct(
@@ -53,6 +53,7 @@ class BoxTail:
         self.missed = 0
         self.heartbeat = 0  # of the rank's watchdog thread, CLOCK_MONOTONIC ns, as of the last poll
         self.issued = 0  # index of the newest record, as of the last poll
+        self.is_closed = False  # nothing is written into the box any more, as of the last poll
         self._torn: dict[int, int] = {}  # index of a torn record: number of reads so far
 
     def poll(self, at_most: int) -> list[Raw]:
@@ -62,7 +63,8 @@ class BoxTail:
         live = self._box.read(L.HEARTBEAT_MONO, _LIVE.size)
         if len(live) < _LIVE.size:
             raise FormatError(f"{self._box.name} was cut off while it was read.")
-        self.heartbeat, _, self.issued, _ = _LIVE.unpack(live)
+        self.heartbeat, _, self.issued, _, phase = _LIVE.unpack(live)
+        self.is_closed = phase in L.PHASES_CLOSED
         found = self._reread_torn() if self._torn else []
         if self.issued < self.next:
             return found
@@ -123,15 +125,14 @@ class BoxTail:
         crc32 = zlib.crc32
         size, upto = L.RECORD_SIZE, L.RECORD_CRC_AT
         found: list[Raw] = []
-        index, at = first, 0
-        for raw in _SLOT.iter_unpack(ring):
+        at = 0
+        for index, raw in enumerate(_SLOT.iter_unpack(ring), first):
             if raw[0] == index and raw[11] == crc32(ring[at : at + upto]):
                 found.append(raw)
             elif raw[0] > index:
                 self.missed += 1  # overwritten
             else:
                 self._torn[index] = 0
-            index += 1
             at += size
         return found
 

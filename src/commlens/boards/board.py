@@ -271,6 +271,14 @@ class PeerBoard:
             return None
         return signature, blob, reduce_code
 
+    def announced_blob(self, key: int, number: int) -> dict[str, Any] | None:
+        """Return the arguments that the rank announced on a channel; None if it has not, or if they
+        were overwritten.
+        """
+        slot = self.slot(key)
+        seen = self.announced(slot, number) if slot else None
+        return self.blob(seen[1]) if seen is not None else None
+
     def is_past(self, slot: int, number: int) -> bool:
         """Return whether the rank has announced a later number of the same round, so that it must
         have announced this one.

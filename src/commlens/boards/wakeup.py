@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 FIRST_WORD: Final = 8
 LAST_WORD: Final = 512  # of a page of 4096 bytes
@@ -41,13 +41,25 @@ _POLL_S: Final = 50e-6
 _ALL_SLEEPERS: Final = 1 << 30
 
 
-class Bells:
+class _BellWords:
+    """The words of all bells: the first page of a shared, writable map."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._words = memoryview(mapped)[: LAST_WORD * 8].cast("Q")
+        self._futexes = Futexes(mapped)
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Wake these ranks of this node, whichever bell they sleep on: a refusal was posted."""
+        for bell in {self._words[_bell(rank) + 1] for rank in ranks}:
+            if FIRST_WORD <= bell < LAST_WORD:
+                self._futexes.wake(bell)
+
+
+class Bells(_BellWords):
     """The bells of a job's ranks on this node, as one of the ranks uses them."""
 
     def __init__(self, mapped: mmap.mmap, rank: int) -> None:
-        """Use the first page of a shared, writable map."""
-        self._words = memoryview(mapped)[: LAST_WORD * 8].cast("Q")
-        self._futexes = Futexes(mapped)
+        super().__init__(mapped)
         self._own = _bell(rank)
         self._next = itertools.count(self._words[self._own] + 1).__next__
         self._lock = threading.Lock()
@@ -63,12 +75,6 @@ class Bells:
             if sleeps_on in (own, _SEVERAL):
                 self._futexes.wake(own)
                 return
-
-    def wake(self, ranks: Iterable[int]) -> None:
-        """Wake these ranks, whichever bell they sleep on: a refusal was posted."""
-        for bell in {self._words[_bell(rank) + 1] for rank in ranks}:
-            if FIRST_WORD <= bell < LAST_WORD:
-                self._futexes.wake(bell)
 
     def listen(self, peer: int, thread: int) -> int:
         """Register this thread as a sleeper on the peer's bell, and return the bell's value.
@@ -98,15 +104,10 @@ class Bells:
             )
 
 
-class RemoteBells:
+class RemoteBells(_BellWords):
     """The bells as the node's relay uses them: it rings for the ranks on other nodes, and sleeps on
     the bells of the ranks here.
     """
-
-    def __init__(self, mapped: mmap.mmap) -> None:
-        """Use the first page of a shared, writable map."""
-        self._words = memoryview(mapped)[: LAST_WORD * 8].cast("Q")
-        self._futexes = Futexes(mapped)
 
     def add(self, rank: int) -> None:
         """Make the ranks here ring for each announcement that concerns a rank on another node."""
@@ -117,12 +118,6 @@ class RemoteBells:
         bell = _bell(rank)
         self._words[bell] = (self._words[bell] + 1) & _SEVERAL
         self._futexes.wake(bell)
-
-    def wake(self, ranks: Iterable[int]) -> None:
-        """Wake these ranks of this node, whichever bell they sleep on: a refusal was posted."""
-        for bell in {self._words[_bell(rank) + 1] for rank in ranks}:
-            if FIRST_WORD <= bell < LAST_WORD:
-                self._futexes.wake(bell)
 
     def heard(self, rank: int) -> int:
         """Return the value of a rank's bell, which changes with each announcement."""
@@ -150,9 +145,23 @@ class Futexes:
     def __init__(self, mapped: mmap.mmap) -> None:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self._lower_half = 4 if sys.byteorder == "big" else 0
-        self._call = _system_call()
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        call.restype = ctypes.c_long
+        call.argtypes = (
+            ctypes.c_long,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_uint32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint32,
+        )
+        self._call = call
         self._number = _FUTEX_NUMBERS.get(platform.machine(), 0)
-        self.works = self._number != 0 and self._is_permitted()
+        # a word without sleepers is woken, which shows whether the system allows it
+        self.works = bool(
+            self._number and call(self._number, self._base, _WAKE, 1, None, None, 0) >= 0
+        )
 
     def wait(self, word: int, expected: int, timeout_ns: int) -> None:
         """Sleep until the word is woken or the timeout is over; not at all if the word is no longer
@@ -185,24 +194,3 @@ class Futexes:
                 None,
                 0,
             )
-
-    def _is_permitted(self) -> bool:
-        """Return whether the system allows the call. Waking a word without sleepers does
-        nothing.
-        """
-        return bool(self._call(self._number, self._base, _WAKE, 1, None, None, 0) >= 0)
-
-
-def _system_call() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    call.argtypes = (
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-    )
-    return call

@@ -44,13 +44,7 @@ class CompletionTracker:
         # by record index: in flight, its Work held by a weak reference only
         self.weakly_held: dict[int, Token] = {}
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
-        self.device_queues = DeviceQueues(
-            writer.mark_outcome,
-            self._done,
-            self._failed_on_device,
-            lambda: writer.last_index,
-            writer.capacity,
-        )
+        self.device_queues = DeviceQueues(self)
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
         self.unwaited = Unwaited()
@@ -72,7 +66,7 @@ class CompletionTracker:
         if token.args.channel.runs_ahead:
             self._enqueued(token, work)
         elif work is None:
-            self._done(token, L.HOW_RETURN, now)
+            self.done(token, L.HOW_RETURN, now)
         else:
             if not token.args.meets and token.stack:
                 self.unwaited.issued(work, token.stack)
@@ -133,7 +127,7 @@ class CompletionTracker:
             self._forget_pointers(token)
             error = error_of(work)
             if error is None:
-                self._done(token, how, _monotonic())
+                self.done(token, how, _monotonic())
             else:
                 self.mark_failed(token.offset, token.index, error, 0, how)
 
@@ -142,7 +136,8 @@ class CompletionTracker:
             if self.by_pointer.get(pointer) is token:
                 del self.by_pointer[pointer]
 
-    def _done(self, token: Token, how: int, now: int) -> None:
+    def done(self, token: Token, how: int, now: int) -> None:
+        """Record that a collective completed: ``how`` it was learned, and when."""
         if self.timing and how == L.HOW_RETURN:
             self._time(token, now)
         self.writer.mark(token.offset, L.DONE, token.index, now)
@@ -358,9 +353,6 @@ class CompletionTracker:
         self.weakly_held.clear()
         self.by_pointer.clear()
         self.device_queues.clear()
-
-    def _failed_on_device(self, token: Token, text: str) -> None:
-        self.mark_failed(token.offset, token.index, RuntimeError(text), 0, L.HOW_NATIVE_RECORDER)
 
     def _failed(self, error: Exception) -> None:
         """Count an error of commlens, and log the first one."""

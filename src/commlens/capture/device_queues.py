@@ -91,26 +91,12 @@ class DeviceQueues:
     watchdog thread the others.
 
     Args:
-        mark: writes a life word: offset, index, outcome, how it was learned.
-        done: marks a token completed.
-        failed: marks a token failed, with a text.
-        newest: returns the index of the newest record.
-        capacity: of the box, in records.
+        tracker: marks the tokens' records
+            (:class:`commlens.capture.completion.CompletionTracker`).
     """
 
-    def __init__(
-        self,
-        mark: Callable[[int, int, int, int], object],
-        done: Callable[[Token, int, int], object],
-        failed: Callable[[Token, str], object],
-        newest: Callable[[], int],
-        capacity: int,
-    ) -> None:
-        self._mark = mark
-        self._done = done
-        self._failed = failed
-        self._newest = newest
-        self._capacity = capacity
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[Channel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
@@ -144,7 +130,7 @@ class DeviceQueues:
         elif token.backend_number > 0 and channel.backend.uid:
             queue = self._queues.get(channel)
             if queue is None:
-                queue = self._queues[channel] = Queue(channel, self._capacity)
+                queue = self._queues[channel] = Queue(channel, self._tracker.writer.capacity)
             queue.add(token)
 
     def look(self, now: int) -> None:
@@ -215,7 +201,7 @@ class DeviceQueues:
             now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed
         )
         while queue.tokens and queue.tokens[0].backend_number <= status.completed:
-            self._done(queue.tokens.popleft(), L.HOW_NATIVE_RECORDER, now)
+            self._tracker.done(queue.tokens.popleft(), L.HOW_NATIVE_RECORDER, now)
         if queue.dropped is not None:
             queue.dropped.waiting = queue.dropped.backend_number > status.completed
         is_stuck = bool(queue.tokens) and now - queue.tokens[0].since >= ASK_WHILE_BUSY_NS
@@ -251,8 +237,8 @@ class DeviceQueues:
                         token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER
                     )
                     left.append(token)
-                elif self._newest() - token.index < held:
-                    self._done(token, L.HOW_NATIVE_RECORDER, now)
+                elif self._tracker.writer.last_index - token.index < held:
+                    self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
                 # else its entry may be overwritten, so its state stays unknown
             queue.tokens, queue.dropped = left, None
             queue.note_progress(now, any_done=len(left) < before)
@@ -261,7 +247,7 @@ class DeviceQueues:
         if token.known_how != how:
             token.waiting = True
             token.known_how = how
-            self._mark(token.offset, token.index, L.OUTCOME_NONE, how)
+            self._tracker.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, how)
 
     def _look_at_messages(self) -> None:
         """Poll the results of messages, which torch's watchdog thread sets without a query of
@@ -274,9 +260,12 @@ class DeviceQueues:
                 self._in_flight(token, L.HOW_NATIVE_RECORDER)
                 self._messages.append(token)
             elif result in _FAILURES:
-                self._failed(token, _FAILURES[result])
+                error = RuntimeError(_FAILURES[result])
+                self._tracker.mark_failed(
+                    token.offset, token.index, error, 0, L.HOW_NATIVE_RECORDER
+                )
             else:
-                self._done(token, L.HOW_NATIVE_RECORDER, time.monotonic_ns())
+                self._tracker.done(token, L.HOW_NATIVE_RECORDER, time.monotonic_ns())
 
 
 def result_reader(work: Any) -> Callable[[], int | None] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from commlens import native
@@ -20,36 +20,25 @@ from commlens.tap.groups import Groups
 log = logging.getLogger("commlens")
 
 
-@dataclass(frozen=True)
-class Engine:
-    """An engine: how to make a box and its recorder."""
-
-    name: str  # "python" or "native"
-    box_writer: Callable[..., BoxWriter]
-    recorder: Callable[..., Recorder]
-
-
 _TRACED = "this process traced collectives before, with kernels in Python, which stay installed"
 
 
-def choose(wanted: str) -> Engine:
-    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was
-    asked for cannot be used.
+def choose(wanted: str) -> tuple[Callable[..., BoxWriter], Callable[..., Recorder]]:
+    """Return how to make a box, and how to make its recorder, for the setting ``engine``. Never
+    raises; logs why a native engine that was asked for cannot be used.
     """
     if wanted != "python":
         module, why = _native_module()
         if module is not None:
-            return _native(module)
+            from commlens.capture.native_recorder import NativeBoxWriter, NativeRecorder
+
+            return partial(NativeBoxWriter, module), partial(NativeRecorder, module)
         if wanted == "native" or why:
             # A traced process has kernels in Python, which is no fault unless the native ones were
             # asked for.
             level = logging.DEBUG if why == _TRACED and wanted != "native" else logging.WARNING
             log.log(level, "commlens records in Python: %s", why or native.NOT_BUILT)
-    return Engine(
-        "python",
-        BoxWriter,
-        lambda writer, **options: Recorder(writer, Groups(), **options),
-    )
+    return BoxWriter, lambda writer, **options: Recorder(writer, Groups(), **options)
 
 
 def _native_module() -> tuple[Any, str]:
@@ -65,13 +54,3 @@ def _native_module() -> tuple[Any, str]:
         return module, ""
     except Exception as error:
         return None, f"the native engine cannot be used: {error}"
-
-
-def _native(module: Any) -> Engine:
-    from commlens.capture.native_recorder import NativeBoxWriter, NativeRecorder
-
-    return Engine(
-        "native",
-        lambda path, **header: NativeBoxWriter(module, path, **header),
-        lambda writer, **options: NativeRecorder(module, writer, **options),
-    )

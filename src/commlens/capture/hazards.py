@@ -5,8 +5,8 @@ groups that pile up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import sys
 import zlib
 from collections import Counter
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.tap.made_groups import MadeGroups
 
@@ -152,19 +153,11 @@ def _by_line(found: list[tuple[Hazard, int]]) -> list[tuple[Hazard, int]]:
 
 
 def _log_once(folder: Path, hazard: Hazard) -> None:
+    """Log a hazard, if this process is the first of the node to do so."""
     from commlens.text import hazard_phrase
 
-    if _claim(folder, " ".join(map(str, hazard.lines))):
-        log.warning("commlens: %s", hazard_phrase(hazard))
-
-
-def _claim(folder: Path, name: str) -> bool:
-    """Return whether this process is the first of the node to log a hazard."""
-    path = folder / f"hazard.{zlib.crc32(name.encode()):08x}"
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
+    name = " ".join(map(str, hazard.lines))
+    with contextlib.suppress(OSError):
+        if not job_dirs.claim(folder / f"hazard.{zlib.crc32(name.encode()):08x}"):
+            return
+    log.warning("commlens: %s", hazard_phrase(hazard))

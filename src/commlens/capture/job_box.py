@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -43,22 +44,25 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
     destroyed its groups, or is alone in one, is no rank of its children's job: test suites start
     ranks after they have been one.
     """
-    box = _box_of_ancestor(settings)
-    parent = job_dirs.owner(box) if box is not None else None
-    is_over = parent is not None and (parent.left or (parent.setup != 0 and parent.world_size == 1))
-    if box is not None and parent is not None and (early or not is_over):
-        if early or (parent.setup and parent.rank == place.rank):
-            return None
-        if parent.world_size == place.world_size:
-            taken = {
-                job_dirs.box_rank(other)
-                for other in job_dirs.boxes(box.parent)
-                if job_dirs.has_ended(other) is False
-            }
-            return None if place.rank in taken - {parent.rank} else str(box.parent)
-        if parent.setup:
-            return None
-    return settings.job or job_dirs.job_identity(os.environ, place.meeting)
+    own = settings.job or job_dirs.job_identity(os.environ, place.meeting)
+    found = _ancestor(settings)
+    if found is None:
+        return own
+    box, parent = found
+    if early:
+        return None
+    if parent.left or (parent.setup and parent.world_size == 1):
+        return own
+    if parent.setup and parent.rank == place.rank:
+        return None
+    if parent.world_size == place.world_size:
+        taken = {
+            job_dirs.box_rank(other)
+            for other in job_dirs.boxes(box.parent)
+            if job_dirs.has_ended(other) is False
+        }
+        return None if place.rank in taken - {parent.rank} else str(box.parent)
+    return None if parent.setup else own
 
 
 def twin_of(settings: config.Settings, place: Place) -> str:
@@ -68,10 +72,10 @@ def twin_of(settings: config.Settings, place: Place) -> str:
     workers spawns all ranks. They may come at the same moment, so each notes its claim before it
     looks for others. Processes that are no children of ranks note nothing.
     """
-    box = _box_of_ancestor(settings)
-    parent = job_dirs.owner(box) if box is not None else None
-    if box is None or parent is None or place.rank < 0 or not place.meeting:
+    found = _ancestor(settings)
+    if found is None or place.rank < 0 or not place.meeting:
         return ""
+    box, parent = found
     mine = rank_claims.claim_rank(
         box.parent, place.rank, place.meeting, place.world_size, parent.pid
     )
@@ -127,7 +131,11 @@ def make_box(
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_ceiling_s},
+                    about=_about(job_dir.name)
+                    | {
+                        "stall_timeout": settings.stall_ceiling_s,
+                        "world": settings.world or _known_world(),
+                    },
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")
@@ -136,6 +144,16 @@ def make_box(
     )
     log.warning("commlens: rank %d is not recorded: %s", place.rank, where)
     return None
+
+
+def _known_world() -> str:
+    """Return a name for this program: of a replica group that a launcher has numbered, or the class
+    of an actor of Ray, which is the process's title; "" if it is neither.
+    """
+    if number := os.environ.get(launchers.REPLICA, ""):
+        return f"replica {number[:40]}"
+    actor = re.match(rb"ray::(\w+)", _command_line(os.getpid()))
+    return actor[1].decode() if actor is not None else ""
 
 
 @contextlib.contextmanager
@@ -154,8 +172,8 @@ def _locked(job_dir: Path) -> Iterator[None]:
         yield
 
 
-def _box_of_ancestor(settings: config.Settings) -> Path | None:
-    """Return the box of the nearest ancestor that has one."""
+def _ancestor(settings: config.Settings) -> tuple[Path, job_dirs.Owner] | None:
+    """Return the box of the nearest ancestor that has one, and what its header tells of it."""
     owners = {
         job_dirs.box_pid(box): box
         for job in job_dirs.live_jobs(settings.box_dir)
@@ -167,7 +185,8 @@ def _box_of_ancestor(settings: config.Settings) -> Path | None:
         if pid <= 1:
             return None
         if pid in owners:
-            return owners[pid]
+            owner = job_dirs.owner(owners[pid])
+            return None if owner is None else (owners[pid], owner)
         pid = job_dirs.parent_of(pid)
     return None
 
@@ -268,7 +287,7 @@ def start_watcher(settings: config.Settings, job_dir: Path) -> int:
         Its pid; 0: another rank starts it.
     """
     local_rank = rank_environment.local_rank()
-    if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / _CLAIM)):
+    if local_rank > 0 or (local_rank < 0 and not job_dirs.claim(job_dir / _CLAIM)):
         return 0
     return _start_watcher(settings, job_dir)
 
@@ -292,23 +311,12 @@ class WatcherReplacement:
         self.start()
 
     def start(self) -> None:
-        """Start a watcher if none is running."""
-        if not self._is_watched() and _claim(self._job_dir / _SECOND_CLAIM):
+        """Start a watcher if none is running, which would hold its lock on the job's folder."""
+        # None: the job is over
+        if job_dirs.is_locked(self._job_dir) is False and job_dirs.claim(
+            self._job_dir / _SECOND_CLAIM
+        ):
             _start_watcher(self._settings, self._job_dir)
-
-    def _is_watched(self) -> bool:
-        """Return whether a watcher holds its lock on the job's folder."""
-        try:
-            descriptor = os.open(self._job_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return True  # the job is over
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
 
 
 def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
@@ -330,12 +338,3 @@ def _command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _claim(path: Path) -> bool:
-    """Create a file; return False if another rank has created it."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        return False
-    return True

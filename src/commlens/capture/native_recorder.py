@@ -8,8 +8,6 @@ under "called from C++" when something is new or has failed.
 from __future__ import annotations
 
 import sys
-import threading
-import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -91,6 +89,8 @@ class NativeRecorder(Recorder):
     """Records every collective of the process into ``writer``, in C++."""
 
     writer: NativeBoxWriter
+    listens_to_waits = False  # C++ sees them
+    reads_reduce_ops = True  # C++ can, in every torch
 
     def __init__(
         self, module: Any, writer: NativeBoxWriter, *, cpp_stack: bool = False, timing: bool = False
@@ -133,16 +133,6 @@ class NativeRecorder(Recorder):
         listens, too.
         """
         return self._module.tapped_wait(original, slow)
-
-    @property
-    def listens_to_waits(self) -> bool:
-        """False: C++ sees them."""
-        return False
-
-    @property
-    def reads_reduce_ops(self) -> bool:
-        """True: C++ can, in every torch."""
-        return True
 
     # --- called from C++
 
@@ -355,27 +345,10 @@ class NativeRecorder(Recorder):
             if ended is None:
                 return None
             first, channel_blob, number, identity, members = ended
-            content = {**first.python.content, "op": "coalesced", "dop": "coalesced"}
-            args = InternedArgs(
-                content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END
-            )
-            args.blob = self.writer.add_blob(content)
             stack = self.engine.stack_position(2)
-            index, now = self.writer.next_index(), time.monotonic_ns()
-            record = L.Record(
-                index,
-                now,
-                channel_blob,
-                args.blob,
-                stack,
-                sequence_number=number,
-                step=self.steps,
-                coalescing_id=identity,
-                thread=threading.get_native_id(),
-                flags=args.flags,
-                members=members,
+            args, index, offset, now = self._announce_group(
+                first.python, channel_blob, stack, number, identity, members
             )
-            offset = self.writer.announce(record)
             return self.engine.group_token(args, first, index, offset, now, number)
         except Exception as error:
             self._failed(error)

@@ -33,12 +33,8 @@ class Place(NamedTuple):
         return self.backend.lower() in _WITHOUT_PROCESSES
 
 
-def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Place:
-    """Return the place from the arguments of ``init_process_group(backend, init_method, timeout,
-    world_size, rank, store)``.
-    """
-    names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+def place_of(given: Mapping[str, Any] = MappingProxyType({})) -> Place:
+    """Return the place from the arguments of ``init_process_group``, by name."""
     rank, world_size, store = given.get("rank"), given.get("world_size"), given.get("store")
     meeting = str(given.get("init_method") or "")
     if store is not None:

@@ -19,11 +19,11 @@ from commlens.capture import stacks
 from commlens.capture.completion import CompletionTracker
 from commlens.capture.hazards import Hazards
 from commlens.capture.thread_id import current
-from commlens.model.ops import POINT_TO_POINT
 from commlens.tap import tap
 from commlens.tap.groups import Groups, give_back
 from commlens.tap.interned_args import (
     ArgsTable,
+    CoalescedGroup,
     InternedArgs,
     noted_reduce_ops,
     output_pointers,
@@ -39,26 +39,7 @@ _REDUCE_OPS_AT_ONCE = 500
 _monotonic = time.monotonic_ns
 
 
-class CoalescedGroup:
-    """A coalesced group under construction by one thread: one collective with its members."""
-
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self.members: list[InternedArgs] = []
-        self.sequence_number = 0
-
-    def add(self, args: InternedArgs) -> int:
-        """Add a member and return its sequence number: collectives share the group's,
-        point-to-point ops keep that of their pair.
-        """
-        self.members.append(args)
-        if args.op in POINT_TO_POINT:
-            return args.next_number()
-        self.sequence_number = self.sequence_number or args.next_number()
-        return self.sequence_number
-
-
-class Recorder(CompletionTracker):
+class Recorder(CompletionTracker, tap.Subscriber):
     """Records every collective of the process into ``writer``."""
 
     def __init__(
@@ -66,9 +47,9 @@ class Recorder(CompletionTracker):
     ) -> None:
         super().__init__(writer, timing=timing)
         self.groups = groups
-        self.cpp_stack = cpp_stack
         self.steps = 0
         self.stacks = stacks.StackTable(writer)
+        self._position = self.stacks.native_position if cpp_stack else self.stacks.position
         self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(
             maxlen=writer.capacity
         )
@@ -97,15 +78,11 @@ class Recorder(CompletionTracker):
     it is in Python.
     """
 
-    @property
-    def listens_to_waits(self) -> bool:
-        """Whether waits of functional collectives must be reported to Python."""
-        return True
+    listens_to_waits = True
+    """Whether waits of functional collectives must be reported to Python."""
 
-    @property
-    def reads_reduce_ops(self) -> bool:
-        """Whether it reads reduce ops even where torch hides them from Python."""
-        return False
+    reads_reduce_ops = False
+    """Whether it reads reduce ops even where torch hides them from Python."""
 
     # --- the tap's calls
 
@@ -146,18 +123,14 @@ class Recorder(CompletionTracker):
             )
             channel = args.channel
             writer = self.writer
-            if args.blob <= writer.side_floor and not args.too_large:
-                args.blob = writer.add_blob(args.content)
-                args.too_large = args.blob == 0
-            if channel.blob <= writer.side_floor:
-                channel.blob = writer.add_blob(channel.describe())
-            stack = (
-                self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
-            )
+            floor = writer.side_floor
+            if args.blob <= floor or channel.blob <= floor:
+                self._describe(args, floor)
+            stack = self._position(frame)
             thread = current.id
             flags = args.flags | entered
-            if self.capture_flag and channel.runs_ahead:
-                flags |= self.capture_flag
+            if self.capture_flag:
+                flags |= self.capture_flag * channel.runs_ahead
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
             channel.busy = thread
@@ -195,7 +168,7 @@ class Recorder(CompletionTracker):
                 token.tagged_number = args.next_tagged()
             if coalescing is not None:
                 token.coalescing = coalescing
-            elif not args.synchronous and not channel.runs_ahead:
+            elif args.is_held:
                 token.pointers = output_pointers(spec, arguments)
             if spec.reduce_op >= 0:
                 noted = noted_reduce_ops.get(thread) if noted_reduce_ops else None
@@ -204,6 +177,15 @@ class Recorder(CompletionTracker):
             self._failed(error)
             return None
         return token
+
+    def _describe(self, args: InternedArgs, floor: int) -> None:
+        """Write the blobs of the arguments and of their channel that are missing, or too old."""
+        channel = args.channel
+        if args.blob <= floor and not args.too_large:
+            args.blob = self.writer.add_blob(args.content)
+            args.too_large = args.blob == 0
+        if channel.blob <= floor:
+            channel.blob = self.writer.add_blob(channel.describe())
 
     def returned(self, token: Token | None, result: Any) -> None:
         """Note that the backend accepted the collective, and hold its Work, where that is safe, to
@@ -310,7 +292,7 @@ class Recorder(CompletionTracker):
         """Note that a graph is about to be replayed."""
         try:
             self.graphs.replayed(
-                graph, _monotonic(), current.id, self.steps, self.stacks.position(sys._getframe(3))
+                graph, _monotonic(), current.id, self.steps, self.stacks.position(sys._getframe(2))
             )
         except Exception as error:
             self._failed(error)
@@ -330,31 +312,53 @@ class Recorder(CompletionTracker):
         if group is None or not group.members:
             return None
         try:
-            channel = group.members[0].channel
-            content = {**group.members[0].content, "op": "coalesced", "dop": "coalesced"}
-            args = InternedArgs(content, channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
-            args.blob = self.writer.add_blob(content)
-            index = self.writer.next_index()
-            now = _monotonic()
-            record = L.Record(
-                index,
-                now,
-                channel.blob,
-                args.blob,
-                self.stacks.position(sys._getframe(2)),
-                sequence_number=group.sequence_number,
-                step=self.steps,
-                coalescing_id=group.id,
-                thread=thread,
-                flags=args.flags,
-                members=len(group.members),
+            first, number = group.members[0], group.sequence_number
+            stack = self.stacks.position(sys._getframe(2))
+            args, index, offset, now = self._announce_group(
+                first, first.channel.blob, stack, number, group.id, len(group.members)
             )
-            return Token(
-                index, self.writer.announce(record), args, now, thread, group.sequence_number
-            )
+            return Token(index, offset, args, now, thread, number)
         except Exception as error:
             self._failed(error)
             return None
+
+    def _announce_group(
+        self,
+        first: InternedArgs,
+        channel_blob: int,
+        stack: int,
+        number: int,
+        identity: int,
+        members: int,
+    ) -> tuple[InternedArgs, int, int, int]:
+        """Write the record that closes a coalesced group. Return its arguments and index, and its
+        slot's offset and time.
+
+        Args:
+            first: the arguments of the group's first member.
+            channel_blob: position of the group in the side table.
+            stack: position of the stack.
+            number: the group's sequence number.
+            identity: the group's number in this process.
+            members: how many there are.
+        """
+        content = {**first.content, "op": "coalesced", "dop": "coalesced"}
+        args = InternedArgs(content, first.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+        args.blob = self.writer.add_blob(content)
+        record = L.Record(
+            self.writer.next_index(),
+            _monotonic(),
+            channel_blob,
+            args.blob,
+            stack,
+            sequence_number=number,
+            step=self.steps,
+            coalescing_id=identity,
+            thread=current.id,
+            flags=args.flags,
+            members=members,
+        )
+        return args, record.record_index, self.writer.announce(record), record.announced_ns
 
     def group_returned(self, token: Token, work: Any) -> None:
         """Note that ``ProcessGroup._end_coalescing`` returned ``work``."""

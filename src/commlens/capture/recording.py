@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Any
 
 from commlens import config
 from commlens.blackbox import layout as L
-from commlens.capture import dump_signal, rank_environment, uncaught, verifying
+from commlens.capture import rank_environment, uncaught, verifying
 from commlens.capture.init_hooks import safely
 from commlens.capture.rank_environment import Place
 
@@ -51,6 +53,7 @@ class Recording:
         self.exception_seen = False
         self.expecting: list[str] = []
         self.began_late = False  # a process group existed before recording was switched on
+        self.before_end: Callable[[], None] | None = None  # of the default group
         self.regions = 0  # nesting of `commlens.verify()`
 
     @property
@@ -155,15 +158,15 @@ class Recording:
         from commlens.capture.setups import Setups
 
         settings = self.settings
-        made = engine.choose(settings.engine)
-        box = job_box.make_box(settings, folder, place, made.box_writer)
+        make_writer, make_recorder = engine.choose(settings.engine)
+        box = job_box.make_box(settings, folder, place, make_writer)
         if box is None:
             return False
         self.job_dir, self.writer = box
         self.watcher_replacement = (
             None if settings.watched else job_box.WatcherReplacement(settings, self.job_dir)
         )
-        self.recorder = made.recorder(
+        self.recorder = make_recorder(
             self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing
         )
         self.setups = Setups(self.recorder, place.world_size)
@@ -192,7 +195,19 @@ class Recording:
         uncaught.hook(self._record_uncaught)
         safely(uncaught.hook_multiprocessing, self._record_uncaught)
         if self.settings.dump_signal:
-            safely(dump_signal.dump_on_signal, self.settings.dump_signal, self.dump_now)
+            safely(self._dump_on_signal, self.settings.dump_signal)
+
+    def _dump_on_signal(self, name: str) -> None:
+        """Dump on a signal, ``"SIGUSR2"`` or ``"USR2"``, and then do what the signal did before."""
+        number = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+        previous = signal.getsignal(number)
+
+        def handler(signum: int, frame: Any) -> None:
+            threading.Thread(target=self.dump_now, name="commlens-dump", daemon=True).start()
+            if callable(previous):
+                previous(signum, frame)
+
+        signal.signal(number, handler)
 
     def note_default_group(self) -> None:
         """Write into the box that a default group exists, with its size and timeout."""
@@ -252,7 +267,7 @@ class Recording:
     def _warn_if_nothing_was_verified(self) -> None:
         verifier = self.recorder.verifier
         announced = verifier is not None and verifier.has_announced
-        if self.settings.debug and not announced and self._issued() == 0:
+        if self.settings.debug and not announced and self.writer.last_index == 0:
             verifying.warn_if_nothing_was_verified(initialised=self.initialised)
 
     # --- the watcher
@@ -319,13 +334,6 @@ class Recording:
                 safely(self._warn_if_nothing_was_verified)
         safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
 
-    def _issued(self) -> int:
-        """Return the number of collectives recorded so far."""
-        with self.writer.path.open("rb") as box:
-            box.seek(L.NEXT_INDEX)
-            count: int = L.LIVE_WORD.unpack(box.read(L.LIVE_WORD.size))[0]
-        return count
-
     def _pause(self) -> None:
         """Record nothing until the next ``init_process_group`` with other processes; free the box
         of a process that was no rank yet.
@@ -346,8 +354,6 @@ class Recording:
 
         self.watchdog.stop()
         self.watchdog.tick()
-        # A watcher that looked within this tick reads reduce ops again after the next heartbeat.
-        self.writer.heartbeat()
         self.writer.word(L.PHASE, phase if self.initialised else phase + L.PHASE_NEVER_INITIALISED)
         self.recorder.detach()
         torch_patches.set_recorder(None)
@@ -381,6 +387,12 @@ class Recording:
         except Exception as error:
             log.warning("commlens: could not dump: %s: %s", type(error).__name__, error)
             return None
+
+    def name_world(self, name: str) -> None:
+        """Write a name for this program into the box, now and into those that are made later."""
+        self.settings = dataclasses.replace(self.settings, world=name)
+        if self.is_open:
+            self.writer.word(L.WORLD, self.writer.add_blob({"k": "text", "text": name}))
 
     def write_expecting(self) -> None:
         """Write the innermost label of ``expect_slow`` into the box; not in a forked child, whose

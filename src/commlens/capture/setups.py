@@ -19,7 +19,9 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.capture.recorder import Recorder
 from commlens.capture.thread_id import current
-from commlens.text import format_ranks, key_kind
+from commlens.model.ops import key_kind
+from commlens.tap.hand_made import Membership
+from commlens.text import format_ranks
 
 _OURS = str(Path(__file__).parent)
 _NOTE_WAIT_AFTER_NS = 500_000_000
@@ -74,19 +76,27 @@ class Setups:
             )
         self._depth += 1
 
-    def group_began(self, name: str, ranks: Sequence[int], backend: str, description: str) -> None:
-        """``new_group`` makes a group, with or without this rank. Its members meet there."""
+    def group_began(
+        self,
+        name: str,
+        description: str,
+        ranks: Sequence[int],
+        backend: str,
+        by_hand: Membership | None,
+    ) -> None:
+        """``new_group`` makes a group, with or without this rank, or the program makes one by hand.
+        Its members meet there.
+        """
         if not self._depth:
-            number = int(name) if name.isdecimal() else 1
-            desc = "" if description == "undefined" else description
             self._note(
                 "new_group",
                 name,
                 ranks,
-                number=max(number, 1),
+                number=max(int(name), 1) if name.isdecimal() else 1,
                 backend=backend,
-                desc=desc,
+                desc="" if description == "undefined" else description,
                 label=self._mesh,
+                **({"hand": by_hand._asdict()} if by_hand is not None else {}),
             )
         self._depth += 1
 
@@ -160,16 +170,16 @@ class Setups:
         with self._store_lock:
             if self._store_wait is wait:
                 wait.noted = True
-                label = f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None
-                ranks, about = (
+                position = self._add(
+                    wait.op,
+                    wait.keys[0],
                     range(self._world_size),
-                    {
-                        "stack": wait.stack,
-                        "thread": wait.thread,
-                        "began": wait.began,
-                    },
+                    number=1,
+                    label=f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None,
+                    stack=wait.stack,
+                    thread=wait.thread,
+                    began=wait.began,
                 )
-                position = self._add(wait.op, wait.keys[0], ranks, number=1, label=label, **about)
                 self._writer.word(L.SETUP, position)
                 self._writer.word(L.SETUP_SINCE, wait.began)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
 from commlens.tap import backward_caller
-from commlens.tap.other_threads import frames_of_thread, threads_with_frames
+from commlens.tap.other_threads import frames_of_thread, threads_with_frames, waits_for_lock
 
 _OWN_THREADS = "commlens-"
 MAX_FRAMES = 96
 _MAX_NATIVE_FRAMES = 128
 _CACHE_LIMIT = 20_000
 _this_thread = backward_caller.this_thread
+Walked = list[tuple[CodeType, int | None, int]]
+"""The frames of a thread, as :func:`frames_of_thread` finds them."""
 
 
 class StackTable:
@@ -56,8 +60,10 @@ class StackTable:
             return known[0]
         return self._add(packed, frame, caller, known)
 
-    def native_position(self) -> int:
-        """Return the position of the current stack with its C++ frames, which are not interned."""
+    def native_position(self, frame: FrameType | None = None) -> int:
+        """Return the position of the current stack with its C++ frames, which are not interned;
+        ``frame`` is not needed.
+        """
         frames = native_frames() + backward_caller.frames(backward_caller.number())
         position: int = self._writer.add_blob({"k": "stack", "f": frames})
         return position
@@ -122,41 +128,58 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
     Args:
         issuing: native id of the thread that issued the last collective; 0: none did.
     """
-    own = threading.get_ident()
-    known = {thread.ident: thread for thread in threading.enumerate()}
     threads: list[dict[str, Any]] = []
     main_hash = issuing_hash = 0
     main_runs_user_code = True
-    for ident in threads_with_frames():
-        thread = known.get(ident)
-        if ident == own or (thread is not None and thread.name.startswith(_OWN_THREADS)):
-            continue
-        walked = frames_of_thread(ident)
-        if not walked:
-            continue  # it has ended
+    for thread, ident, walked in _threads_of_the_program():
         is_main = thread is threading.main_thread()
+        name, native_id = f"thread {ident}", 0
+        if thread is not None:
+            name, native_id = thread.name, thread.native_id or 0
         if is_main:
             main_hash = _hash(walked)
             main_runs_user_code = any(_is_user_code(code.co_filename) for code, _, _ in walked)
-        elif thread is not None and thread.native_id == issuing:
+        elif native_id == issuing and native_id:
             issuing_hash = _hash(walked)
-        native_id = thread.native_id if thread is not None else None
         threads.append(
             {
                 # after a fork, Python 3.11 keeps the parent's native id for the main thread
-                "tid": os.getpid() if is_main else native_id or 0,
-                "name": thread.name if thread is not None else f"thread {ident}",
+                "tid": os.getpid() if is_main else native_id,
+                "name": name,
                 "main": is_main,
-                "f": shortened(
-                    [[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]
-                ),
+                "f": shortened(backward_caller.described(walked)),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
+    if [entry["main"] for entry in threads] == [True] and _is_locked_out():
+        threads[0]["locked_out"] = True
     return threads, main_hash if main_runs_user_code else hash((main_hash, issuing_hash))
 
 
-def _hash(walked: list[tuple[CodeType, int | None, int]]) -> int:
+def _threads_of_the_program() -> Iterator[tuple[threading.Thread | None, int, Walked]]:
+    """Yield the program's other threads (None if unknown to Python), identifiers and frames."""
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    for ident in threads_with_frames():
+        thread = known.get(ident)
+        is_ours = thread is not None and thread.name.startswith(_OWN_THREADS)
+        walked = [] if is_ours or ident == threading.get_ident() else frames_of_thread(ident)
+        # A thread without frames has ended, or is left out.
+        if walked:
+            yield thread, ident, walked
+
+
+def _is_locked_out() -> bool:
+    """Return whether the main thread, the only one that runs Python, waits for a lock that no
+    handler of a signal can release.
+    """
+    known = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+    handlers = map(signal.getsignal, signal.valid_signals())
+    return all(handler in known for handler in handlers) and waits_for_lock(
+        threading.main_thread().ident or 0
+    )
+
+
+def _hash(walked: Walked) -> int:
     return hash(tuple((id(code), offset) for code, _, offset in walked))
 
 

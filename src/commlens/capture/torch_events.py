@@ -9,36 +9,38 @@ from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment
-from commlens.capture.init_hooks import After, NewGroup, safely
+from commlens.capture.init_hooks import After, safely
 from commlens.capture.rank_environment import Place
 from commlens.capture.recording import Recording
+from commlens.tap.hand_made import group_store, membership, note_backend, note_by_hand, store_name
 
 log = logging.getLogger("commlens")
 
 
 class TorchEvents:
-    """The listener of the hooks in ``torch.distributed``
-    (:class:`commlens.capture.init_hooks.InitListener`).
+    """The listener of the hooks in ``torch.distributed`` (:mod:`commlens.capture.init_hooks`).
+
+    Each ``before_...`` gets the arguments of the call by name, and may return a function to call
+    after the call: with whether it raised, and its result. Errors of all these are logged, not
+    raised, except those of the function that ``before_destroy`` returns.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
-    def before_init(self, place: Place) -> After:
+    def before_init(self, given: dict[str, Any]) -> After:
         """``init_process_group`` was called."""
+        place = rank_environment.place_of(given)
         if not place.is_pretended:
-            self._warn_of_twin(place)
+            from commlens.capture import job_box
+
+            if twin := safely(job_box.twin_of, self.recording.settings, place):
+                log.warning("commlens: %s.", twin)
         self.recording.begin(place)
         if not self.recording.is_recording:
             return None
         self.recording.setups.init_began(place.world_size, place.backend, place.meeting or None)
         return self._after_init
-
-    def _warn_of_twin(self, place: Place) -> None:
-        from commlens.capture import job_box
-
-        if twin := safely(job_box.twin_of, self.recording.settings, place):
-            log.warning("commlens: %s.", twin)
 
     def _after_init(self, raised: bool, _: Any) -> None:
         self.recording.setups.init_ended(raised)
@@ -47,7 +49,7 @@ class TorchEvents:
             if self.recording.recorder.verifier is not None and self.recording.settings.debug:
                 safely(self.recording.recorder.verifier.link)
 
-    def before_new_group(self, group: NewGroup) -> After:
+    def before_new_group(self, given: dict[str, Any]) -> After:
         """A group is about to be made. For a program that goes past ``init_process_group``, this is
         where recording begins.
         """
@@ -55,13 +57,15 @@ class TorchEvents:
 
         recording = self.recording
         is_default = not dist.is_initialized()
+        rank, size = given["group_rank"], given["group_size"]
+        name, backend = str(given["group_name"]), str(given["backend"])
+        ranks = given["global_ranks_in_group"] or ()  # a default group has none
+        by_hand = None
         if is_default:
-            safely(
-                recording.begin,
-                rank_environment.place_of(
-                    (), {"rank": group.rank, "world_size": group.size, "backend": group.backend}
-                ),
-            )
+            place = {"rank": rank, "world_size": size, "backend": backend}
+            safely(recording.begin, rank_environment.place_of(place))
+        elif not ranks:
+            by_hand = membership(rank, size, given["store"], name)
         if not recording.is_recording:
             return None
         if is_default:
@@ -70,18 +74,20 @@ class TorchEvents:
             recording.recorder.groups.started_again()
             if recording.recorder.verifier is not None:
                 recording.recorder.verifier.group_destroyed()
-            recording.setups.init_began(group.size, group.backend, None)
+            recording.setups.init_began(size, backend, None)
         else:
-            recording.setups.group_began(group.name, group.ranks, group.backend, group.description)
+            description = str(given.get("group_desc") or "")
+            recording.setups.group_began(name, description, ranks, backend, by_hand)
+            safely(recording.recorder.hazards.group_made, ranks)
         from commlens.capture import connections
 
-        if not is_default:
-            safely(recording.recorder.hazards.group_made, group.ranks)
-        is_member = is_default or dist.get_rank() in group.ranks
+        is_member = is_default or by_hand is not None or dist.get_rank() in ranks
         before = safely(connections.sockets) if is_member else None
 
         def after(raised: bool, made: Any) -> None:
             (recording.setups.init_ended if is_default else recording.setups.ended)(raised)
+            if by_hand is not None and not raised:
+                note_by_hand(made[0])
             if is_member and not raised:
                 if is_default:
                     recording.initialised = True
@@ -91,38 +97,76 @@ class TorchEvents:
 
         return after
 
-    def before_mesh(self, shape: Any, names: Any) -> After:
+    def backend_registered(self, process_group: Any) -> None:
+        """A group has got a backend. For a program that makes groups by hand and never calls
+        ``init_process_group``, this is where recording begins, if not before.
+        """
+        note_backend(process_group)
+        size, store = process_group.size(), group_store(process_group)
+        self._begin_by_hand(process_group.rank(), size, store, process_group.name())
+
+    def before_gloo(self, given: dict[str, Any]) -> After:
+        """The members of a group connect to each other. If the program makes the group by hand, no
+        other call tells of it before all have come.
+        """
+        rank, size, store = given["rank"], given["size"], given["store"]
+        self._begin_by_hand(rank, size, store, "gloo")
+        if not self.recording.is_recording:
+            return None
+        setups = self.recording.setups
+        setups.group_began("", "", (), "gloo", membership(rank, size, store))
+        return lambda raised, _: setups.ended(raised)
+
+    def _begin_by_hand(self, rank: int, size: int, store: Any, backend: str) -> None:
+        """Begin recording in a program that has no default group."""
+        import torch.distributed as dist
+
+        if self.recording.is_recording or dist.is_initialized() or size < 2:
+            return
+        place = rank_environment.place_of()
+        if place.rank < 0:
+            place = Place(rank, size, store_name(store))
+        self.recording.begin(place._replace(backend=backend))
+
+    def before_mesh(self, given: dict[str, Any]) -> After:
         """``init_device_mesh`` was called."""
         import torch.distributed as dist
 
         if not self.recording.is_recording:
             return None
         self.recording.setups.mesh_began(
-            shape, names, dist.get_world_size() if dist.is_initialized() else 0
+            given["mesh_shape"],
+            given.get("mesh_dim_names"),
+            dist.get_world_size() if dist.is_initialized() else 0,
         )
         return lambda *_: self.recording.setups.mesh_ended()
 
-    def before_split(self, parent: Any, split_ranks: Any) -> After:
+    def before_split(self, given: dict[str, Any]) -> After:
         """``split_group`` was called."""
         import torch.distributed as dist
 
         if not self.recording.is_recording:
             return None
+        parent = given.get("parent_pg") or dist.group.WORLD
         self.recording.setups.split_began(
-            dist.get_process_group_ranks(parent or dist.group.WORLD), split_ranks
+            dist.get_process_group_ranks(parent), given.get("split_ranks")
         )
         return lambda raised, _: self.recording.setups.ended(raised)
 
-    def before_store_wait(self, op: str, keys: Sequence[str]) -> After:
+    def before_store_wait(self, op: str, given: dict[str, Any]) -> After:
         """A thread is about to wait for keys in a store."""
-        if not self.recording.is_open or not self.recording.setups.store_wait_began(op, keys):
+        waits = op != "queue_pop" or given.get("second", given.get("block", True))
+        setups = self.recording.setups
+        if not (waits and self.recording.is_open):
             return None
-        return lambda *_: self.recording.setups.store_wait_ended()
+        if not setups.store_wait_began(f"store.{op}", _keys(given)):
+            return None
+        return lambda *_: setups.store_wait_ended()
 
-    def before_store_write(self, keys: Sequence[str]) -> After:
-        """A thread writes keys into a store."""
-        if self.recording.is_recording:
-            self.recording.setups.keys_written(keys)
+    def before_store_write(self, op: str, given: dict[str, Any]) -> After:
+        """A thread writes keys into a store; to add 0 only reads one."""
+        if self.recording.is_recording and not (op == "add" and given.get("second") == 0):
+            self.recording.setups.keys_written(_keys(given))
         return None
 
     def before_destroy(self, is_last: bool) -> Callable[[], None] | None:
@@ -130,6 +174,8 @@ class TorchEvents:
         verifier's last check, which may raise a refusal.
         """
         recording = self.recording
+        if is_last and recording.before_end is not None:
+            safely(recording.before_end)
         if not recording.is_recording:
             return None
         from commlens.tap import torch_patches
@@ -153,3 +199,9 @@ class TorchEvents:
 
         if self.recording.is_recording and not dist.is_initialized():
             self.recording.writer.word(L.PHASE, L.PHASE_LEFT)
+
+
+def _keys(given: dict[str, Any]) -> Sequence[str]:
+    keys = given.get("key") or given.get("keys") or ()
+    each = [keys] if isinstance(keys, (str, bytes)) else keys
+    return [key.decode(errors="replace") if isinstance(key, bytes) else key for key in each]

@@ -11,7 +11,7 @@ import stat
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -276,10 +276,7 @@ def hide_our_frames(error: BaseException) -> None:
     """Take commlens's frames out of the traceback of an exception, and of those that it was raised
     from.
     """
-    seen: BaseException | None = error
-    for _ in range(10):
-        if seen is None:
-            return
+    for seen in _chain(error):
         frames = []
         trace = seen.__traceback__
         while trace is not None:
@@ -290,18 +287,23 @@ def hide_our_frames(error: BaseException) -> None:
             for frame, following in zip(frames, [*frames[1:], None], strict=True):
                 frame.tb_next = following
             seen.__traceback__ = frames[0]
-        seen = seen.__cause__ or seen.__context__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it was raised from."""
+    for _ in range(10):
+        if error is not None:
+            yield error
+            error = error.__cause__ or error.__context__
 
 
 def _refusal_in(error: BaseException) -> BaseException | None:
     """Return the refusal that an exception is or was raised from: ours, or Accelerate's own of the
     same name.
     """
-    seen: BaseException | None = error
-    for _ in range(10):
-        if seen is None or (isinstance(seen, DistributedOperationException) and seen.kind):
+    for seen in _chain(error):
+        if isinstance(seen, DistributedOperationException) and seen.kind:
             return seen
         if type(seen).__name__ == "DistributedOperationException" and seen.__cause__ is None:
             return seen
-        seen = seen.__cause__ or seen.__context__
     return None

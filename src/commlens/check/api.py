@@ -18,9 +18,9 @@ from commlens.check.branches import (
 from commlens.check.explore import COMBINATIONS, explore
 from commlens.check.judge import Checked, judge
 from commlens.check.processes import Ranks
-from commlens.check.rules import RULES
 from commlens.check.run_rank import Plan, warm_up
 from commlens.check.run_world import ALL_UP_TO, World, run_classes, run_whole
+from commlens.check.schedule import RULES
 from commlens.check.sequence import RankSequence
 from commlens.errors import CommandError
 from commlens.model.verdict import Verdict
@@ -135,7 +135,14 @@ def check(
     """
     if not hasattr(os, "fork"):
         raise CommandError("check() needs a system that can fork processes.")
-    plan = Plan(function, world_size, steps, fake_tensors, ranks_per_node, timeout_s)
+    plan = Plan(
+        function,
+        world_size,
+        steps,
+        fake_tensors=fake_tensors,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+    )
     checked, _ = check_plan(
         plan,
         backend=backend,
@@ -143,7 +150,10 @@ def check(
         combinations=combinations,
         all_ranks=all_ranks,
     )
-    return checked.verdict
+    verdict = checked.verdict
+    if "PYTEST_CURRENT_TEST" in os.environ and (verdict.kind != "healthy" or verdict.findings):
+        print(verdict)  # pytest shows it if the test fails, and abridges what an assertion shows
+    return verdict
 
 
 def branches_of(given: Branches) -> list[Branch]:

@@ -8,7 +8,8 @@ import msgspec
 
 from commlens.check.branches import Choice, Decision, Value
 from commlens.check.classes import Classes
-from commlens.check.explore import Alone, Explored
+from commlens.check.explore import Explored
+from commlens.diagnosis.words.whole_job import first_line
 from commlens.model.verdict import Verdict
 from commlens.text import capital, count, joined, ranks_phrase, sentence
 
@@ -18,18 +19,20 @@ _LINES_NAMED = 8
 def verdict(explored: Explored) -> Verdict:
     """Return the verdict on what was explored, with what exactly was proven."""
     found = explored.checked.verdict
-    unanswered = _unanswered(explored)
-    limits = [*found.missing_evidence, *_limits(explored, unanswered)]
-    summary = found.summary
+    unanswered = [
+        each
+        for each in explored.decisions
+        if not any(choice.is_at(each.frame.file, each.frame.line) for choice in explored.choices)
+    ]
+    limits = [*found.missing_evidence, *_differing(explored), *_open_lines(unanswered)]
+    if len(explored.tried) < explored.combinations:
+        limits.append(
+            f"{len(explored.tried)} of {explored.combinations} combinations of answers were"
+            f" tried: --combinations {explored.combinations} tries all."
+        )
+    summary = found.summary + _condition(explored, unanswered)
     if explored.classes is not None:
         limits.insert(0, _ranks(explored.classes))
-    if explored.choices and found.kind != "healthy":
-        if explored.deciding:
-            summary = f"{summary} if {_answers(explored.deciding)}"
-    elif len(explored.tried) > 1:
-        summary = f"{summary}, {_tried(explored)}"
-    elif any(each.certain for each in unanswered):
-        summary = f"{summary} on the branches taken"
     findings = found.findings
     if findings and findings[0].summary == found.summary:
         findings = [msgspec.structs.replace(findings[0], summary=summary), *findings[1:]]
@@ -39,12 +42,23 @@ def verdict(explored: Explored) -> Verdict:
         )
         for each in explored.latent
     ]
+    if found.kind == "healthy" and (findings or latent):
+        summary = first_line(summary, [*findings, *latent])
     return msgspec.structs.replace(
         found,
         summary=summary,
         findings=[*findings, *latent],
         missing_evidence=limits,
     )
+
+
+def _condition(explored: Explored, unanswered: Sequence[Decision]) -> str:
+    """Return under which answers the first line holds."""
+    if explored.choices and explored.checked.verdict.kind != "healthy":
+        return f" if {_answers(explored.deciding)}" if explored.deciding else ""
+    if len(explored.tried) > 1:
+        return f", {_tried(explored)}"
+    return " on the branches taken" if any(each.certain for each in unanswered) else ""
 
 
 def no_such_branch(branch: str, decisions: Sequence[Decision]) -> str:
@@ -64,15 +78,13 @@ def _ranks(classes: Classes) -> str:
             f" them do. {capital(ranks_phrase(classes.surprising))}, drawn at random, did something"
             " else: --ranks all runs all"
         )
+    number = len(classes.classes)
+    ways = "the same, each in its groups" if number == 1 else f"{number} different things"
     return sentence(
-        f"{ran} of {all_ranks} ranks were run, which do {_ways(len(classes.classes))}. The others"
+        f"{ran} of {all_ranks} ranks were run, which do {ways}. The others"
         f" are taken to do what those like them do, as {classes.drawn} drawn at random did:"
         " --ranks all runs all"
     )
-
-
-def _ways(number: int) -> str:
-    return "the same, each in its groups" if number == 1 else f"{number} different things"
 
 
 def _tried(explored: Explored) -> str:
@@ -85,17 +97,20 @@ def _tried(explored: Explored) -> str:
     ) + f" combinations of answers at {joined(places)}"
 
 
-def _unanswered(explored: Explored) -> list[Decision]:
-    """Return the decisions at lines to which no answer was given."""
+def _differing(explored: Explored) -> list[str]:
+    """Return what happens if one rank alone gets another answer."""
     return [
-        each
-        for each in explored.decisions
-        if not any(choice.is_at(each.frame.file, each.frame.line) for choice in explored.choices)
+        sentence(
+            f"Ranks may decide differently at {choice.file}:{choice.line}: if rank {rank} alone"
+            f" gets {_value(choice.value)}, {checked.verdict.summary}"
+        )
+        for rank, choice, checked in explored.alone
     ]
 
 
-def _limits(explored: Explored, unanswered: Sequence[Decision]) -> list[str]:
-    found = [_alone(each) for each in explored.alone]
+def _open_lines(unanswered: Sequence[Decision]) -> list[str]:
+    """Return the lines at which values decide that are not known."""
+    found = []
     branches = [each for each in unanswered if each.how == "truth"]
     if branches:
         one = branches[0].frame.where
@@ -116,20 +131,7 @@ def _limits(explored: Explored, unanswered: Sequence[Decision]) -> list[str]:
     shapes = [each for each in unanswered if each.how == "shape"]
     if shapes:
         found.append(f"Shapes depend on values that other ranks send: {_lines(shapes)}.")
-    if len(explored.tried) < explored.combinations:
-        found.append(
-            f"{len(explored.tried)} of {explored.combinations} combinations of answers were"
-            f" tried: --combinations {explored.combinations} tries all."
-        )
     return found
-
-
-def _alone(alone: Alone) -> str:
-    choice = alone.choice
-    return sentence(
-        f"Ranks may decide differently at {choice.file}:{choice.line}: if rank {alone.rank} alone"
-        f" gets {_value(choice.value)}, {alone.checked.verdict.summary}"
-    )
 
 
 def _answers(choices: Iterable[Choice]) -> str:

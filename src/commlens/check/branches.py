@@ -56,7 +56,7 @@ class Decision(msgspec.Struct, frozen=True):
     asked: tuple[Moment, ...] = ()
     """When it was asked, in order."""
     replaceable: bool = False
-    """Only fractions went where they cannot be followed, so that others can be given instead."""
+    """Only floats went where they cannot be followed, so that others can be given instead."""
     idle: bool = False
     """The rank did the same with other numbers."""
 
@@ -188,6 +188,18 @@ def _may_part(met: Sequence[tuple[Decision, float]], ranks: int) -> bool:
     """
     if not any(each.is_reached(issued) for each, issued in met):
         return False
+    if _asked_apart(met):
+        return True
+    all_met = [each for each, _ in met]
+    if all(each.alike for each in all_met):
+        return False
+    if all_met[0].how != "truth" or len({each.taken for each in all_met}) > 1:
+        return True
+    return len(all_met) < ranks and any(each.received for each in all_met)
+
+
+def _asked_apart(met: Sequence[tuple[Decision, float]]) -> bool:
+    """Check whether ranks asked the same question at different moments."""
     questions = [
         [(moment.calls_in, moment.calls < issued) for moment in each.asked] for each, issued in met
     ]
@@ -195,12 +207,7 @@ def _may_part(met: Sequence[tuple[Decision, float]], ranks: int) -> bool:
         asked = [each for each in same if each is not None]
         if len({number for number, _ in asked}) > 1 and any(is_reached for _, is_reached in asked):
             return True
-    all_met = [each for each, _ in met]
-    if all(each.alike for each in all_met):
-        return False
-    if all_met[0].how != "truth" or len({each.taken for each in all_met}) > 1:
-        return True
-    return len(all_met) < ranks and any(each.received for each in all_met)
+    return False
 
 
 def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Branch]:
@@ -217,17 +224,15 @@ def _join(one: Decision, other: Decision) -> Decision:
     return msgspec.structs.replace(
         one,
         alike=one.alike and other.alike,
-        taken=tuple(_distinct((*one.taken, *other.taken))),
+        taken=tuple(
+            {(type(each), repr(each)): each for each in (*one.taken, *other.taken)}.values()
+        ),
         forced=one.forced and other.forced,
         received=one.received or other.received,
         asked=max(one.asked, other.asked, key=len),
         replaceable=one.replaceable and other.replaceable,
         idle=one.idle and other.idle,
     )
-
-
-def _distinct(values: Iterable[Value]) -> list[Value]:
-    return list({(type(value), repr(value)): value for value in values}.values())
 
 
 def _value(text: str) -> Value:

@@ -13,8 +13,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from commlens.check.layout import Dimension, dimension_of
-from commlens.check.prediction import does_as, fixed_peers, names_in, predict
+from commlens.check.prediction import (
+    Dimension,
+    dimension_of,
+    does_as,
+    fixed_peers,
+    names_in,
+    predict,
+)
 from commlens.check.sequence import Issue, RankSequence, Setup
 
 _CORNERS = 27

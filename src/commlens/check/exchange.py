@@ -13,25 +13,29 @@ its tag. Tried on torch 2.13.0.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commlens.check.origins import Origin, Origins, Ranks
 from commlens.check.sequence import GuessKind
-from commlens.check.small_tensors import TYPES, Given, result, unpack
 from commlens.model.collective import FrameKind
 from commlens.tap import tap
 from commlens.tap.interned_args import noted_reduce_ops, reduce_op_name
 from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.preview.objects import Key, Message
+
+TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""The dtypes of the tensors that are delivered. No floats: their sum depends on the order in which
+a backend adds them.
+"""
 
 NUMBERS_MAX = 4096
 """Of one tensor: a larger one is data."""
@@ -70,7 +74,7 @@ class _Call(NamedTuple):
     how: tuple[Any, ...]
 
 
-class Exchange:
+class Exchange(tap.Subscriber):
     """A subscriber of the tap, which serves one run."""
 
     sees_fake_tensors = True  # to count all calls
@@ -121,10 +125,10 @@ class Exchange:
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> _Call | None:
         """Keep what this rank gives, and return what it takes, if anything."""
-        group = tap.unbox_group(arguments[spec.process_group])
-        ranks = tuple(dist.get_process_group_ranks(group))
+        group = self._origins.groups.find(tap.unbox_group(arguments[spec.process_group]))
+        ranks = tuple(group.ranks)
         sources, receiver = self._ends(spec, arguments, ranks)
-        line = (group.group_name, ranks, *(sources if receiver is not None else ()), receiver)
+        line = (group.name, ranks, *(sources if receiver is not None else ()), receiver)
         number, how = self._place(line, spec, arguments)
         given = self._small_tensor(spec, arguments)
         if (
@@ -133,7 +137,7 @@ class Exchange:
             or (receiver is not None and ranks in self._receives_from_any)
         ):
             return None
-        kind = f"{TENSOR} {group.group_name}"
+        kind = f"{TENSOR} {group.name}"
         keys: list[Key] = [(kind, source, receiver, ranks, number) for source in sources]
         if self._rank in sources and self._bytes < _BYTES_KEPT:
             origin = self._origins.of(given)
@@ -149,18 +153,11 @@ class Exchange:
 
     def returned(self, call: _Call | None, _: Any) -> None:
         """Write what the ranks give into the outputs of a call."""
-        others = [] if call is None else [key for key in call.keys if key[1] != self._rank]
-        if call is None or not others:
+        if call is None or all(key[1] == self._rank for key in call.keys):
             return
-        self._took.update((key, self._messages.get(key)) for key in others)
-        given_to_us = (self.gave.get(key) or self._messages.get(key) for key in call.keys)
-        messages = [message for message in given_to_us if message is not None]
-        if len(messages) < len(call.keys):
-            self._mark(call, Origin(undelivered=True))
-            return
-        given = [unpack(message) for message in messages]
+        given = self._given_to(call)
         met = "send" if call.name == "recv_" else call.name
-        if any((each.op, each.how) != (met, call.how) for each in given):
+        if given is None or any((each.op, each.how) != (met, call.how) for each in given):
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             fits = result(given, call.ranks.index(self._rank), call.outputs)
@@ -169,8 +166,15 @@ class Exchange:
             same = call.name in _SAME_FOR_ALL
             self._mark(call, Origin(frozenset({call.ranks}), known=True) if same else None)
 
-    def raised(self, call: _Call | None, error: BaseException) -> None:
-        """Deliver nothing."""
+    def _given_to(self, call: _Call) -> list[Given] | None:
+        """Return what the ranks give to a call; None if one was not seen to give it yet."""
+        others = {key: self._messages.get(key) for key in call.keys if key[1] != self._rank}
+        self._took.update(others)
+        messages = [self.gave.get(key) or others.get(key) for key in call.keys]
+        if None in messages:
+            self._mark(call, Origin(undelivered=True))
+            return None
+        return [unpack(message) for message in messages if message is not None]
 
     def _mark(self, call: _Call, origin: Origin | None) -> None:
         for output in call.outputs:
@@ -248,8 +252,7 @@ def _called_by_torch() -> bool:
     """Check whether torch itself calls a collective, as those of objects do: what these give each
     other is delivered elsewhere.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
         code = frame.f_code
         kind = kind_of_file(code.co_filename)
         if code.co_filename.endswith(_PLUMBING):
@@ -257,7 +260,6 @@ def _called_by_torch() -> bool:
                 return True
         elif kind is not FrameKind.COMMLENS:
             return kind is FrameKind.TORCH
-        frame = frame.f_back
     return False
 
 
@@ -269,3 +271,83 @@ def settled(gathered: Mapping[Key, Message | None]) -> set[GuessKind]:
         message is None and not key[0].startswith(TENSOR) for key, message in gathered.items()
     )
     return {"exchange"} if copied else {"exchange", "object"}
+
+
+# --- what the ranks give, as data
+
+
+class Given(NamedTuple):
+    """What one rank gives."""
+
+    op: str  # of c10d
+    how: tuple[Any, ...]  # what else ranks must agree on, such as the reduce op
+    known: bool  # whether the rank decides the values alone, or knows all that they come from
+    splits: tuple[int, ...]  # rows for each rank; empty: the same number for each
+    tensor: torch.Tensor
+
+    def pack(self) -> Message:
+        """Return this as bytes."""
+        tensor = self.tensor.detach().contiguous()
+        about = (*self[:-1], tuple(tensor.shape), tensor.dtype)
+        return [pickle.dumps(about), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()]
+
+
+def unpack(message: Message) -> Given:
+    """Return what :meth:`Given.pack` packed."""
+    op, how, known, splits, shape, dtype = pickle.loads(message[0])
+    tensor = torch.empty(shape, dtype=dtype)
+    if message[1]:
+        tensor = torch.frombuffer(bytearray(message[1]), dtype=dtype).reshape(shape)
+    return Given(op, how, known, splits, tensor)
+
+
+def result(given: Sequence[Given], place: int, outputs: Sequence[torch.Tensor]) -> bool:
+    """Write what a collective gives the rank at ``place`` of the group into its outputs, and return
+    True; do nothing and return False if the ranks' tensors do not fit together.
+    """
+    first = given[0]
+    if any(
+        (each.op, each.how, each.tensor.dtype) != (first.op, first.how, first.tensor.dtype)
+        for each in given
+    ):
+        return False
+    contents = _contents(given, place)
+    if len(outputs) == 1 and len(contents) > 1:
+        contents = [torch.cat([each.reshape(-1) for each in contents])]
+    if [(each.numel(), each.dtype) for each in contents] != [
+        (each.numel(), each.dtype) for each in outputs
+    ]:
+        return False
+    for output, content in zip(outputs, contents, strict=True):
+        output.copy_(content.view(output.shape))
+    return True
+
+
+def _contents(given: Sequence[Given], place: int) -> list[torch.Tensor]:
+    """Return the tensors that a rank gets, from each of the others or of all together."""
+    tensors = [each.tensor for each in given]
+    if given[0].op == "allreduce_":
+        return _reduced(tensors, given[0].how[0])
+    if given[0].op != "alltoall_base_":
+        return tensors
+    parts = [_parts(each, len(given)) for each in given]
+    return [] if None in parts else [each[place] for each in parts if each is not None]
+
+
+def _parts(given: Given, ranks: int) -> Sequence[torch.Tensor] | None:
+    """Return what a rank gives each of the others; None if its splits do not fit its tensor."""
+    rows = given.tensor.shape[0] if given.tensor.dim() else 0
+    splits = given.splits or (rows // ranks,) * ranks
+    return given.tensor.split(splits) if sum(splits) == rows and len(splits) == ranks else None
+
+
+def _reduced(tensors: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
+    """Return the tensors reduced to one; none if they or the reduce op do not allow it."""
+    if len({each.shape for each in tensors}) > 1:
+        return []
+    stacked, dtype = torch.stack(tensors), tensors[0].dtype
+    if name in ("MAX", "MIN"):
+        return [stacked.amax(0) if name == "MAX" else stacked.amin(0)]
+    if name not in ("SUM", "PRODUCT") or dtype is torch.bool:
+        return []
+    return [stacked.sum(0, dtype=dtype) if name == "SUM" else stacked.prod(0, dtype=dtype)]

@@ -81,7 +81,8 @@ def explore(
         for sequence in sequences.values()
         for decision in sequence.decisions
     )
-    worst = max(tried, key=lambda choices: _badness(worlds[choices].checked))
+    verdicts = {choices: world.checked.verdict for choices, world in worlds.items()}
+    worst = max(tried, key=lambda each: (verdicts[each].is_fault, verdicts[each].kind != "healthy"))
     checked = worlds[worst].checked
     alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
     combined = number_of_combinations(branches)
@@ -96,11 +97,6 @@ def explore(
         latent=list(_latent(worlds, worst)),
         classes=worlds[worst].classes,
     )
-
-
-def _badness(checked: Checked) -> int:
-    verdict = checked.verdict
-    return 2 if verdict.is_fault else int(verdict.kind != "healthy")
 
 
 def _deciding(worst: Choices, worlds: Mapping[Choices, World]) -> Choices:
@@ -140,14 +136,12 @@ def _alone(
     first, *others = runs
     for choices in others:
         changed = [choice for choice in choices if choice not in first]
-        if len(changed) != 1 or _is_alike(changed[0], decisions):
+        if len(changed) != 1 or all(
+            each.alike for each in decisions if changed[0].is_at(each.frame.file, each.frame.line)
+        ):
             continue
         for rank in (max(runs[first]), min(runs[first])):
             checked = judge({**runs[first], rank: runs[choices][rank]})
             if checked.verdict.is_fault:
                 yield Alone(rank, changed[0], checked)
                 break
-
-
-def _is_alike(choice: Choice, decisions: Sequence[Decision]) -> bool:
-    return all(each.alike for each in decisions if choice.is_at(each.frame.file, each.frame.line))

@@ -49,7 +49,7 @@ class Files:
             (os, ("listdir", "scandir"), self._list),
             (pathlib.Path, ("iterdir",), self._list),
             (glob, ("glob", "iglob"), self._match),
-            (pathlib.Path, ("glob", "rglob"), self._match_below),
+            (pathlib.Path, ("glob", "rglob"), self._match),
             (builtins, ("open",), self._open),
             (io, ("open",), self._open),
         ):
@@ -81,19 +81,13 @@ class Files:
         with self._looking():
             return original(path, *args, **kwargs)
 
-    def _match(self, original: Any, pattern: Any, *args: Any, **kwargs: Any) -> Any:
+    def _match(self, original: Any, path: Any, *pattern: Any, **kwargs: Any) -> Any:
+        """Note what ``glob.glob(pattern)`` finds, or ``path.glob(pattern)``."""
         with self._looking():
-            found = list(original(pattern, *args, **kwargs))
-        self._note(pattern, _checksum(found))
-        return found if original.__name__ == "glob" else iter(found)
-
-    def _match_below(
-        self, original: Any, path: Any, pattern: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        with self._looking():
-            found = list(original(path, pattern, *args, **kwargs))
-        self._note(path, _checksum(found), f"/{original.__name__} {pattern}")
-        return iter(found)
+            found = list(original(path, *pattern, **kwargs))
+        of_path, name = isinstance(path, pathlib.Path), original.__name__
+        self._note(path, _checksum(found), f"/{name} {pattern} {kwargs}" if of_path else "")
+        return iter(found) if of_path or name == "iglob" else found
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[bool]:

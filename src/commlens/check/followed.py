@@ -73,9 +73,16 @@ def install(patches: Patches) -> None:
 def _through(original: Callable[..., Any], *args: Any) -> Any:
     reader = _reader(args)
     result = original(*args)
-    if reader is None:
-        return result
-    return reader.decide(result) if type(result) is bool else follow(result, reader)
+    return result if reader is None else _with_reader(result, reader)
+
+
+def _with_reader(result: Any, reader: Reader) -> Any:
+    """Decide a comparison, and follow a number."""
+    if type(result) is bool:
+        return reader.decide(result)
+    if type(result) is tuple:  # divmod
+        return tuple(follow(each, reader) for each in result)
+    return follow(result, reader)
 
 
 def _reader(values: tuple[Any, ...]) -> Reader | None:
@@ -86,21 +93,6 @@ def _reader(values: tuple[Any, ...]) -> Reader | None:
     return found
 
 
-def _comparison(base: type[Any], name: str) -> Callable[..., Any]:
-    original = getattr(base, name)
-
-    def compare(self: Any, other: Any) -> Any:
-        outcome = original(self, other)
-        if outcome is NotImplemented and base is int and isinstance(other, float):
-            outcome = getattr(float, name)(float.__new__(float, self), other)
-        if outcome is NotImplemented:
-            return outcome
-        reader = _reader((self, other))
-        return outcome if reader is None else reader.decide(outcome)
-
-    return compare
-
-
 def _computation(base: type[Any], name: str) -> Callable[..., Any]:
     original = getattr(base, name)
 
@@ -109,11 +101,7 @@ def _computation(base: type[Any], name: str) -> Callable[..., Any]:
         if result is NotImplemented and base is int and isinstance(others[0], float):
             result = getattr(float, name)(float.__new__(float, self), *others)
         reader = None if result is NotImplemented else _reader((self, *others))
-        if reader is None:
-            return result
-        if type(result) is tuple:  # divmod
-            return tuple(follow(each, reader) for each in result)
-        return follow(result, reader)
+        return result if reader is None else _with_reader(result, reader)
 
     return compute
 
@@ -151,9 +139,7 @@ _CONVERSIONS = ("__int__", "__trunc__", "__round__", "__floor__", "__ceil__")
 
 
 def _fill(kind: type[Any], base: type[Any]) -> None:
-    for name in _COMPARISONS:
-        setattr(kind, name, _comparison(base, name))
-    for name in [*_COMPUTATIONS, *(_OF_INTS if base is int else ())]:
+    for name in [*_COMPARISONS, *_COMPUTATIONS, *(_OF_INTS if base is int else ())]:
         setattr(kind, name, _computation(base, name))
     for name in _CONVERSIONS:
         setattr(kind, name, _conversion(base, name))

@@ -13,9 +13,8 @@ from commlens.check.branches import Decision, merged
 from commlens.check.branches import doubtful as doubtful_decisions
 from commlens.check.files import changing
 from commlens.check.records import logs_of
-from commlens.check.rules import RULES, Rules
-from commlens.check.schedule import Outcome, schedule
-from commlens.check.sequence import Guess, RankSequence
+from commlens.check.schedule import RULES, Outcome, RankState, Rules, schedule
+from commlens.check.sequence import Guess, Issue, RankSequence
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
 from commlens.diagnosis.live import find_swaps
 from commlens.model.cause import Fewer
@@ -52,22 +51,19 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     steps = min((sequence.steps for sequence in sequences.values()), default=0)
     limits = words.limits(sequences, outcome)
     fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
-    decisions = _decisions(outcome, found.culprits)
-    guesses = _guesses(outcome, found.culprits)
+    reached = {rank: _reached(state, found) for rank, state in outcome.ranks.items()}
+    decisions = _decisions(outcome, found.culprits, reached)
+    guesses = _guesses(outcome, found.culprits, reached)
     certain_but_for_numbers = not guesses and all(each.replaceable for each in decisions)
     hinges_on_numbers = fault and bool(decisions) and certain_but_for_numbers
     guesses += [Guess("value", (each.frame,)) for each in decisions]
     if fault and guesses:
         verdict = words.unproven(found, guesses)
     elif fault:
-        decides = any(
-            not each.idle for sequence in sequences.values() for each in sequence.decisions
-        )
-        verdict = words.fault(found, outcome, backend, decides=decides)
+        verdict = words.fault(found, outcome, backend)
     else:
-        verdict = words.no_fault(found, sequences, backend, steps)
-        if certain_but_for_numbers:
-            verdict.findings += _latent(examined, sequences)
+        found.findings += _latent(examined, sequences) if certain_but_for_numbers else []
+        verdict = words.no_fault(found, sequences, outcome, backend, steps)
         verdict.explanation = _elsewhere(sequences, backend, script)
     verdict.missing_evidence = [*verdict.missing_evidence, *limits]
     return Checked(
@@ -123,7 +119,34 @@ def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str)
     return ""
 
 
-def _decisions(outcome: Outcome, culprits: Sequence[int]) -> list[Decision]:
+class _Reached(NamedTuple):
+    """How far a rank comes: to the call at which it waits for ever, or at which ranks differ."""
+
+    events: float  # number of its events before that call
+    calls: float  # number of its calls up to that one
+
+
+def _reached(state: RankState, found: Verdict) -> _Reached:
+    """Return how far a rank comes before the fault that was found stops it."""
+    sequence, group, differs = state.sequence, found.group, found.collective
+    reached = _Reached(state.came_to, len(state.ops) if state.blocked_in else math.inf)
+    if group is None or differs is None or not found.kind.startswith("mismatch/"):
+        return reached
+    for number, event in reversed(list(enumerate(sequence.events))):
+        if (
+            isinstance(event, Issue)
+            and not event.op.is_point_to_point
+            and event.op.sequence_number == differs.sequence_number
+            and event.op.channel.group.name == group.name
+            and sequence.rank in group.ranks
+        ):
+            return _Reached(min(reached.events, number), min(reached.calls, event.op.index))
+    return reached
+
+
+def _decisions(
+    outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
+) -> list[Decision]:
     """Return the values by which ranks may have gone other ways than in a real run, or by which the
     culprits may have failed: in a run of one rank alone, an assertion about a value that other
     ranks send fails.
@@ -131,7 +154,7 @@ def _decisions(outcome: Outcome, culprits: Sequence[int]) -> list[Decision]:
     states = outcome.ranks
     doubtful = doubtful_decisions(
         [state.sequence.decisions for state in states.values()],
-        [len(state.ops) if state.blocked_in else math.inf for state in states.values()],
+        [reached[rank].calls for rank in states],
     )
     failed = [
         each
@@ -147,7 +170,9 @@ def _failed(outcome: Outcome, culprits: Sequence[int]) -> list[RankSequence]:
     return [sequence for sequence in sequences if sequence.end is not End.CLEAN]
 
 
-def _guesses(outcome: Outcome, culprits: Sequence[int]) -> list[Guess]:
+def _guesses(
+    outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
+) -> list[Guess]:
     """Return what the program had to guess, and the files by which ranks may have gone other ways
     than in a real run, or by which the culprits may have failed: in a run of one rank alone, a
     file that others write is not there.
@@ -155,9 +180,9 @@ def _guesses(outcome: Outcome, culprits: Sequence[int]) -> list[Guess]:
     states = outcome.ranks
     guesses = [
         guess
-        for state in states.values()
+        for rank, state in states.items()
         for guess in state.sequence.guesses
-        if guess.after <= state.came_to
+        if guess.after <= reached[rank].events
     ]
     looks = changing([state.sequence.looks for state in states.values()])
     return [

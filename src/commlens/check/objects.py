@@ -1,24 +1,21 @@
-"""Objects and keys that ranks of a fake world give each other, known from the runs as these
-ranks.
+"""Objects and keys of the job's store that ranks of a fake world give each other, known from the
+runs as these ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from commlens.check.branches import Answers
-from commlens.check.recorder import SequenceRecorder
-from commlens.tracing.preview.objects import (
-    Key,
-    Message,
-    Objects,
-    arguments_of,
-    pickled,
-    ranks_of,
-)
+from commlens.check.recorder import EndOfRun, SequenceRecorder
+from commlens.tracing.patches import Patches, called_by_torch
+from commlens.tracing.preview.objects import Key, Message, Objects, pickled, ranks_of
+from commlens.tracing.preview.store import FakeStore
 
 Need = Key | str
 """What a rank needs from another one: an object, or a key of the store."""
@@ -26,30 +23,19 @@ Need = Key | str
 KEYS_KEPT = 4  # different values of one key of the store
 
 
+@dataclass
 class Shared:
     """What the ranks that were run so far have given to others."""
 
-    def __init__(self) -> None:
-        self.messages: dict[Key, Message | None] = {}
-        self.keys: dict[str, list[bytes]] = {}
-        self.answers: Answers = {}
-        self.never: set[Need] = set()
-        """What no rank gives."""
-
-    def copy(self) -> Shared:
-        """Return a copy, to which others may be added."""
-        other = Shared()
-        other.messages = dict(self.messages)
-        other.keys = {key: list(values) for key, values in self.keys.items()}
-        other.answers = dict(self.answers)
-        other.never = set(self.never)
-        return other
+    messages: dict[Key, Message | None] = field(default_factory=dict)
+    keys: dict[str, list[bytes]] = field(default_factory=dict)  # of the store
+    answers: Answers = field(default_factory=dict)
+    never: set[Need] = field(default_factory=set)  # what no rank gives
 
     def of(self, rank: int) -> Shared:
         """Return what a rank may need: the messages in its groups, and the rest."""
-        other = self.copy()
-        other.messages = {key: each for key, each in self.messages.items() if rank in key[3]}
-        return other
+        messages = {key: each for key, each in self.messages.items() if rank in key[3]}
+        return replace(self, messages=messages)
 
     def add(self, messages: dict[Key, Message], keys: dict[str, list[bytes]]) -> None:
         """Add what a rank has given."""
@@ -71,10 +57,6 @@ class Shared:
         """Check whether a rank has given it."""
         return need in self.keys if isinstance(need, str) else need in self.messages
 
-    def is_decided(self, need: Need) -> bool:
-        """Check whether a rank has given it, or none ever does."""
-        return self.has(need) or need in self.never
-
     def update(self, other: Shared) -> None:
         """Take over what another one knows, in place."""
         self.messages.update(other.messages)
@@ -84,8 +66,8 @@ class Shared:
 
 
 class SharedObjects(Objects):
-    """Keeps every object that this rank sends. Where it needs one that is not known, it waits, and
-    goes on to the next call if nobody sends it.
+    """Keeps every object that this rank sends and every key that it writes. Where it needs one that
+    is not known, it waits, and goes on to the next call if no rank gives it.
     """
 
     def __init__(
@@ -103,27 +85,69 @@ class SharedObjects(Objects):
         self.keys: dict[str, list[bytes]] = {}
         self.gathered: dict[Key, Message | None] = {}
         """The objects that gathers took from other ranks; None where its own stood for them."""
+        self._own: dict[str, bytes] = {}  # the keys that this rank wrote last
         self._shared = shared
         self._recorder = recorder
         self._wait_for = wait_for
 
-    # --- the store
+    def install(self, patches: Patches) -> None:
+        """Wrap torch's functions, and the methods of the fake world's stores."""
+        super().install(patches)
+        patches.wrap(FakeStore, "__init__", self._make_store)
+        patches.wrap(FakeStore, "set", self._set)
+        patches.wrap(FakeStore, "get", self._get)
+        patches.wrap(FakeStore, "wait", self._wait)
+        for name in ("check", "add", "compare_set", "num_keys", "delete_key"):
+            patches.wrap(FakeStore, name, self._ask)
 
-    def wrote(self, key: str, value: bytes) -> None:
-        """Note that this rank wrote a key."""
-        values = self.keys.setdefault(key, [])
-        if value not in values[-KEYS_KEPT:]:
-            values.append(value)
+    # --- the store, where the program itself calls it
 
-    def written(self, key: str) -> list[bytes]:
+    def _make_store(self, original: Any, store: FakeStore, *args: Any) -> None:
+        original(store, *args)
+        if store.port:
+            self._recorder.note_store(store.host, store.port, sys._getframe(1))
+
+    def _set(self, original: Any, store: FakeStore, key: str, value: Any) -> None:
+        original(store, key, value)
+        if not called_by_torch():
+            self._own[key] = value.encode() if isinstance(value, str) else bytes(value)
+            values = self.keys.setdefault(key, [])
+            if self._own[key] not in values[-KEYS_KEPT:]:
+                values.append(self._own[key])
+            self._recorder.store_call("store.set", (key,))
+
+    def _get(self, original: Any, store: FakeStore, key: str) -> bytes:
+        if called_by_torch():
+            return bytes(original(store, key))
+        self._await("store.get", (key,))
+        values = self._written(key)
+        if len(values) > 1:
+            self._recorder.guess("store")
+        return self._own.get(key) or next(iter(values), b"")
+
+    def _wait(self, original: Any, store: FakeStore, keys: Sequence[str], *_: Any) -> None:
+        if not called_by_torch():
+            self._await("store.wait", tuple(keys))
+
+    def _ask(self, original: Any, store: FakeStore, *args: Any) -> Any:
+        if not called_by_torch():
+            self._recorder.guess("store")
+        return original(store, *args)
+
+    def _await(self, op: str, keys: tuple[str, ...]) -> None:
+        are_written = all(self._is_ever_written(key) for key in keys)
+        self._recorder.store_call(op, keys)
+        if not are_written:
+            raise EndOfRun
+
+    def _is_ever_written(self, key: str) -> bool:
+        if not self._written(key) and key not in self._shared.never:
+            self._wait_for(key)
+        return bool(self._written(key))
+
+    def _written(self, key: str) -> list[bytes]:
         """Return the different values of a key."""
         return list(dict.fromkeys([*self.keys.get(key, ()), *self._shared.keys.get(key, ())]))
-
-    def need_key(self, key: str) -> bool:
-        """Return whether a key that this rank waits for is ever written."""
-        if not self.written(key) and key not in self._shared.never:
-            self._wait_for(key)
-        return bool(self.written(key))
 
     # --- objects
 
@@ -131,21 +155,20 @@ class SharedObjects(Objects):
         self.sent[key] = message
 
     def _message(self, key: Key) -> Message:
-        if not self._shared.is_decided(key):
+        if not self._shared.has(key) and key not in self._shared.never:
             self._wait_for(key)
         if key in self._shared.never:
             self._recorder.stop_at_next_op = True
             return [b"\0", b"\0"]
         return super()._message(key)
 
-    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _gather(self, original: Any, given: dict[str, Any]) -> Any:
         """Gather the objects that the other ranks were seen to give. As long as some are not known,
         the rank goes on with copies of its own.
         """
-        given = arguments_of(original, args, kwargs)
         ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:
-            return original(*args, **kwargs)
+            return original(**given)
         self._recorder.guess("object")
         kind, _, _, _, number = self._key(original.__name__, self.rank, None, ranks)
         keys: list[Key] = [(kind, rank, None, ranks, number) for rank in ranks]
@@ -154,7 +177,7 @@ class SharedObjects(Objects):
         messages = [self.sent.get(key) or self._shared.messages.get(key) for key in keys]
         self.gathered.update(zip(keys, messages, strict=True))
         if None in messages:
-            return super()._gather(original, *args, **kwargs)
+            return super()._gather(original, given)
         contents = [message[0] for message in messages if message is not None]
         with unset_fake_temporarily(), self.delivering_gathered(contents):
-            return original(*args, **kwargs)
+            return original(**given)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.tap import tap
+from commlens.tap.groups import Groups
 from commlens.tracing.leave_to_eager import EagerMode
 from commlens.tracing.preview.tensors import READS
 
@@ -90,7 +90,7 @@ def alike_in(origin: Origin, world_size: int) -> bool:
     return bool(origin.alike) and math.prod(map(len, origin.alike)) >= world_size
 
 
-class Origins(EagerMode):
+class Origins(EagerMode, tap.Subscriber):
     """Follows the values of tensors through all ops, while entered.
 
     Values of fake tensors are never known, unless torch keeps them as constants.
@@ -112,6 +112,8 @@ class Origins(EagerMode):
         # dead one lies between blocks that malloc cannot join: many of them cost gigabytes.
         self._origins: dict[int, tuple[StorageWeakRef, Origin]] = {}
         self._purge_at = _FIRST_PURGE
+        self.groups = Groups()
+        """Of the program: a destroyed one can still be used."""
         self.calls = 0
         """Collectives and messages issued so far."""
         self._calls_in: Counter[Ranks] = Counter()
@@ -170,13 +172,19 @@ class Origins(EagerMode):
         elif func in READS:
             self._on_read(origin)
         else:
-            if origin is not None and not origin.known and _shaped_by_values(func, args):
-                self._on_shape(origin)
-            if func._schema.name in _OVERWRITES and _is_whole(given[0]):
-                origin = None
-            written = [args[i] for i in _written(func) if i < len(args)]
-            self._give(origin, [] if copies else given, (result, written))
+            self._computed(func, args, origin, [] if copies else given, result)
         return result
+
+    def _computed(
+        self, func: Any, args: Any, origin: Origin | None, given: list[torch.Tensor], result: Any
+    ) -> None:
+        """Note what an op of these arguments computed."""
+        if origin is not None and not origin.known and _shaped_by_values(func, args):
+            self._on_shape(origin)
+        if func._schema.name in _OVERWRITES and _is_whole(given[0]):
+            origin = None
+        written = [args[i] for i in _written(func) if i < len(args)]
+        self._give(origin, given, (result, written))
 
     def _give(self, origin: Origin | None, given: list[torch.Tensor], result: Any) -> None:
         """Set the origin of an op's results. One that shares its storage with an argument is a
@@ -206,7 +214,7 @@ class Origins(EagerMode):
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Return what :meth:`returned` needs."""
         group = tap.unbox_group(arguments[spec.process_group])
-        ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(self.groups.find(group).ranks)
         self.calls += 1
         self._calls_in[ranks] += 1
         return spec, arguments, ranks, group.rank()
@@ -221,22 +229,24 @@ class Origins(EagerMode):
             return
         reads = [i for i in spec.tensors if i not in spec.writes] if spec.writes else spec.tensors
         inputs = joined([self.of(each) for each in _tensors(arguments[i] for i in reads)])
-        before = inputs.alike if inputs is not None else frozenset()
-        origin = UNKNOWN
-        if spec.name == "broadcast_":
-            known = root == rank and (inputs is None or inputs.known)
-            origin = Origin(frozenset({ranks}), known)
-        elif spec.name in _SAME_FOR_ALL:
-            origin = Origin(before | {ranks})
-        elif spec.name.startswith(("reduce_scatter", "_reduce_scatter")):
-            origin = Origin(before - {ranks})
-        elif spec.name in _RECEIVED_BY_SOME:
-            origin = Origin(received=True)
+        origin = _result_of(spec.name, ranks, inputs, is_root=root == rank)
         for tensor in _tensors(arguments[i] for i in spec.writes or spec.tensors):
             self.mark(tensor, origin)
 
     def raised(self, token: Any, error: BaseException) -> None:
         """Leave the tensors alone."""
+
+
+def _result_of(op: str, ranks: Ranks, inputs: Origin | None, *, is_root: bool) -> Origin:
+    """Return the origin of what a collective of c10d gives a rank."""
+    before = inputs.alike if inputs is not None else frozenset()
+    if op == "broadcast_":
+        return Origin(frozenset({ranks}), is_root and (inputs is None or inputs.known))
+    if op in _SAME_FOR_ALL:
+        return Origin(before | {ranks})
+    if op.startswith(("reduce_scatter", "_reduce_scatter")):
+        return Origin(before - {ranks})
+    return Origin(received=op in _RECEIVED_BY_SOME)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,4 @@
-"""A forked process that plays one rank of a fake world, and waits there for what other ranks give.
-
-The two ends talk by pickles, each after its length.
-"""
+"""A forked process that plays one rank of a fake world, and waits there for what others give."""
 
 from __future__ import annotations
 
@@ -15,10 +12,12 @@ import struct
 import sys
 import tempfile
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from commlens.check.objects import Need, Shared
+from commlens.check.objects import Shared
 from commlens.check.run_rank import Plan, Run, run_rank
 from commlens.check.sequence import RankSequence
 from commlens.model.ranklog import End
@@ -27,8 +26,7 @@ from commlens.text import signal_name
 _OUTPUT_MAX = 200_000  # bytes of a rank's output that are read
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0  # for a run to end by itself at its time limit
-_REPLY_S = 10.0  # for the process to take an answer
-_LENGTH = struct.Struct("=Q")
+_LINK_S = 10  # that a process may pause within a message
 _exit = os._exit  # the program's is replaced
 
 
@@ -38,14 +36,15 @@ class Player:
     def __init__(self, plan: Plan, rank: int, shared: Shared) -> None:
         """Fork it. It knows what others have given up to now."""
         self.rank = rank
-        self.needs: Need | None = None
-        """What it waits for."""
+        self.waits = False
+        """Whether it waits for something of another rank."""
         self._plan = plan
-        self._received = bytearray()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
-        self._link, its_end = socket.socketpair()
-        self._link.settimeout(_REPLY_S)
-        its_end.settimeout(None)
+        self._link, its_end = Pipe()
+        with socket.socket(fileno=os.dup(self._link.fileno())) as link:
+            link.setblocking(True)  # else the program's default timeout counts for the pipe, too
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                link.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _LINK_S, 0))
         _flush()
         self._pid = os.fork()
         if self._pid == 0:
@@ -60,33 +59,23 @@ class Player:
         """Return the descriptor that is readable when the process has told something or ended."""
         return self._link.fileno()
 
-    def receive(self) -> Run | None:
-        """Read what the process has told; return its run if it has ended, or waits."""
+    def receive(self) -> Run:
+        """Return the run of the process, which has told something or ended."""
         try:
-            chunk = self._link.recv(1 << 20)
-        except OSError:
-            chunk = b""
-        if not chunk:
-            return self._lost()
-        self._received += chunk
-        if len(self._received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._received)
-        if len(self._received) < _LENGTH.size + length:
-            return None
-        try:
-            run: Run = pickle.loads(bytes(self._received[_LENGTH.size :]))
+            run: Run = pickle.loads(self._link.recv_bytes())
+        except BlockingIOError:
+            return self._lost(f"its process paused for {_LINK_S} s while it sent its sequence")
         except Exception:
             return self._lost()
-        self._received.clear()
-        self.needs = run.needs
+        self.waits = run.needs is not None
         return run
 
     def go_on(self, shared: Shared) -> None:
         """Let a process that waits go on, with what others have given."""
         self._set_deadline()
-        self.needs = None
-        with contextlib.suppress(OSError):  # it has ended, which shows at the next receive()
+        self.waits = False
+        # It has ended, which shows at the next receive(), or is paused until it is late.
+        with contextlib.suppress(OSError):
             _send(self._link, shared)
 
     def is_late(self) -> bool:
@@ -122,13 +111,13 @@ class Player:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT_MAX))
             return output.read().decode(errors="replace")
 
-    def _lost(self) -> Run:
-        """Return the run of a process that ended without telling it."""
+    def _lost(self, problem: str = "") -> Run:
+        """Return the run of a process that ended, or is to end, without telling it."""
         late = self.is_late()
         self.kill()
         status = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)  # end() reaps it
         sequence = RankSequence(self.rank, self._plan.world_size, end=End.KILLED)
-        sequence.problem = (
+        sequence.problem = problem or (
             f"its run took longer than {self._plan.timeout_s:g} s"
             if late
             else f"its run ended early ({_status_words(status)})"
@@ -137,7 +126,7 @@ class Player:
 
     # --- in the process
 
-    def _play(self, link: socket.socket, shared: Shared) -> None:
+    def _play(self, link: Connection, shared: Shared) -> None:
         os.setpgid(0, 0)  # its own processes end with it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,7 +138,7 @@ class Player:
         def wait(run: Run) -> None:
             _flush()
             _send(link, run)
-            shared.update(_receive(link))
+            shared.update(pickle.loads(link.recv_bytes()))
 
         run = run_rank(self._plan, self.rank, shared, wait)
         _flush()
@@ -163,15 +152,8 @@ def _flush() -> None:
             file.flush()
 
 
-def _send(link: socket.socket, what: Any) -> None:
-    data = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
-    link.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(link: socket.socket) -> Any:
-    with link.makefile("rb") as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        return pickle.loads(file.read(length))
+def _send(link: Connection, what: Any) -> None:
+    link.send_bytes(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def _status_words(result: os.waitid_result | None) -> str:

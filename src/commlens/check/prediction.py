@@ -7,10 +7,10 @@ peer at the same distance or at the same place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from commlens.check.layout import dimension_of
 from commlens.check.sequence import Event, Issue, Leave, RankSequence, Setup, StoreCall, Wait
 from commlens.model.collective import Channel, Collective, CollectiveArgs
 
@@ -21,6 +21,32 @@ Names = Mapping[Group, Sequence[str]]
 """The names of all groups of the same ranks, in the order in which they are made."""
 
 _NAMELESS_SETUPS = ("init_process_group", "init_device_mesh", "split_group")
+
+
+class Dimension(NamedTuple):
+    """Groups of ``size`` ranks at equal distances, which divide the world: a dimension of a mesh,
+    the ranks of a node, the world itself.
+    """
+
+    stride: int
+    size: int
+
+    def position(self, rank: int) -> int:
+        """Return a rank's place in its group."""
+        return rank // self.stride % self.size
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the group of a rank."""
+        first = rank - self.position(rank) * self.stride
+        return tuple(range(first, first + self.stride * self.size, self.stride))
+
+
+def dimension_of(ranks: tuple[int, ...]) -> Dimension | None:
+    """Return the dimension to which a group belongs; None if it lies crooked."""
+    if len(ranks) < 2:
+        return None
+    found = Dimension(ranks[1] - ranks[0], len(ranks))
+    return found if found.stride > 0 and found.ranks(ranks[0]) == ranks else None
 
 
 def names_in(sequences: Iterable[RankSequence]) -> dict[Group, list[str]]:

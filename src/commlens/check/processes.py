@@ -1,15 +1,19 @@
-"""Run a program as every rank of a fake world, each in a forked process of its own."""
+"""Run a program as every rank of a fake world, each in a forked process of its own.
+
+A process that needs an object of another rank waits until the run as that rank has given it. A rank
+runs again from its start only if a value turned out to be another one than it went on with.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
-import selectors
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import connection
 
-from commlens.check.agreement import common, disagreeing
 from commlens.check.branches import Answers
 from commlens.check.exchange import settled
 from commlens.check.objects import Need, Shared
@@ -20,7 +24,7 @@ from commlens.tracing.preview.objects import Key, Message
 
 _POLL_S = 0.2
 _WAITING_MAX = 2 << 30  # bytes that processes have for themselves while they wait
-_RUNS_MAX = 50  # of one rank
+_STARTS_MAX = 50  # of one rank, because it needs something
 _ROUNDS = 3  # of runs until ranks agree on what they have alike
 
 
@@ -42,12 +46,12 @@ class Ranks:
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
-    def again(self, number: float) -> Ranks:
-        """Return what runs the program again, knowing what the ranks gave each other, with another
-        number where a fraction is read that is not known and is not followed.
+    def with_number(self, number: float) -> Ranks:
+        """Return ranks that know what these gave each other, and get another number where a float
+        is read whose value a rank alone cannot know.
         """
         other = Ranks(self._plan._replace(number=number))
-        other._shared, other._answers = self._shared.copy(), dict(self._answers)
+        other._shared, other._answers = copy.deepcopy(self._shared), dict(self._answers)
         return other
 
     @property
@@ -55,114 +59,100 @@ class Ranks:
         """Whether a rank waits for a key of the store that none of those that were run writes."""
         return any(isinstance(need, str) for need in self._shared.never)
 
-    def run(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
+    def sequences_of(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
         """Return the sequences of these ranks, and run those that were not run before. Runs as
-        other ranks are added where those send objects to them. A rank is run again if it read
-        something else than the others of a value that is the same on them, or if it gathered other
-        objects than they give.
+        other ranks are added where those send objects to them. A rank runs again if it read another
+        value than the others that have it alike, or if it gathered other objects than they give.
         """
         wanted = sorted(set(ranks))
-        ran = self._sequences
-        ran.update(self._run_all(set(wanted) - ran.keys()))
+        self._run([rank for rank in wanted if rank not in self._sequences])
         for _ in range(_ROUNDS):
-            self._shared.answers = common(self._answers)
-            odd = set(disagreeing(self._answers, self._shared.answers)) & ran.keys()
-            odd |= {rank for rank in ran if self._gathered_others(rank)}
+            self._shared.answers = common_answers(self._answers)
+            odd = {*disagreeing(self._answers, self._shared.answers)} & self._sequences.keys()
+            odd |= {rank for rank in self._sequences if self._gathered_others(rank)}
             if not odd:
                 break
-            ran.update(self._run_all(odd))
+            self._run(sorted(odd))
         for rank in wanted:
             if not self._gathered_others(rank):
-                sure, sequence = settled(self._gathered[rank]), ran[rank]
+                sure, sequence = settled(self._gathered[rank]), self._sequences[rank]
                 sequence.guesses = [each for each in sequence.guesses if each.what not in sure]
-        return {rank: ran[rank] for rank in wanted}
+        return {rank: self._sequences[rank] for rank in wanted}
 
     def _gathered_others(self, rank: int) -> bool:
         """Check whether a rank gathered other objects than the ranks that were run give."""
         return self._shared.differs(self._gathered[rank], self._sequences)
 
-    def _run_all(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
-        try:
-            return self._run_until_done(sorted(set(ranks)))
-        finally:
-            for player in self._waiting.values():
-                player.end()
-            self._waiting.clear()
-
-    def _run_until_done(self, wanted: list[int]) -> dict[int, RankSequence]:
-        """Run ranks, and those that send objects to them. A process that waits for an object goes
-        on when the object is known; if it would take too much memory meanwhile, the rank is run
-        again from the start.
-        """
-        sequences: dict[int, RankSequence] = {}
-        waiting: dict[int, Need] = {}
-        restarts: Counter[int] = Counter()
+    def _run(self, ranks: list[int]) -> None:
+        """Run ranks to their end, and those that send objects to them."""
+        ended: dict[int, RankSequence] = {}
+        needs: dict[int, Need] = {}
+        starts: Counter[int] = Counter()
         # The first one shows what to import once for all.
-        todo, later = deque(wanted[:1]), wanted[1:]
-        while todo or waiting:
-            for run in self._run_each(todo):
-                rank = run.sequence.rank
-                self._shared.add(run.sent, run.keys)
-                self._answers[rank] = run.answers
-                self._gathered[rank] = run.gathered
-                restarts[rank] += run.needs is not None and rank not in self._waiting
-                if restarts[rank] == _RUNS_MAX:
-                    run.sequence.problem = (
-                        f"it needs something from others more than {_RUNS_MAX} times"
-                    )
-                if run.needs is None or run.sequence.problem:
-                    sequences[rank] = run.sequence
-                    if rank in wanted:
-                        self._ended(run.sequence)
-                else:
-                    waiting[rank] = run.needs
+        ready, later = ranks[:1], ranks[1:]
+        try:
+            while ready:
+                # all of them before the first is added: none may know more because it began later
+                for run in list(self._runs_of(ready)):
+                    sequence, rank = run.sequence, run.sequence.rank
+                    self._shared.add(run.sent, run.keys)
+                    self._answers[rank], self._gathered[rank] = run.answers, run.gathered
+                    starts[rank] += run.needs is not None and rank not in self._waiting
+                    if starts[rank] == _STARTS_MAX:
+                        sequence.problem = (
+                            f"it was started {_STARTS_MAX} times, and still waits for another rank"
+                        )
+                    if later:
+                        import_modules(run.modules)
+                    if run.needs is not None and not sequence.problem:
+                        needs[rank] = run.needs
+                        continue
+                    ended[rank] = sequence
+                    if rank in ranks:
+                        self._ended(sequence)
                 if later:
-                    import_modules(run.modules)
-                    self._shared.answers = common(self._answers)
-            todo, later = deque(later or self._next(waiting, set(sequences))), []
-            waiting = {rank: need for rank, need in waiting.items() if rank not in todo}
-        return {rank: sequences[rank] for rank in wanted}
+                    self._shared.answers = common_answers(self._answers)
+                ready, later = later or self._ready(needs, ended), []
+                needs = {rank: need for rank, need in needs.items() if rank not in ready}
+        finally:
+            while self._waiting:
+                self._waiting.popitem()[1].end()
+        self._sequences.update((rank, ended[rank]) for rank in ranks)
 
-    def _next(self, waiting: dict[int, Need], done: set[int]) -> list[int]:
-        """Return the ranks to run next: those that can go on, else those that send what others
-        need, else all that wait: they do so for ever.
+    def _ready(self, needs: Mapping[int, Need], ended: Mapping[int, RankSequence]) -> list[int]:
+        """Return the ranks to run next: those whose need is met, else those that give what others
+        need, else all that need something: no rank gives it.
         """
-        able = [rank for rank, need in waiting.items() if self._shared.has(need)]
-        if able:
-            return sorted(able)
-        sources = {need[1] for need in waiting.values() if not isinstance(need, str)}
-        if sources := sources - done - set(waiting):
-            return sorted(sources)
-        self._shared.never.update(waiting.values())
-        return sorted(waiting)
+        able = [rank for rank, need in needs.items() if self._shared.has(need)]
+        sources = {need[1] for need in needs.values() if not isinstance(need, str)}
+        sources -= ended.keys() | needs.keys()
+        if not able and not sources:
+            self._shared.never.update(needs.values())
+        return sorted(able or sources or needs)
 
-    def _run_each(self, todo: deque[int]) -> list[Run]:
-        """Run some ranks, several at a time, each until it ends or waits."""
-        runs: list[Run] = []
-        players: dict[int, Player] = {}
-        with selectors.DefaultSelector() as selector, _shared_pages():
+    def _runs_of(self, ranks: list[int]) -> Iterator[Run]:
+        """Run some ranks, several at a time, and yield each run when it has ended or waits."""
+        todo, players = list(reversed(ranks)), list[Player]()
+        with _shared_pages():
             try:
                 while todo or players:
                     while todo and len(players) < self._at_once:
-                        player = self._start(todo.popleft())
-                        players[player.rank] = player
-                        selector.register(player, selectors.EVENT_READ, player)
-                    for selected, _ in selector.select(_POLL_S):
-                        player = selected.data
+                        players.append(self._player(todo.pop()))
+                    told = connection.wait([each.fileno() for each in players], _POLL_S)
+                    for player in [each for each in players if each.fileno() in told]:
                         run = player.receive()
-                        if run is not None:
-                            runs.append(run)
-                            selector.unregister(player)
-                            self._keep_or_end(players.pop(player.rank))
-                    for player in players.values():
+                        players.remove(player)
+                        self._keep_or_end(player)
+                        yield run
+                    for player in players:
                         if player.is_late():
                             player.kill()
             finally:
-                for player in players.values():
+                for player in players:
                     player.end()
-        return runs
 
-    def _start(self, rank: int) -> Player:
+    def _player(self, rank: int) -> Player:
+        """Start a process, or let the one that waits go on."""
         player = self._waiting.pop(rank, None)
         if player is None:
             return Player(self._plan, rank, self._shared)
@@ -171,15 +161,11 @@ class Ranks:
 
     def _keep_or_end(self, player: Player) -> None:
         """Keep a process that waits, unless there is too little memory."""
-        waits = player.needs is not None
-        if waits and player.memory() + self._memory_of_waiting() <= _WAITING_MAX:
+        waiting = [player, *self._waiting.values()] if player.waits else []
+        if waiting and sum(each.memory() for each in waiting) <= _WAITING_MAX:
             self._waiting[player.rank] = player
-            return
-        if text := player.end():
+        elif text := player.end():
             self.outputs[player.rank] = text
-
-    def _memory_of_waiting(self) -> int:
-        return sum(player.memory() for player in self._waiting.values())
 
 
 @contextlib.contextmanager
@@ -187,11 +173,42 @@ def _shared_pages() -> Iterator[None]:
     """Let the garbage collectors of the processes that are forked meanwhile leave what is here now
     alone. It would have to be copied for each of them.
     """
-    if gc.get_freeze_count():  # the program's own doing, which stays
-        yield
-        return
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0  # the program's own doing, which stays
+    if not is_frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
+
+
+def common_answers(answers: Mapping[int, Answers]) -> Answers:
+    """Return one answer for all ranks to each read of a value that is the same on them: that of a
+    rank that knows the value, else that of the first one.
+
+    In a fake world each rank reads the content of its own buffer. If ranks read different ones,
+    they would take branches that no real run takes.
+    """
+    found: Answers = {}
+    for _, own in sorted(answers.items()):
+        for key, given in own.items():
+            known = found.setdefault(key, [])
+            known += given[len(known) :]
+            for place, answer in enumerate(given):
+                if answer[1] and not known[place][1]:
+                    known[place] = answer
+    return found
+
+
+def disagreeing(answers: Mapping[int, Answers], agreed: Answers) -> list[int]:
+    """Return the ranks that got another answer somewhere."""
+    return [
+        rank
+        for rank, own in sorted(answers.items())
+        if any(
+            repr(mine) != repr(theirs)  # NaN equals NaN
+            for key, given in own.items()
+            for (mine, _), (theirs, _) in zip(given, agreed[key], strict=False)
+        )
+    ]

@@ -5,10 +5,16 @@ It notes what a live rank's black box would hold, and every wait, in order. Trie
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
+import os
 import sys
 import threading
+import time
+import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -19,7 +25,21 @@ import torch.distributed.distributed_c10d as c10d
 
 from commlens.blackbox.blobs import ArgsJson, decode_args
 from commlens.blackbox.layout import FLAG_ANY_SOURCE
-from commlens.check.sequence import Event, Guess, GuessKind, Issue, Leave, Setup, StoreCall, Wait
+from commlens.check.sequence import (
+    Event,
+    Guess,
+    GuessKind,
+    Issue,
+    Leave,
+    RankSequence,
+    Setup,
+    StoreCall,
+    Unseen,
+    UnseenKind,
+    Wait,
+)
+from commlens.launchers import AGENT_STORE
+from commlens.matching.refusals import BACKENDS, refuses
 from commlens.model.collective import (
     SETUP,
     STORE,
@@ -30,24 +50,55 @@ from commlens.model.collective import (
     ProcessGroup,
     Stack,
     State,
+    user_frame,
 )
-from commlens.model.hazard import Hazard, HazardKind
+from commlens.model.frames import FrameKind
+from commlens.model.hazard import Hazard
 from commlens.model.ops import COALESCED, POINT_TO_POINT
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Channel as TapChannel
 from commlens.tap.groups import Groups
+from commlens.tap.hand_made import note_by_hand
 from commlens.tap.interned_args import (
     ArgsTable,
+    CoalescedGroup,
     InternedArgs,
     noted_reduce_ops,
     reduce_op_code,
+    reduce_op_name,
 )
 from commlens.tap.made_groups import MadeGroups, ManyGroups
+from commlens.tap.rejections import will_be_refused
 from commlens.tap.running_frames import kind_of_file
+from commlens.text import count
 from commlens.tracing.patches import Patches, called_by_torch
+from commlens.tracing.preview.store import CHOSEN_PORT
+from commlens.tracing.preview.world import is_spawned
 
 _Tensor = torch.Tensor
+_LIBRARY_STEPS = {
+    ("torch/nn/parallel/distributed.py", "_sync_buffers"): "DDP's broadcast of buffers",
+    ("torch/nn/parallel/distributed.py", "_pre_forward"): "DDP's rebuilding of its buckets",
+    ("ddp_comm_hooks/default_hooks.py", "_allreduce_fut"): "a bucket of DDP's gradients",
+    ("torch/distributed/utils.py", "_verify_param_shape_across_processes"): (
+        "the comparison of a model's parameters between ranks"
+    ),
+    ("torch/distributed/utils.py", "_sync_module_states"): "a model's first parameters",
+    ("_flat_param.py", "_all_gather_flat_param"): "the parameters of a unit of FSDP",
+    ("fsdp/_runtime_utils.py", "_reduce_grad"): "the gradients of a unit of FSDP",
+    ("_fsdp_collectives.py", "foreach_all_gather"): "the parameters of a block of FSDP2",
+    ("_fsdp_collectives.py", "foreach_reduce"): "the gradients of a block of FSDP2",
+    ("tensor/_redistribute.py", "redistribute_local_tensor"): "a redistribution of a DTensor",
+}
+"""By file and function of torch, for what reason it issues collectives. Tried on torch 2.13.0."""
+
 _ENDED_BY_US = "commlens: the run ends here"
+_COMPILER_SETTINGS: tuple[tuple[UnseenKind, str, str], ...] = (
+    ("sizes", "torch._dynamo.config", "enable_compiler_collectives"),
+    ("partitioner", "torch._functorch.config", "_sync_decision_cross_ranks"),
+    ("autotuning", "torch._inductor.config", "distributed_max_autotune_gemm"),
+)
+"""The settings with which torch.compile issues collectives of its own."""
 
 
 class GuessedRank(int):
@@ -76,24 +127,7 @@ class EndOfRun(BaseException):
     """Ends the run of the program. ``except Exception`` does not catch it."""
 
 
-class _Coalescing:
-    """A coalesced group under construction by one thread."""
-
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self.members: list[InternedArgs] = []
-        self.sequence_number = 0
-
-    def number_of(self, args: InternedArgs) -> int:
-        """Return a member's sequence number: collectives share one, messages keep theirs."""
-        self.members.append(args)
-        if args.op in POINT_TO_POINT:
-            return args.next_number()
-        self.sequence_number = self.sequence_number or args.next_number()
-        return self.sequence_number
-
-
-class SequenceRecorder:
+class SequenceRecorder(tap.Subscriber):
     """Records the events of one rank. It serves one run, in a process of its own: its patches of
     torch stay.
     """
@@ -103,49 +137,55 @@ class SequenceRecorder:
     listens_to_waits = True
     reads_reduce_ops = False
 
-    def __init__(self, *, steps: int | None = None) -> None:
-        """End the run after ``steps`` optimizer steps; None: never."""
-        self.events: list[Event] = []
-        self.guesses: list[Guess] = []
+    def __init__(
+        self,
+        sequence: RankSequence,
+        *,
+        steps: int | None = None,
+        cpu_s: float | None = None,
+        backend: str = "",
+    ) -> None:
+        """Fill ``sequence``. End the run after ``steps`` optimizer steps, or at the first one after
+        ``cpu_s`` seconds of CPU time; None: never. Its calls are refused by the rules of
+        ``backend``; empty: of the one that the program names.
+        """
+        self.sequence = sequence
         self.hazards = self
         self.groups = Groups()
         self.writer = types.SimpleNamespace(word=lambda *_: None)
-        self.left = False
-        self.cut_off = False
         self.stop_at_next_op = False  # which never completes: no other rank sends what it needs
-        self.backend = ""  # of the default group, as the program names it
-        self._steps_wanted = steps
-        self._steps = 0
+        self._rules = backend
+        self._steps_wanted = math.inf if steps is None else steps
+        self._ends_at_s = math.inf if cpu_s is None else time.process_time() + cpu_s
         self._args = ArgsTable()
         self._indices = itertools.count(1).__next__
-        self._coalescing: dict[int, _Coalescing] = {}  # by thread
+        self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
         self._coalescing_ids = itertools.count(1).__next__
         self._batch: dict[int, int] = {}  # by thread: the id of the batch under way
         self._works: dict[int, tuple[Any, int]] = {}  # by id: the Work, kept alive, and the index
         self._by_storage: dict[int, int] = {}  # storage of an output: index
         self._unwaited: dict[int, Stack] = {}  # indices of asynchronous ops
         self._futures: list[int] = []  # indices of ops whose future was taken
-        self._not_a_member: dict[Stack, int] = {}
+        self._not_a_member: Counter[Stack] = Counter()
         self._made = MadeGroups()
         self._many_groups: list[ManyGroups] = []  # when the default group was destroyed
         self._channels: dict[tuple[TapChannel, str | None], Channel] = {}
-        # Shared, so that they are written only once for all events.
-        self._described: dict[tuple[InternedArgs, int | None], CollectiveArgs] = {}
-        self._frames: dict[tuple[CodeType, int], Frame] = {}
-        self._stacks: dict[Stack, Stack] = {}
+        self._stacks: dict[Stack, Stack] = {}  # shared, so that they are written only once
         self._issuers: set[int] = set()  # threads
         self._mesh_device = ""
         self._setup_depth = 0
         self._inits = self._splits = self._meshes = 0
         self._mesh: str | None = None
+        self._compiled_at: Frame | None = None  # the first call of torch.compile
+        self._agreed: tuple[UnseenKind, ...] = ()  # with set_enable_guard_collectives
         self._patches = Patches()
 
     def attach(self) -> None:
         """Start recording, inside a fake world."""
         wrap = self._patches.wrap
-        wrap(c10d, "init_process_group", self._init)
-        wrap(c10d, "_new_process_group_helper", self._new_group)
-        wrap(c10d, "split_group", self._split)
+        self._patches.wrap_named(c10d, "init_process_group", self._init)
+        self._patches.wrap_named(c10d, "_new_process_group_helper", self._new_group)
+        self._patches.wrap_named(c10d, "split_group", self._split)
         wrap(c10d, "destroy_process_group", self._destroy)
         wrap(c10d, "batch_isend_irecv", self._batched)
         wrap(c10d, "recv", self._recv)
@@ -153,13 +193,15 @@ class SequenceRecorder:
             wrap(c10d, name, self._with_peer)
         wrap(torch.autograd, "_engine_run_backward", self._backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
+        wrap(torch, "compile", self._compile)
+        wrap(torch.compiler, "set_enable_guard_collectives", self._guard_together)
         import torch.distributed.device_mesh as device_mesh
 
-        wrap(device_mesh, "init_device_mesh", self._init_mesh)
+        self._patches.wrap_named(device_mesh, "init_device_mesh", self._init_mesh)
         for kind in (c10d.Work, *c10d.Work.__subclasses__()):
             wrap(kind, "get_future", self._take_future)
             wrap(kind, "is_completed", self._poll)
-        torch_patches.set_recorder(self)  # type: ignore[arg-type]
+        torch_patches.set_recorder(self)
         self._patches.replace_aliases()
         tap.attach(self)
 
@@ -167,31 +209,48 @@ class SequenceRecorder:
         """Stop recording."""
         tap.detach(self)
         torch_patches.set_recorder(None)
+        if self._compiled_at is not None:
+            switched_on = (
+                what
+                for what, module, setting in _COMPILER_SETTINGS
+                if getattr(sys.modules.get(module), setting, False)
+            )
+            self.sequence.unseen += [
+                Unseen(what, self._compiled_at) for what in (*self._agreed, *switched_on)
+            ]
 
     # --- the tap's calls
 
-    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, Any]:
-        """Record an op. Raises the error of a backend that refuses its arguments."""
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, Any] | None:
+        """Record an op; not that of a group that was made by hand. Raises the error of a backend
+        that refuses its arguments.
+        """
         group = self.groups.find(tap.unbox_group(arguments[spec.process_group]))
+        if group.hand_made is not None:
+            self.note_unseen("group", sys._getframe(1), count(group.size, "rank"))
+            return None
         args = self._args.find(spec, arguments, group)
-        if args.refused_locally and not args.no_such_peer:
-            raise ValueError(
-                f"the backend would refuse this {args.op}: its arguments do not fit each other"
-            )
         thread = threading.get_native_id()
-        self._note_thread(thread)
-        coalescing = self._coalescing.get(thread)
-        number = args.next_number() if coalescing is None else coalescing.number_of(args)
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
+        if reduce_op is not None:
+            reduce_op = noted_reduce_ops.get(thread) or reduce_op
+        self._refuse(args, reduce_op, group.size)
+        self._issuers.add(thread)
+        if len(self._issuers) > 1 and not any(
+            each.what == "thread" for each in self.sequence.guesses
+        ):
+            self.guess("thread")
+        coalescing = self._coalescing.get(thread)
+        number = args.next_number() if coalescing is None else coalescing.add(args)
         index = self._issue(
             args,
             number,
-            reduce_op if reduce_op is None else noted_reduce_ops.get(thread) or reduce_op,
+            reduce_op,
             coalescing.id if coalescing is not None else self._batch.get(thread, 0),
         )
         outputs = None
         if coalescing is None and not args.meets:
-            self._unwaited[index] = self._stack(sys._getframe(1))
+            self._unwaited[index] = self.stack_of_frame(sys._getframe(1))
             where = spec.writes or spec.tensors
             outputs = arguments[where[0]] if where else None
         if self.stop_at_next_op:
@@ -199,8 +258,10 @@ class SequenceRecorder:
             raise EndOfRun(_ENDED_BY_US)
         return index, outputs
 
-    def returned(self, token: tuple[int, Any], result: Any) -> None:
+    def returned(self, token: tuple[int, Any] | None, result: Any) -> None:
         """Note the Work of an op, and the tensors that it will have written."""
+        if token is None:
+            return
         index, outputs = token
         boxed = result[-1] if type(result) is tuple else result
         if boxed is not None:
@@ -210,13 +271,31 @@ class SequenceRecorder:
             self._waits(index)  # the call itself waits
         self._note_storages(outputs, index)
 
-    def raised(self, token: tuple[int, Any], error: BaseException) -> None:
-        """Ignore the errors of the fake backend."""
+    def _refuse(self, args: InternedArgs, reduce_op: Any, size: int) -> None:
+        """Raise the error of a backend that refuses a call. Where the program names none or two,
+        raise it only if each of them refuses.
+        """
+        name = reduce_op_name(reduce_op) or ""
+        reasons = [self._refusal(args, name, size, backend) for backend in self._backends()]
+        if reasons and all(reasons):
+            raise RuntimeError(f"{reasons[0]} (found by commlens check)")
 
-    def _note_thread(self, thread: int) -> None:
-        self._issuers.add(thread)
-        if len(self._issuers) > 1 and not any(each.what == "thread" for each in self.guesses):
-            self.guess("thread")
+    def _refusal(self, args: InternedArgs, reduce_op: str, size: int, backend: str) -> str:
+        if args.misaddressed and not args.no_such_peer:
+            return f"{backend} refuses this {args.op}: there is no such rank or tag"
+        if will_be_refused(args.content, size, backend):
+            return f"{backend} refuses this {args.op}: its tensors do not fit each other"
+        for tensor in (*args.content["in"], *args.content["out"]):
+            if refuses(backend, args.op, tensor[1], reduce_op):
+                with_op = f"{args.op} with {reduce_op}" if reduce_op else args.op
+                return f"{backend} has no {with_op} of {tensor[1]} tensors"
+        return ""
+
+    def _backends(self) -> Sequence[str]:
+        """Return the backends of which one runs the program's collectives."""
+        asked = self._rules or self.sequence.backend
+        named = [name for name in BACKENDS if name in asked]
+        return named or (() if asked else BACKENDS)
 
     def _issue(
         self,
@@ -227,35 +306,34 @@ class SequenceRecorder:
         members: int = 0,
     ) -> int:
         index = self._indices()
+        stack = self.stack_of_frame(sys._getframe(2))
         op = Collective(
             index,
             self._channel(args.channel),
             number,
-            self._describe(args, reduce_op_code(reduce_op) if reduce_op is not None else None),
+            _described(args, reduce_op_code(reduce_op) if reduce_op is not None else None),
             State.ISSUED,
             0,
-            stack=self._stack(sys._getframe(2)),
+            stack=stack,
             issue_thread=threading.get_native_id(),
-            peer=args.peer if args.op in POINT_TO_POINT and not _any_source(args) else None,
+            peer=(
+                args.peer
+                if args.op in POINT_TO_POINT and not args.flags & FLAG_ANY_SOURCE
+                else None
+            ),
             tag=args.tag,
-            step=self._steps,
+            step=self.sequence.steps,
             coalescing_id=coalescing,
             coalesced_members=members,
+            module=_library_step(stack),
         )
         self._add(Issue(op))
         return index
 
-    def _describe(self, args: InternedArgs, code: int | None) -> CollectiveArgs:
-        found = self._described.get((args, code))
-        if found is None:
-            blob = msgspec.convert(args.content, ArgsJson)
-            found = self._described[args, code] = decode_args(blob, 0 if code is None else code + 1)
-        return found
-
     def _add(self, event: Event) -> None:
         """Add an event, unless the run has ended and only the program's exit handlers run."""
-        if not self.cut_off:
-            self.events.append(event)
+        if not self.sequence.cut_off:
+            self.sequence.events.append(event)
 
     def _channel(self, channel: TapChannel) -> Channel:
         group = channel.group
@@ -265,7 +343,7 @@ class SequenceRecorder:
             found = self._channels[key] = Channel(
                 ProcessGroup(
                     group.name,
-                    group.ranks,
+                    group.members,
                     group.description,
                     mesh_dim=group.mesh_dim,
                     incarnation=group.incarnation,
@@ -290,9 +368,8 @@ class SequenceRecorder:
 
     def wait_begins(self, work: Any) -> None:
         """A thread waits for a Work."""
-        known = self._works.get(id(work))
-        if known is not None:
-            self._waits(known[1])
+        if index := self._index_of(work):
+            self._waits(index)
 
     def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
         """Nothing more: everything completes at once."""
@@ -308,27 +385,28 @@ class SequenceRecorder:
 
     def _waits(self, index: int) -> None:
         self._unwaited.pop(index, None)
-        self._add(Wait(index, threading.get_native_id(), self._stack(sys._getframe(2))))
+        self._add(Wait(index, threading.get_native_id(), self.stack_of_frame(sys._getframe(2))))
 
     def handled(self, work: Any) -> None:
         """The program asks for the state of a Work: it need not wait for it."""
-        known = self._works.get(id(work))
-        if known is not None:
-            self._unwaited.pop(known[1], None)
+        self._unwaited.pop(self._index_of(work), None)
+
+    def _index_of(self, work: Any) -> int:
+        """Return the index of the op that a Work is of; 0 if that is not known."""
+        return self._works.get(id(work), (None, 0))[1]
 
     def _poll(self, original: Any, work: Any) -> Any:
-        known = self._works.get(id(work))
-        if known is None or called_by_torch():
+        index = self._index_of(work)
+        if not index or called_by_torch():
             return original(work)
         self.guess("poll")
-        self._waits(known[1])
+        self._waits(index)
         return True  # the fake backend's Works never say so
 
     def _take_future(self, original: Any, work: Any) -> Any:
-        known = self._works.get(id(work))
-        if known is not None:
-            self._unwaited.pop(known[1], None)
-            self._futures.append(known[1])
+        self.handled(work)
+        if index := self._index_of(work):
+            self._futures.append(index)
         return original(work)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +425,7 @@ class SequenceRecorder:
 
     def coalescing_starts(self) -> None:
         """``ProcessGroup._start_coalescing`` was called."""
-        self._coalescing[threading.get_native_id()] = _Coalescing(self._coalescing_ids())
+        self._coalescing[threading.get_native_id()] = CoalescedGroup(self._coalescing_ids())
 
     def coalescing_ends(self) -> int | None:
         """``ProcessGroup._end_coalescing`` was called."""
@@ -381,8 +459,9 @@ class SequenceRecorder:
 
     def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         source = self._with_peer(original, *args, **kwargs)
-        event = next((each for each in reversed(self.events) if isinstance(each, Issue)), None)
-        if event is None or event.op.op != "recv" or event.op.peer is not None:
+        events = reversed(self.sequence.events)
+        last = next((each.op for each in events if isinstance(each, Issue)), None)
+        if last is None or last.op != "recv" or last.peer is not None:
             return source
         guessed = GuessedRank(source)
         guessed.on_use = lambda: self.guess("source")
@@ -395,27 +474,88 @@ class SequenceRecorder:
 
     # --- groups
 
-    def _init(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _init(self, original: Any, given: dict[str, Any]) -> Any:
         self._inits += 1
         self.groups.started_again()
-        asked = args[0] if args else kwargs.get("backend")
+        self._note_address(str(given.get("init_method") or ""), sys._getframe(1))
+        asked = given.get("backend")
         default = "nccl" if self._mesh_device == "cuda" else ""
-        self.backend = str(asked).lower() if asked is not None else default
-        world = torch.distributed.get_world_size() if c10d.is_initialized() else 0
-        size = world or _environment_world_size()
+        self.sequence.backend = str(asked).lower() if asked is not None else default
+        size = (
+            torch.distributed.get_world_size()
+            if c10d.is_initialized()
+            else int(os.environ["WORLD_SIZE"])
+        )
         self._setup("init_process_group", "default_pg", range(size), self._inits)
         self._setup_depth += 1
         try:
-            result = original(*args, **kwargs)
+            result = original(**given)
         finally:
             self._setup_depth -= 1
-        self.left = False
+        self.sequence.left = False
+        self._note_world(given, sys._getframe(1))
         return result
 
-    def _new_group(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        name, ranks = str(args[5]), args[2] or ()
+    def _note_world(self, given: dict[str, Any], frame: FrameType) -> None:
+        """Note that the program asks for another world size or rank than those that are run."""
+        size = torch.distributed.get_world_size()
+        for name, runs, words in (
+            ("world_size", size, f"a world of {{}} ranks, but this check runs {size}"),
+            (
+                "rank",
+                torch.distributed.get_rank(),
+                "rank {}, but this check runs another rank there",
+            ),
+        ):
+            is_left_open = given.get(name) in (None, -1)
+            asked = os.environ.get(name.upper(), "") if is_left_open else given[name]
+            if str(asked).isdecimal() and int(asked) != runs:
+                self.note_unseen("world", frame, words.format(asked))
+                return
+
+    def _note_address(self, address: str, frame: FrameType) -> None:
+        """Note an address that is not the launcher's, unless the program starts its own ranks or
+        settles who makes the store.
+        """
+        port, agent = os.environ.get("MASTER_PORT", ""), os.environ.get(AGENT_STORE, "True")
+        if (
+            address.startswith("tcp://")
+            and address.rpartition(":")[2] != port
+            and agent == "True"
+            and not is_spawned(frame)
+        ):
+            self.note_unseen("address", frame, address)
+
+    def note_store(self, host: str, port: int, frame: FrameType) -> None:
+        """Note a store that the program makes at an address that is not the launcher's, unless the
+        program starts its own ranks or the system chooses the port.
+        """
+        known = (str(CHOSEN_PORT), os.environ.get("MASTER_PORT", ""))
+        if str(port) not in known and not is_spawned(frame):
+            self.note_unseen("store", frame, f"{host}:{port}")
+
+    def note_unseen(self, what: UnseenKind, frame: FrameType | None, name: str = "") -> None:
+        """Note something that this run does not show."""
+        unseen = Unseen(what, user_frame(self.stack_of_frame(frame)), name)
+        if unseen not in self.sequence.unseen:
+            self.sequence.unseen.append(unseen)
+
+    def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._compiled_at = self._compiled_at or user_frame(self.stack_of_frame(sys._getframe(1)))
+        return original(*args, **kwargs)
+
+    def _guard_together(self, original: Any, enabled: bool) -> Any:
+        self._agreed = ("guards",) if enabled else self._agreed
+        return original(enabled)
+
+    def _new_group(self, original: Any, given: dict[str, Any]) -> Any:
+        name, ranks = str(given["group_name"]), given["global_ranks_in_group"] or ()
+        if c10d.is_initialized() and not ranks:
+            made = original(**given)
+            note_by_hand(made[0])
+            return made
         if c10d.is_initialized():
-            description = str(kwargs.get("group_desc") or "")
+            description = str(given.get("group_desc") or "")
             number = int(name) if name.isdecimal() else 1
             self._setup(
                 "new_group",
@@ -425,11 +565,10 @@ class SequenceRecorder:
                 "" if description == "undefined" else description,
                 self._mesh,
             )
-            self._made.note(self._stack(sys._getframe(1)), ranks)
-        return original(*args, **kwargs)
+            self._made.note(self.stack_of_frame(sys._getframe(1)), ranks)
+        return original(**given)
 
-    def _split(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(("parent_pg", "split_ranks"), args, strict=False)), **kwargs}
+    def _split(self, original: Any, given: dict[str, Any]) -> Any:
         parent = given.get("parent_pg") or c10d._get_default_group()
         self._splits += 1
         label = f"split_ranks={given.get('split_ranks')}"[:200]
@@ -437,28 +576,21 @@ class SequenceRecorder:
         self._setup("split_group", "split", ranks, self._splits, label=label)
         self._setup_depth += 1
         try:
-            return original(*args, **kwargs)
+            return original(**given)
         finally:
             self._setup_depth -= 1
 
-    def _init_mesh(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        shape = args[1] if len(args) > 1 else kwargs["mesh_shape"]
-        names = kwargs.get("mesh_dim_names")
-        self._mesh_device = str(args[0] if args else kwargs.get("device_type"))
-        if not c10d.is_initialized():
-            return self._named_mesh(original, shape, names, args, kwargs)
-        self._meshes += 1
-        size = torch.distributed.get_world_size()
-        self._mesh = _mesh_label(shape, names)
-        self._setup("init_device_mesh", "mesh", range(size), self._meshes, label=self._mesh)
-        return self._named_mesh(original, shape, names, args, kwargs)
-
-    def _named_mesh(
-        self, original: Any, shape: Any, names: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        self._mesh = _mesh_label(shape, names)
+    def _init_mesh(self, original: Any, given: dict[str, Any]) -> Any:
+        names = given.get("mesh_dim_names")
+        named = f" named {', '.join(map(str, names))}" if names else ""
+        self._mesh = f"mesh {tuple(given['mesh_shape'])}{named}"
+        self._mesh_device = str(given["device_type"])
+        if c10d.is_initialized():
+            self._meshes += 1
+            size = torch.distributed.get_world_size()
+            self._setup("init_device_mesh", "mesh", range(size), self._meshes, label=self._mesh)
         try:
-            return original(*args, **kwargs)
+            return original(**given)
         finally:
             self._mesh = None
 
@@ -486,7 +618,7 @@ class SequenceRecorder:
             CollectiveArgs(op, op),
             State.ISSUED,
             0,
-            stack=self._stack(sys._getframe(2)),
+            stack=self.stack_of_frame(sys._getframe(2)),
             issue_thread=threading.get_native_id(),
             module=label,
         )
@@ -502,7 +634,7 @@ class SequenceRecorder:
             CollectiveArgs(op, op),
             State.ISSUED,
             0,
-            stack=self._stack(sys._getframe(2)),
+            stack=self.stack_of_frame(sys._getframe(2)),
             issue_thread=threading.get_native_id(),
             module=f"and {len(keys) - 1} more" if len(keys) > 1 else None,
         )
@@ -511,11 +643,11 @@ class SequenceRecorder:
     def _destroy(self, original: Any, group: Any = None) -> Any:
         is_last = group is None or group is c10d._world.default_pg
         name = "" if is_last else str(getattr(group, "group_name", ""))
-        self._add(Leave(name, self._stack(sys._getframe(1))))
+        self._add(Leave(name, self.stack_of_frame(sys._getframe(1))))
         self.groups.before_destroy()
         if is_last:
             self._many_groups += self._made.many()
-        self.left = self.left or is_last
+        self.sequence.left = self.sequence.left or is_last
         return original(group)
 
     # --- torch's other events, for torch_patches
@@ -523,25 +655,27 @@ class SequenceRecorder:
     @property
     def steps(self) -> int:
         """Optimizer steps completed."""
-        return self._steps
+        return self.sequence.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._steps = steps
-        if self._steps_wanted is not None and steps >= self._steps_wanted:
-            self.cut_off = True
+        sequence = self.sequence
+        sequence.steps, sequence.out_of_time = steps, time.process_time() > self._ends_at_s
+        if sequence.out_of_time or steps >= self._steps_wanted:
+            sequence.cut_off = True
             raise EndOfRun(_ENDED_BY_US)
 
     def not_a_member(self) -> None:
         """The rank called a collective of a group that it is not in: torch warns and does
         nothing.
         """
-        stack = self._stack(sys._getframe(2))
-        self._not_a_member[stack] = self._not_a_member.get(stack, 0) + 1
+        self._not_a_member[self.stack_of_frame(sys._getframe(2))] += 1
 
     def guess(self, what: GuessKind) -> None:
         """Note that the program asked for something that this rank alone cannot know."""
-        self.guesses.append(Guess(what, self._stack(sys._getframe(2)), len(self.events)))
+        self.sequence.guesses.append(
+            Guess(what, self.stack_of_frame(sys._getframe(2)), len(self.sequence.events))
+        )
 
     # --- what was found
 
@@ -549,62 +683,49 @@ class SequenceRecorder:
         """Return the latent faults: Works never waited for, calls on groups of others, groups that
         pile up. What the program may still do if it goes on is none.
         """
-        unwaited: dict[Stack, int] = {}
-        for stack in self._unwaited.values():
-            unwaited[stack] = unwaited.get(stack, 0) + 1
-        kinds: tuple[tuple[HazardKind, dict[Stack, int]], ...] = (
-            ("never-waited", unwaited if not self.cut_off else {}),
-            ("not-a-member", self._not_a_member),
-        )
         hazards = [
-            Hazard(kind, times, stack) for kind, found in kinds for stack, times in found.items()
+            Hazard("not-a-member", times, stack) for stack, times in self._not_a_member.items()
         ]
-        if not self.cut_off:
-            hazards += [
+        if self.sequence.cut_off:
+            return hazards
+        unwaited = Counter(self._unwaited.values())
+        return [
+            *(Hazard("never-waited", times, stack) for stack, times in unwaited.items()),
+            *hazards,
+            *(
                 Hazard("many-groups", many.times, many.maker, many.ranks)
                 for many in self._many_groups
-            ]
-        return hazards
+            ),
+        ]
 
     def stack_of_traceback(self, trace: TracebackType | None) -> Stack:
         """Return the stack at which an exception was raised, innermost first."""
-        frames: list[Frame] = []
-        while trace is not None:
-            frames.append(self._frame(trace.tb_frame.f_code, trace.tb_lineno))
-            trace = trace.tb_next
+        frames = [_frame(each.f_code, line) for each, line in traceback.walk_tb(trace)]
         return tuple(reversed(frames))
 
     def stack_of_frame(self, frame: FrameType | None) -> Stack:
         """Return the stack whose innermost frame this is."""
-        return self._stack(frame)
-
-    def _stack(self, frame: FrameType | None) -> Stack:
-        frames: list[Frame] = []
-        while frame is not None:
-            frames.append(self._frame(frame.f_code, frame.f_lineno or 0))
-            frame = frame.f_back
-        stack = tuple(frames)
+        callers = traceback.walk_stack(frame) if frame is not None else ()
+        stack = tuple(_frame(each.f_code, line or 0) for each, line in callers)
         return self._stacks.setdefault(stack, stack)
 
-    def _frame(self, code: CodeType, line: int) -> Frame:
-        found = self._frames.get((code, line))
-        if found is None:
-            file = code.co_filename
-            found = Frame(file, line, code.co_name, kind_of_file(file))
-            self._frames[code, line] = found
-        return found
+
+# The same object for all events, so that it is written only once.
+@functools.cache
+def _described(args: InternedArgs, code: int | None) -> CollectiveArgs:
+    return decode_args(msgspec.convert(args.content, ArgsJson), 0 if code is None else code + 1)
 
 
-def _any_source(args: InternedArgs) -> bool:
-    return bool(args.flags & FLAG_ANY_SOURCE)
+@functools.cache
+def _frame(code: CodeType, line: int) -> Frame:
+    return Frame(code.co_filename, line, code.co_name, kind_of_file(code.co_filename))
 
 
-def _environment_world_size() -> int:
-    import os
-
-    return int(os.environ["WORLD_SIZE"])
-
-
-def _mesh_label(shape: Any, names: Any) -> str:
-    named = f" named {', '.join(map(str, names))}" if names else ""
-    return f"mesh {tuple(shape)}{named}"
+@functools.lru_cache(maxsize=4096)
+def _library_step(stack: Stack) -> str | None:
+    """Return the step of a library in which a collective is issued that the user did not write."""
+    for frame in itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack):
+        for (file, function), step in _LIBRARY_STEPS.items():
+            if frame.function == function and frame.file.endswith(file):
+                return step
+    return None

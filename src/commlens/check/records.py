@@ -6,8 +6,8 @@ import msgspec
 
 from commlens.check.schedule import Op, Outcome, RankState
 from commlens.model.collective import Channel, Collective, LearnedHow, State
+from commlens.model.ops import key_kind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
-from commlens.text import key_kind
 
 _BEGAN_NS = 1_000_000_000_000_000_000
 

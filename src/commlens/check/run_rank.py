@@ -21,7 +21,6 @@ from commlens.check.files import Files, misses_a_file
 from commlens.check.objects import Need, Shared, SharedObjects
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
-from commlens.check.store import SharedStore
 from commlens.check.values import Values
 from commlens.model.collective import user_frame
 from commlens.model.frames import FrameKind
@@ -49,12 +48,13 @@ class Plan(NamedTuple):
     program: Callable[[], Any]
     world_size: int
     steps: int | None = None
+    cpu_s: float | None = None  # end a rank at its next optimizer step after this CPU time
     fake_tensors: bool = False
     ranks_per_node: int = 8
     timeout_s: float = 300.0  # for the run of each rank
     choices: tuple[Choice, ...] = ()  # answers to what the program asks of tensors
     backend: str = ""  # whose rules hold; empty: that of the program
-    # given where a fraction is read that is not known and is not followed; None: the fake world's
+    # read instead of a float whose value a rank alone cannot know; None: the fake world's value
     number: float | None = None
 
 
@@ -71,21 +71,21 @@ class Run(NamedTuple):
 
 
 def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None]) -> Run:
-    """Run the program as ``rank``, which knows what others have given. The process is spoilt
-    afterwards: call this in one of its own.
+    """Run the program as ``rank``, which knows what others have given. The process cannot be
+    reused: call this in one of its own.
 
     Where the rank needs something that is not in ``shared``, ``wait`` is called with the run so
     far, and adds it, or adds that no rank ever gives it.
     """
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
-    recorder = SequenceRecorder(steps=plan.steps)
+    sequence = RankSequence(rank, plan.world_size)
+    recorder = SequenceRecorder(sequence, steps=plan.steps, cpu_s=plan.cpu_s, backend=plan.backend)
     world = FakeWorld(
         plan.world_size,
         rank,
         ranks_per_node=plan.ranks_per_node,
         fake_tensors=plan.fake_tensors,
     )
-    sequence = RankSequence(rank, plan.world_size)
     imported = set(sys.modules)
     exchange = Exchange(rank, shared.messages, recorder.guess)
     values = Values(plan.world_size, plan.choices, shared.answers, plan.number, exchange)
@@ -98,7 +98,8 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
 
     def run_so_far(need: Need | None = None) -> Run:
         return Run(
-            sequence,
+            # while it waits, without what it has done so far: that is much
+            sequence if need is None else RankSequence(rank, plan.world_size),
             objects.sent | exchange.gave,
             objects.keys,
             values.answers,
@@ -111,7 +112,6 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
     buffers = BufferWatch(preview=True, backend=plan.backend)
     with world:
         _patch_system()
-        SharedStore(recorder, objects).install(Patches())
         files.install(Patches())
         recorder.attach()
         buffers.start()
@@ -126,13 +126,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
             _print_error(error)
         buffers.stop()
         recorder.detach()
-    sequence.events = recorder.events
-    sequence.steps = recorder.steps
-    sequence.backend = recorder.backend
     sequence.looks = files.looks
-    sequence.left = recorder.left
-    sequence.cut_off = recorder.cut_off
-    sequence.guesses = recorder.guesses
     sequence.hazards = [
         hazard
         for hazard in (*recorder.found_hazards(), *buffers.hazards())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from commlens.check.classes import Classes, explore_classes
 from commlens.check.judge import Checked
+from commlens.check.prediction import is_same
 from commlens.check.processes import Ranks
 from commlens.check.sequence import RankSequence
-from commlens.check.variation import vary
 
 ALL_UP_TO = 16
 """Worlds of this size are run whole: little would be saved."""
 
 _CONFIRMATIONS = 3
 _CONFIRMED_AT_ONCE = 32
+
+_NUMBERS = (0.0, math.inf, -math.inf, math.nan)
 
 Judge = Callable[[dict[int, RankSequence]], Checked]
 
@@ -33,7 +36,7 @@ class World(NamedTuple):
 
 def run_whole(ranks: Ranks, judge: Judge, world_size: int) -> World:
     """Run all ranks."""
-    sequences = ranks.run(range(world_size))
+    sequences = ranks.sequences_of(range(world_size))
     return World(*_judged(ranks, judge, sequences, sequences))
 
 
@@ -41,13 +44,15 @@ def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int
     """Run a few ranks, and those that would be to blame for a fault. Return None if all must be
     run, since one waited for a key of the store, which a rank that was not run may write.
     """
-    also: set[int] = set()
+    also = set[int]()
     for _ in range(_CONFIRMATIONS):
-        classes = explore_classes(ranks.run, world_size, ranks_per_node, also)
+        classes = explore_classes(ranks.sequences_of, world_size, ranks_per_node, also)
         if ranks.waited_in_vain:
             return None
         sequences, checked = _judged(ranks, judge, classes.sequences, classes.ran)
-        unproven = _concerned(checked) - set(classes.ran)
+        verdict = checked.verdict
+        concerned = {*verdict.culprits[:_CONFIRMED_AT_ONCE], *verdict.victims[:1]}
+        unproven = concerned - set(classes.ran)
         if not checked.verdict.is_fault or not unproven:
             break
         also |= set(sorted(unproven)[:_CONFIRMED_AT_ONCE])
@@ -68,7 +73,35 @@ def _judged(
     return sequences, checked
 
 
-def _concerned(checked: Checked) -> set[int]:
-    """Return the ranks to blame, and the first of those that wait for them."""
-    verdict = checked.verdict
-    return {*verdict.culprits[:_CONFIRMED_AT_ONCE], *verdict.victims[:1]}
+def vary(
+    ranks: Ranks, sequences: Mapping[int, RankSequence], ran: Collection[int]
+) -> dict[int, RankSequence]:
+    """Return the sequences, in which decisions are marked that other numbers do not change.
+
+    Args:
+        ranks: what ran the program.
+        sequences: of all ranks.
+        ran: the ranks that were run. The others share their decisions with those they resemble.
+    """
+    same = {
+        rank
+        for rank in ran
+        if any(each.replaceable and each.is_open for each in sequences[rank].decisions)
+    }
+    for number in _NUMBERS:
+        if same:
+            varied = ranks.with_number(number).sequences_of(same)
+            same = {rank for rank in same if is_same(sequences[rank], varied[rank])}
+    idle = {id(sequences[rank].decisions) for rank in same}
+    return {
+        rank: msgspec.structs.replace(
+            sequence,
+            decisions=[
+                msgspec.structs.replace(each, idle=True) if each.replaceable else each
+                for each in sequence.decisions
+            ],
+        )
+        if id(sequence.decisions) in idle
+        else sequence
+        for rank, sequence in sequences.items()
+    }

@@ -89,6 +89,28 @@ class Guess(msgspec.Struct, frozen=True):
         return user_frame(self.stack)
 
 
+UnseenKind = Literal[
+    "address",  # init_process_group meets at an address that the launcher did not give
+    "store",  # the program makes a TCPStore at such an address
+    "world",  # init_process_group asks for another world size or rank than the one that is run
+    "group",  # a group that the program makes by hand: its members are not known
+    "guards",  # torch.compile's guards agree across ranks
+    "sizes",  # torch.compile exchanges sizes
+    "partitioner",  # torch.compile's ranks agree on the values that backward needs
+    "autotuning",  # torch.compile's ranks share the choice of kernels
+]
+
+
+class Unseen(msgspec.Struct, frozen=True):
+    """The program does something that a run of one rank alone does not show, so that it is not
+    proven that nothing hangs there.
+    """
+
+    what: UnseenKind
+    frame: Frame | None  # the user's line
+    name: str = ""  # the address, the world size or rank, the size of the group
+
+
 class FileLook(msgspec.Struct, frozen=True):
     """The program looked whether a file exists, or which files there are."""
 
@@ -111,10 +133,12 @@ class RankSequence(msgspec.Struct):
     exception_stack: Stack = ()
     misses_a_file: bool = False  # the exception is due to a file that does not exist
     left: bool = False  # it has destroyed its process groups
-    cut_off: bool = False  # ended by us after the requested number of steps
+    cut_off: bool = False  # ended by us, after the requested number of steps or out of time
+    out_of_time: bool = False
     guesses: list[Guess] = []
     decisions: list[Decision] = []  # lines that asked for values that are not known
     looks: dict[str, FileLook] = {}  # for files, by path
+    unseen: list[Unseen] = []
     hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for
     problem: str = ""  # why there is no complete sequence, in a sentence: a time limit, a crash
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Values:
     ) -> None:
         """Give the answers of ``choices``, and to reads of values that ranks have alike the
         ``answers`` that other ranks got. Elsewhere the answer is that of the fake world; for
-        fractions that are not followed, it is ``number``, if that is given. ``exchange`` delivers
+        floats that cannot be followed, it is ``number``, if that is given. ``exchange`` delivers
         small tensors of other ranks.
         """
         self._world_size = world_size
@@ -196,10 +196,12 @@ class Values:
         return value, known
 
     def _choice(self, place: Frame, *, truth: bool) -> Choice | None:
-        for choice in self._choices:
-            if isinstance(choice.value, bool) == truth and choice.is_at(place.file, place.line):
-                return choice
-        return None
+        fitting = (
+            choice
+            for choice in self._choices
+            if isinstance(choice.value, bool) == truth and choice.is_at(place.file, place.line)
+        )
+        return next(fitting, None)
 
     def _follow_into(self, result: Any, args: Any) -> Any:
         """Give a tensor that is computed from a followed number its origin."""
@@ -357,12 +359,10 @@ def _plain(value: Any) -> int | float:
 
 
 def _read_by_torch_itself() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file.endswith(_OWN_READS):
             return True
         if kind_of_file(file) is FrameKind.USER:
             return False
-        frame = frame.f_back
     return False

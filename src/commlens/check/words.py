@@ -8,8 +8,10 @@ import msgspec
 
 from commlens.check.schedule import Outcome
 from commlens.check.sequence import Guess, RankSequence
+from commlens.diagnosis.words.phrases import COMPILER
+from commlens.launchers import AGENT_STORE
 from commlens.model.verdict import Verdict
-from commlens.text import capital, count, frame_phrase, joined, ranks_phrase, verb
+from commlens.text import capital, count, frame_phrase, joined, ranks_phrase, sentence, verb
 
 _GUESSES_NAMED = 3
 
@@ -24,11 +26,28 @@ _GUESSES = {
     "thread": "issues collectives from several threads",
 }
 
+_UNSEEN = {
+    "address": "init_process_group at {at} meets at {name}, where nobody listens if the launcher"
+    f" sets {AGENT_STORE}=True, as torchrun does: then no rank makes the store",
+    "store": "the program makes the store at {name} itself, at {at}: whether its port is free, and"
+    " whether a rank listens there, shows only in a real run",
+    "world": "init_process_group at {at} asks for {name}",
+    "group": "the program makes a group of {name} by hand, which it uses at {at}: this check does"
+    " not know its members, and does not follow what they do in it",
+    **{  # of torch.compile
+        part: f"what is compiled by torch.compile at {{at}} is not compiled here: {COMPILER[part]}"
+        for part in ("guards", "sizes", "partitioner", "autotuning")
+    },
+}
 
-def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> Verdict:
-    """Return the verdict on a fault that every run meets; every one that goes the same way, if the
-    program decides by values that are not known.
+
+def fault(found: Verdict, outcome: Outcome, backend: str) -> Verdict:
+    """Return the verdict on a fault that every run meets, or every run that takes the same branches
+    where the program decides by values that a rank alone cannot know.
     """
+    decides = any(
+        not each.idle for state in outcome.ranks.values() for each in state.sequence.decisions
+    )
     every = "every such run" if decides else "every run"
     explanation = found.explanation
     if outcome.stuck:
@@ -42,21 +61,34 @@ def fault(found: Verdict, outcome: Outcome, backend: str, *, decides: bool) -> V
 
 
 def no_fault(
-    found: Verdict, sequences: Mapping[int, RankSequence], backend: str, steps: int
+    found: Verdict,
+    sequences: Mapping[int, RankSequence],
+    outcome: Outcome,
+    backend: str,
+    steps: int,
 ) -> Verdict:
     """Return the verdict on a program in which nothing is wrong."""
     ranks = count(len(sequences), "rank")
     of = f"{count(steps, 'step')} of {ranks}" if steps else ranks
     problems = {rank: sequence.problem for rank, sequence in sequences.items() if sequence.problem}
-    summary = f"no mismatch or deadlock in {of} on {backend}"
+    unseen = _unseen(sequences)
+    latent = [finding for finding in found.findings if finding.kind == "hazard"]
+    summary = f"{'nothing hangs' if latent else 'no mismatch or deadlock'} in {of} on {backend}"
     if problems:
         rank, problem = next(iter(problems.items()))
         summary = f"not proven: rank {rank} is not known to its end, since {problem}"
+    elif unseen:
+        summary = f"not proven: {unseen[0]}"
+    elif outcome.stuck:
+        reason = _unexplained(outcome)
+        summary = f"not proven: {reason}"
+        found.missing_evidence.append(sentence(capital(reason)))
+    is_open = bool(problems or unseen or outcome.stuck)
     return Verdict(
-        kind="undetermined" if problems else "healthy",
-        confidence="low" if problems else "high",
+        kind="undetermined" if is_open else "healthy",
+        confidence="low" if is_open else "high",
         summary=summary,
-        findings=[finding for finding in found.findings if finding.kind == "hazard"],
+        findings=latent,
         missing_evidence=found.missing_evidence,
         looked_at=found.looked_at,
     )
@@ -90,6 +122,13 @@ def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]
         for rank, sequence in sequences.items()
         if sequence.problem
     ]
+    found += [sentence(capital(each)) for each in _unseen(sequences)]
+    hurried = [sequence.steps for sequence in sequences.values() if sequence.out_of_time]
+    if hurried:
+        found.append(
+            f"The time of this check was over after {count(min(hurried), 'step')}: later ones were"
+            " not run. --steps goes on to the step that it names."
+        )
     if outcome.open_ranks:
         ranks = outcome.open_ranks
         found.append(
@@ -103,6 +142,24 @@ def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]
     guesses = [guess for sequence in sequences.values() for guess in sequence.guesses]
     found += [f"{capital(each)}: only one answer was tried." for each in _guess_phrases(guesses)]
     return found
+
+
+def _unexplained(outcome: Outcome) -> str:
+    """Return where ranks wait for ever, of which no fault was found."""
+    op = outcome.ranks[outcome.stuck[0]].blocked_in[0].record
+    waits = f"{ranks_phrase(outcome.stuck)} {verb(outcome.stuck, 'waits', 'wait')} for ever"
+    where = f"{op.op} at {frame_phrase(op.source) or 'an unknown line'}"
+    return f"{waits} in {where}, and it is not known for which rank"
+
+
+def _unseen(sequences: Mapping[int, RankSequence]) -> list[str]:
+    """Return a phrase for each thing of the program that this check does not show."""
+    found = (
+        _UNSEEN[each.what].format(at=frame_phrase(each.frame) or "an unknown line", name=each.name)
+        for sequence in sequences.values()
+        for each in sequence.unseen
+    )
+    return list(dict.fromkeys(found))
 
 
 def _guess_phrases(guesses: Iterable[Guess]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
@@ -13,9 +14,10 @@ from commlens.commands.verdict_output import add_json
 from commlens.errors import CommandError, EvidenceError
 
 if TYPE_CHECKING:
+    from commlens.model.health import NodeHealth
+    from commlens.model.ranklog import RankLog
     from commlens.model.verdict import Verdict
     from commlens.outside.find_ranks import FoundJob
-    from commlens.outside.hardware import HardwareLook
     from commlens.outside.sample import HostSamples
 
 
@@ -102,12 +104,11 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
         return [_look_here(arguments)]
     from concurrent.futures import ThreadPoolExecutor
 
-    here: FoundJob | None = None
     refused = ""
     try:
-        here = _find(arguments)
+        here: FoundJob | None = _find(arguments)
     except EvidenceError as error:  # a login node has no ranks
-        refused = str(error)
+        here, refused = None, str(error)
     asked = ["--job", arguments.job_name] if arguments.job_name else []
     if arguments.job is not None:
         asked += [_name_elsewhere(here, arguments.job)]
@@ -116,19 +117,20 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
             look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
         )
         found = [_look_at(here, arguments)] if here is not None else []
-        # A machine may be named although it is this one: its ranks are here already.
-        seen = {sample.log.pid for host in found for sample in host.samples}
-        for host in elsewhere.result():
-            if not (
-                found
-                and host.host == found[0].host
-                and seen & {sample.log.pid for sample in host.samples}
-            ):
-                found.append(host)
+        found += [host for host in elsewhere.result() if not _is_among(host, found)]
     if not any(host.samples for host in found):
         notes = " ".join(note for host in found for note in host.notes)
         raise EvidenceError(f"No rank was found on {', '.join(names)}. {notes or refused}")
     return found
+
+
+def _is_among(host: HostSamples, known: list[HostSamples]) -> bool:
+    """Return whether a machine that was named is this one: its ranks are known already."""
+    pids = {sample.log.pid for sample in host.samples}
+    return any(
+        host.host == each.host and any(sample.log.pid in pids for sample in each.samples)
+        for each in known
+    )
 
 
 def _of_black_boxes(job: FoundJob) -> Verdict | None:
@@ -147,9 +149,9 @@ def _of_black_boxes(job: FoundJob) -> Verdict | None:
     logs = snapshot(folders[0])
     if {log.pid for log in logs} < {one.pid for one in job.ranks}:
         return None
-    with _hardware(job) as look:
-        if look is not None and logs:
-            logs[0].health = look.finish(logs)
+    with _hardware(job) as finish:
+        if finish is not None and logs:
+            logs[0].health = finish(logs)
     verdict = diagnose_logs(logs)
     verdict.looked_at = (
         f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black"
@@ -191,29 +193,25 @@ def _look_here(arguments: argparse.Namespace) -> HostSamples:
 def _look_at(job: FoundJob, arguments: argparse.Namespace) -> HostSamples:
     from commlens.outside.look import look_at
 
-    with _hardware(job) as look:
+    with _hardware(job) as finish:
         found = look_at(job, window_s=arguments.window, native=arguments.native)
-        if look is not None:
-            found.health = look.finish([sample.log for sample in found.samples])
+        if finish is not None:
+            found.health = finish([sample.log for sample in found.samples])
     return found
 
 
-@contextlib.contextmanager
-def _hardware(job: FoundJob) -> Iterator[HardwareLook | None]:
+def _hardware(
+    job: FoundJob,
+) -> AbstractContextManager[Callable[[Sequence[RankLog]], NodeHealth] | None]:
     """Look at this node's hardware meanwhile, unless the settings say otherwise."""
     from commlens.config import load_settings
-    from commlens.outside.hardware import HardwareLook
+    from commlens.outside.hardware import look_at_hardware
     from commlens.watch.node_health import root_of, topology_of
 
     settings = load_settings().settings
     if settings.health == "off":
-        yield None
-        return
-    look = HardwareLook(job, root_of(settings), topology_of(settings))
-    try:
-        yield look
-    finally:
-        look.close()
+        return contextlib.nullcontext()
+    return look_at_hardware(job, root_of(settings), topology_of(settings))
 
 
 def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verdict) -> None:
@@ -226,12 +224,8 @@ def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verd
 
     print_verdict(verdict)
     if hosts and (arguments.stacks or arguments.native):
-        from commlens.diagnosis.views.process_words import notable_state
-        from commlens.model.stack_classes import merge_stacks
-        from commlens.reports.stacks_terminal import print_classes
+        from commlens.reports.stacks_terminal import merge_stacks, print_classes
 
         logs = [sample.log for host in hosts for sample in host.samples]
         print()
-        print_classes(
-            merge_stacks(logs, [notable_state(log) for log in logs]), whole=arguments.native
-        )
+        print_classes(merge_stacks(logs), whole=arguments.native)

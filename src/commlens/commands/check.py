@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ from commlens.errors import CommandError, needs_torch
 if TYPE_CHECKING:
     from commlens.check.judge import Checked
 
-_STEPS = 2
+_CPU_S = 60.0
+_RANKS_AT_MOST = 16  # of a larger world, some of each kind are run
 _TIMEOUT_S = 300.0
 _OUTPUT_LINES = 12
 
@@ -26,8 +28,8 @@ class CheckCommand:
     the calls of all ranks are put together by the rules of a backend. For example: commlens check
     --world-size 8 --fake-tensors train.py --lr 0.1
 
-    Exit status: 0 no fault was found, 1 a fault was found, 2 wrong usage, 3 it is not proven
-    whether there is one.
+    Exit status: 0 no fault was found, 1 a fault was found (with --strict also a latent one), 2
+    wrong usage, 3 it is not proven whether there is one.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -38,9 +40,9 @@ class CheckCommand:
         parser.add_argument(
             "--steps",
             type=int,
-            default=_STEPS,
             metavar="N",
-            help=f"stop each rank after N optimizer steps (default {_STEPS})",
+            help="stop each rank after N optimizer steps (default: at the program's end, or when"
+            f" this check has taken about {_CPU_S:g} s)",
         )
         parser.add_argument(
             "--backend",
@@ -84,6 +86,9 @@ class CheckCommand:
             metavar="N",
             help="try at most N combinations of the answers (default 16)",
         )
+        parser.add_argument(
+            "--strict", action="store_true", help="exit with 1 for latent faults, too"
+        )
         add_json(parser)
         add_html(parser, "with the calls of all ranks")
         parser.add_argument(
@@ -95,13 +100,14 @@ class CheckCommand:
         add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from commlens.commands.diagnose import exit_status
+        from commlens.commands.diagnose import EXIT_FAULT, exit_status
 
         program = program_of(arguments, "check --world-size 8 train.py --lr 0.1")
         for name in ("steps", "ranks_per_node", "timeout", "combinations"):
-            if getattr(arguments, name) <= 0:
+            value = getattr(arguments, name)
+            if value is not None and value <= 0:
                 option = "--" + name.replace("_", "-")
-                raise CommandError(f"{option} must be more than 0, not {getattr(arguments, name)}.")
+                raise CommandError(f"{option} must be more than 0, not {value}.")
         checked, outputs = _check(program, arguments)
         verdict = checked.verdict
         if arguments.json:
@@ -114,7 +120,8 @@ class CheckCommand:
             print_verdict(verdict)
             _print_output(checked, outputs)
         _write(checked, arguments)
-        return exit_status(verdict)
+        status = exit_status(verdict)
+        return status or (EXIT_FAULT if arguments.strict and verdict.findings else status)
 
 
 def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, dict[int, str]]:
@@ -126,13 +133,16 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
         from commlens.check.api import check_plan
         from commlens.check.branches import parse_branch
         from commlens.check.run_rank import Plan
+    ranks = min(max(arguments.world_size, 1), _RANKS_AT_MOST)
+    at_once = min(len(os.sched_getaffinity(0)), ranks)
     plan = Plan(
         lambda: worker.execute(program, module=arguments.module),
         arguments.world_size,
-        arguments.steps,
-        arguments.fake_tensors,
-        arguments.ranks_per_node,
-        arguments.timeout,
+        steps=arguments.steps,
+        cpu_s=None if arguments.steps else _CPU_S * at_once / ranks,
+        fake_tensors=arguments.fake_tensors,
+        ranks_per_node=arguments.ranks_per_node,
+        timeout_s=arguments.timeout,
     )
     with ProgressBar("running ranks") as seen:
         return check_plan(

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from commlens import config
 from commlens.atomic_write import write_whole
-from commlens.commands import questionnaire
 from commlens.commands.table import print_table
 from commlens.errors import CommandError
+
+QUESTIONS: Final = {name: accepts for name, accepts in config.ACCEPTED.items() if accepts.question}
+"""The settings that are asked about."""
+_YES_NO: Final = {"y": "yes", "n": "no"}
+_SWITCH: Final = {True: "yes", False: "no"}
 
 
 class ConfigCommand:
@@ -65,7 +69,7 @@ class ConfigCommand:
 def _show(config_file: str | None) -> int:
     resolved = config.load_settings(config_file=config_file)
     rows = [
-        (name, questionnaire.shown(getattr(resolved.settings, name)), resolved.origins[name])
+        (name, shown(getattr(resolved.settings, name)), resolved.origins[name])
         for name in config.NAMES
     ]
     print_table(rows)
@@ -91,13 +95,11 @@ def _write(config_file: str | None, *, take_defaults: bool, force: bool) -> int:
         )
     present, kept = _present(path, exists, force)
     if take_defaults:
-        answers = {
-            question.name: getattr(present, question.name) for question in questionnaire.QUESTIONS
-        }
+        answers = {name: getattr(present, name) for name in QUESTIONS}
     else:
         print(f"The answers go to {path}. Press Enter to keep the value in brackets.")
         try:
-            answers = questionnaire.ask(present, input, print)
+            answers = ask(present, input, print)
             if (
                 exists
                 and not force
@@ -109,7 +111,7 @@ def _write(config_file: str | None, *, take_defaults: bool, force: bool) -> int:
         except (EOFError, KeyboardInterrupt):
             print("\nNothing was written.")
             return 130
-    write_whole(path, questionnaire.settings_file(answers, kept).encode())
+    write_whole(path, settings_file(answers, kept).encode())
     print(f"Wrote {path}")
     _print_overrides(path, answers)
     return 0
@@ -139,10 +141,88 @@ def _print_overrides(path: Path, answers: Mapping[str, Any]) -> None:
     for name in answers:
         origin = resolved.origins[name]
         if origin not in (str(path), config.DEFAULT):
-            value = questionnaire.shown(getattr(resolved.settings, name))
+            value = shown(getattr(resolved.settings, name))
             print(f"commlens: {name} is still {value} here, because {origin} overrides the file.")
     usual, _ = config.config_path(os.environ, None)
     if usual is None or usual.resolve() != path.resolve():
         print(f"To use it, name it: --config-file {path}, or COMMLENS_CONFIG_FILE={path}.")
     else:
         print("`commlens config show` prints the settings in force.")
+
+
+def ask(
+    present: config.Settings, read: Callable[[str], str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Ask every question, with the present values as the defaults, and return the answers by
+    setting.
+
+    ``read`` shows a prompt and returns a line; its EOFError and KeyboardInterrupt are passed on.
+    """
+    answers: dict[str, Any] = {}
+    for name, accepts in QUESTIONS.items():
+        value = getattr(present, name)
+        say(f"\n{accepts.question}\n  {accepts.explanation}")
+        while True:
+            is_switch = isinstance(value, bool)
+            kept = _SWITCH[value] if is_switch else shown(value)
+            text = read(f"  {name} [{kept}]: ").strip()
+            try:
+                answers[name] = (
+                    accepts.parse(_YES_NO.get(text.lower(), text) if is_switch else text)
+                    if text
+                    else value
+                )
+                break
+            except (ValueError, TypeError, OverflowError):
+                say(f"  That is not accepted. Enter {'yes or no' if is_switch else accepts.words}.")
+    return answers
+
+
+def settings_file(answers: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
+    """Return the text of the settings file.
+
+    Args:
+        answers: to the questions, by setting.
+        kept: the settings of the previous file; those without a question are kept.
+    """
+    lines = [
+        "# Settings of commlens, written by `commlens config`. Run it again to change them.",
+        (
+            "# COMMLENS_* variables and the command line override this file; `commlens config show`"
+            " prints the settings in force."
+        ),
+    ]
+    for name, accepts in QUESTIONS.items():
+        lines += [
+            "",
+            f"# {accepts.question}",
+            f"# {accepts.explanation}",
+            _line(name, answers[name]),
+        ]
+    others = [name for name in config.NAMES if name in kept and name not in answers]
+    if others:
+        lines += [
+            "",
+            "# Kept from the previous file:",
+            *(_line(name, kept[name]) for name in others),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    """Return a value as YAML would write it; ``-`` for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _line(name: str, value: Any) -> str:
+    import yaml
+
+    if value is None:
+        return f"{name}:"
+    plain = int(value) if isinstance(value, float) and value.is_integer() else value
+    text: str = yaml.safe_dump({name: plain}, allow_unicode=True, width=10_000)
+    return text.rstrip("\n")

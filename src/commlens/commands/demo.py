@@ -119,11 +119,7 @@ def introduce(scenario: Scenario, world_size: int, stall_timeout: float) -> None
         f"commlens demo: {scenario.name} ({scenario.summary}), {world_size} processes over gloo,"
         f" stall timeout {stall_timeout:g} s."
     )
-    print(
-        "The program is"
-        f" {Path(__file__).parents[1] / 'scenarios' / 'programs' / scenario.program}.py\n",
-        flush=True,
-    )
+    print(f"The program is {scenario.path}\n", flush=True)
 
 
 def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir: Path) -> int:
@@ -134,12 +130,12 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
     command += [
         "--stall-timeout",
         str(stall_timeout),
-        "--on-stall",
-        "abort",
+        "--abort-on",
+        "stall",
         "--dump-dir",
         str(dump_dir),
     ]
-    command += ["--nproc-per-node", str(world_size), "-m", "commlens.scenarios", scenario.name]
+    command += ["--nproc-per-node", str(world_size), "-m", scenario.package, scenario.name]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -25,7 +25,7 @@ def print_health(root: Path, topology: Path | None = None) -> None:
     where = [f"switch {health.leaf}"] if health.leaf else []
     where += [f"rack {health.rack}"] if health.rack else []
     at = f" ({', '.join(where)})" if where else ""
-    print(f"The hardware of {health.host}{at}:")
+    print(f"The hardware of {health.host}{at}, with counts and times since boot:")
     if table.rows:
         print_table(table.rows, indent=2)
     if table.events:

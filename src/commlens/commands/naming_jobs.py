@@ -7,8 +7,6 @@ from pathlib import Path
 
 from commlens.errors import CommandError, EvidenceError
 
-_JOBS_NAMED = 8
-
 
 def add_recorded_job(parser: argparse.ArgumentParser) -> None:
     """Declare the argument that names a recorded job."""
@@ -62,7 +60,7 @@ def _unrecorded(wanted: str | None) -> str:
     """Return a sentence with the jobs on this machine that commlens does not record, and with the
     command that examines them; empty if there are none.
     """
-    from commlens.outside.find_ranks import find_job, find_jobs
+    from commlens.outside.find_ranks import find_job, find_jobs, labels_of
     from commlens.text import capital, verb
 
     try:
@@ -78,10 +76,7 @@ def _unrecorded(wanted: str | None) -> str:
             f" recorded: `commlens attach {pids[0]}` says whether {verb(pids, 'it is', 'they are')}"
             " stuck, and where."
         )
-    names = "; ".join(job.label for job in jobs[:_JOBS_NAMED])
-    if len(jobs) > _JOBS_NAMED:
-        names += f" and {len(jobs) - _JOBS_NAMED} more"
     return (
-        f"{len(jobs)} jobs run here without commlens, so nothing is recorded: {names}. `commlens"
-        " attach PID` says whether one is stuck."
+        f"{len(jobs)} jobs run here without commlens, so nothing is recorded: {labels_of(jobs)}."
+        " `commlens attach PID` says whether one is stuck."
     )

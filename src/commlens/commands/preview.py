@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commlens.commands import add_program, program_of
 from commlens.errors import CommandError, OutputError, needs_torch
@@ -29,7 +29,7 @@ class PreviewCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        from commlens.traces.network import PRESETS, parse_bandwidth, parse_duration
+        from commlens.traces.network import PRESETS
 
         parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
         parser.add_argument(
@@ -57,40 +57,16 @@ class PreviewCommand:
             help="save the trace, for commlens view and commlens compare",
         )
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-        group = parser.add_argument_group(
-            "time estimate", "needs a preset or figures; figures replace the preset's"
+        parser.add_argument(
+            "--network",
+            metavar="PRESET",
+            help=f"also estimate the time on this network: {', '.join(PRESETS)}",
         )
-        group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
-        bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
-        group.add_argument(
-            "--intra-bandwidth",
-            type=bandwidth,
-            metavar="RATE",
-            help="per rank inside a node, in one direction: 450GB/s",
-        )
-        group.add_argument(
-            "--inter-bandwidth",
-            type=bandwidth,
-            metavar="RATE",
-            help="per rank between nodes: 50GB/s or 400Gb/s",
-        )
-        group.add_argument(
-            "--intra-latency", type=duration, metavar="TIME", help="per hop inside a node: 2us"
-        )
-        group.add_argument(
-            "--inter-latency", type=duration, metavar="TIME", help="per hop between nodes: 4us"
-        )
-        group.add_argument(
+        parser.add_argument(
             "--ranks-per-node",
             type=int,
             metavar="N",
             help="ranks per node (default: the preset's, else 8)",
-        )
-        group.add_argument(
-            "--step-time",
-            type=duration,
-            metavar="TIME",
-            help="duration of a step, to show communication's share: 1.2s",
         )
         add_program(parser)
 
@@ -109,7 +85,7 @@ class PreviewCommand:
         if arguments.output:
             trace.data.script = " ".join(program)
             trace.save(arguments.output)
-        _print(trace, network, arguments.step_time)
+        _print(trace, network)
         if arguments.output:
             print(f"\nSaved in {arguments.output}: commlens view {arguments.output}")
         if error is None:
@@ -216,40 +192,25 @@ class _FreshImports(contextlib.AbstractContextManager[None]):
 
 
 def _network(arguments: argparse.Namespace) -> Network | None:
-    from commlens.traces.network import network_from
+    from msgspec.structs import replace
 
-    given: dict[str, Any] = {
-        name: getattr(arguments, name)
-        for name in (
-            "intra_bandwidth",
-            "inter_bandwidth",
-            "intra_latency",
-            "inter_latency",
-            "ranks_per_node",
-        )
-    }
-    network = network_from(arguments.network, given)
-    if network is None and arguments.step_time is not None:
-        raise CommandError("--step-time needs a network, for example --network h100-ib.")
-    if (arguments.ranks_per_node or 1) < 1:
+    from commlens.traces.network import preset
+
+    each = arguments.ranks_per_node
+    if each is not None and each < 1:
         raise CommandError("--ranks-per-node must be at least 1.")
-    return network
+    if arguments.network is None:
+        return None
+    network = preset(arguments.network)
+    if each is None:
+        return network
+    return replace(network, ranks_per_node=each, name=f"{network.name}, changed")
 
 
-def _print(trace: Trace, network: Network | None, step_time: float | None) -> None:
+def _print(trace: Trace, network: Network | None) -> None:
     trace.summary()
     if network is not None:
         from commlens.reports.network_terminal import print_estimate
         from commlens.traces.network import estimate
 
-        print_estimate(estimate(trace.data, network, step_time=step_time))
-
-
-def _figure(parse: Callable[[str], float]) -> Callable[[str], float]:
-    def figure(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return figure
+        print_estimate(estimate(trace.data, network))

@@ -11,7 +11,7 @@ from commlens.errors import CommandError, EvidenceError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
-    from commlens.model.stack_classes import StackClass
+    from commlens.reports.stacks_terminal import StackClass
     from commlens.watch.other_nodes import OtherNodes
 
 
@@ -51,31 +51,37 @@ class StacksCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.commands.progress import working
-        from commlens.diagnosis.views.process_words import notable_state
-        from commlens.model.stack_classes import merge_stacks
-        from commlens.reports.stacks_terminal import print_classes
-        from commlens.text import count
+        from commlens.model.worlds import ONE_WORLD
+        from commlens.reports.stacks_terminal import merge_stacks, print_classes
+        from commlens.text import count, joined, naming_worlds
 
         with working("Reading the ranks' stacks"):
             found = find_ranks(arguments.job, arguments.job_name, native=arguments.native)
         logs = found.logs
-        classes = merge_stacks(logs, [notable_state(log) for log in logs])
+        worlds = logs[0].worlds if logs else ONE_WORLD
+        with naming_worlds(worlds):
+            classes = merge_stacks(logs)
         if found.elsewhere is not None:
             classes = with_alike(classes, found.elsewhere)
         if arguments.json:
-            import msgspec
+            from commlens.reports.json_report import print_json
 
-            print(msgspec.json.format(msgspec.json.encode(classes), indent=2).decode())
+            print_json(classes)
             return 0
-        script = next((log.script for log in logs if log.script), "the job")
+        script = (
+            joined(sorted(world.name for world in worlds.worlds))
+            if len(worlds.worlds) > 1
+            else next((log.script for log in logs if log.script), "the job")
+        )
         stand = "stands" if len(logs) == 1 else "stand"
         ranks = sum(len(each.ranks) for each in classes)
         print(f"{count(ranks, 'rank')} of {script} {stand} at {count(len(classes), 'place')}:\n")
-        print_classes(
-            classes,
-            most=len(classes) if arguments.all else 20,
-            whole=arguments.whole or arguments.native,
-        )
+        with naming_worlds(worlds):
+            print_classes(
+                classes,
+                most=len(classes) if arguments.all else 20,
+                whole=arguments.whole or arguments.native,
+            )
         for line in found.elsewhere.lines if found.elsewhere is not None else ():
             print(f"\n{line}")
         return 0
@@ -96,18 +102,20 @@ def with_alike(classes: Sequence[StackClass], elsewhere: OtherNodes) -> list[Sta
 
 
 def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
-    """Return the ranks of a job with their stacks: from its black boxes, those of other nodes
-    included, else with py-spy.
+    """Return the ranks of a job with their stacks: from its black boxes, those of other nodes or of
+    the worlds that it meets included, else with py-spy.
 
     Raises:
         CommandError: several jobs match.
         EvidenceError: no job matches.
     """
     from commlens.config import load_settings
+    from commlens.diagnosis.select.worlds import join_worlds
     from commlens.outside.find_ranks import find_job
     from commlens.outside.look import look_at
     from commlens.watch.jobs import find_jobs
     from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
+    from commlens.watch.other_worlds import logs_of_other_worlds
     from commlens.watch.snapshot import snapshot
 
     if not native and job_name is None:
@@ -115,11 +123,14 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
             jobs = find_jobs(wanted, load_settings().settings.box_dir)
         except CommandError:
             jobs = []  # the name may be that of a job that is not recorded
-        if len(jobs) == 1:
+        if jobs:
             logs = snapshot(jobs[0], window_s=0.4)
-            here = _with_current_stacks(logs)
+            others = logs_of_other_worlds(logs, jobs[:1])
+        if jobs and others.keys() >= set(jobs[1:]):
             if not has_other_nodes(logs):
-                return FoundRanks(here)
+                worlds = [logs, *others.values()]
+                return FoundRanks(join_worlds([*map(_with_current_stacks, worlds)]))
+            here = _with_current_stacks(logs)
             elsewhere = look_at_other_nodes(jobs[0])
             for log in filter(_is_stale, elsewhere.logs):
                 log.stacks = []

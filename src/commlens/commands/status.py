@@ -48,31 +48,34 @@ class StatusCommand:
         from concurrent.futures import ThreadPoolExecutor
 
         from commlens.config import load_settings
+        from commlens.reports.json_report import print_json
+        from commlens.text import naming_worlds
 
         settings = load_settings().settings
         jobs = find_recorded_jobs(arguments.job, settings.box_dir)
         if arguments.step:
             return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
-            found = list(pool.map(_status, jobs))
+            # worlds that meet are one picture
+            found = list({each.processes: each for each in pool.map(_status, jobs)}.values())
         if arguments.json:
-            import msgspec
-
-            shown = [
-                {
-                    "job": each.heading,
-                    "verdict": each.verdict,
-                    "steps": each.steps,
-                    "ranks": each.rows,
-                    "other_nodes": each.other_nodes,
-                }
-                for each in found
-            ]
-            print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+            print_json(
+                [
+                    {
+                        "job": each.heading,
+                        "verdict": each.verdict,
+                        "steps": each.steps,
+                        "ranks": each.rows,
+                        "other_nodes": each.other_nodes,
+                    }
+                    for each in found
+                ]
+            )
             return 0
         for position, each in enumerate(found):
             print("\n" * bool(position), end="")
-            _print(each, everything=arguments.all)
+            with naming_worlds(each.verdict.worlds):
+                _print(each, everything=arguments.all)
         if arguments.health:
             from commlens.commands.health_table import print_health
             from commlens.watch.node_health import root_of, topology_of
@@ -83,11 +86,10 @@ class StatusCommand:
 
 
 def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
-    import msgspec
-
     from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import heading
     from commlens.dumps.save import dump_name
+    from commlens.reports.json_report import print_json
     from commlens.reports.step_table import step_table
     from commlens.speed.step_times import step_times
     from commlens.watch.snapshot import snapshot
@@ -106,7 +108,7 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
         for note in table.notes:
             print(f"  {note}")
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+        print_json(shown)
     return 0
 
 
@@ -114,12 +116,14 @@ def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.views.status import status_of
     from commlens.dumps.save import dump_name
     from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
+    from commlens.watch.other_worlds import with_other_worlds
     from commlens.watch.snapshot import snapshot
 
     logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
     if has_other_nodes(logs):
         elsewhere = look_at_other_nodes(job)
         logs = elsewhere.join(logs)
+    logs = with_other_worlds(logs, [job])
     return status_of(
         dump_name([job]), logs, elsewhere.lines, alike=elsewhere.alike, hosts=elsewhere.hosts
     )

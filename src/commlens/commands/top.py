@@ -27,6 +27,7 @@ log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
+_OTHERS_OBSERVED_S: Final = 0.2  # for each world that this one meets, while keys wait
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took
 _PAUSE: Final = 2
@@ -150,18 +151,12 @@ class _Job:
         )
 
     def _read_logs(self) -> list[RankLog]:
-        from commlens.processes.process import Ending
-        from commlens.watch.snapshot import add_new_members, read_logs, sample
+        from commlens.watch.other_worlds import with_other_worlds
+        from commlens.watch.snapshot import observe, read_logs
 
-        add_new_members(self.roster, self.observer)
-        self.roster.wait(0)
-        self.roster.poll()
-        for member in self.roster.take_ended():
-            self.observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)
-        members = self.roster.current()
-        sample(members, self.observer)
-        seen = {member.pid: self.observer.observe(member.pid) for member in members if member.here}
-        return read_logs(members, seen, newest=_NEWEST)[0]
+        seen = observe(self.roster, self.observer, window_s=0.0, wait_s=0.0)
+        logs = read_logs(self.roster.current(), seen, newest=_NEWEST)[0]
+        return with_other_worlds(logs, [self.folder], observed_s=_OTHERS_OBSERVED_S)
 
 
 def _show(folders: list[Path], interval_s: float) -> None:
@@ -169,6 +164,7 @@ def _show(folders: list[Path], interval_s: float) -> None:
     from rich.live import Live
 
     from commlens.reports.top_screen import NARROW, View, draw
+    from commlens.text import naming_worlds
 
     view = View(jobs=len(folders))
     jobs = [_Job(folder) for folder in folders]
@@ -178,8 +174,9 @@ def _show(folders: list[Path], interval_s: float) -> None:
         due = time.monotonic()  # the first frame knows no movement yet: the next one follows soon
         pause = min(0.5, interval_s)
         while not view.quit:
-            screen = _screen(status, view, narrow=console.width < NARROW)
-            live.update(draw(screen, view, console.width, console.height), refresh=True)
+            with naming_worlds(status.verdict.worlds):
+                screen = _screen(status, view, narrow=console.width < NARROW)
+                live.update(draw(screen, view, console.width, console.height), refresh=True)
             key = wait_for_key(max(0.0, due + pause - time.monotonic()))
             before = view.job
             if key is not None:
@@ -189,10 +186,8 @@ def _show(folders: list[Path], interval_s: float) -> None:
 
 
 def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
-    from commlens.diagnosis.views.process_words import notable_state
     from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
-    from commlens.model.stack_classes import merge_stacks
-    from commlens.reports.stacks_terminal import class_lines
+    from commlens.reports.stacks_terminal import class_lines, merge_stacks
     from commlens.reports.top_screen import Screen
 
     rows = arrange(fold(status.rows) if view.folded else status.rows, view.order)
@@ -201,7 +196,7 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
     if view.stack and rows:
         chosen = set(rows[view.chosen].ranks)
         logs = [log for log in status.logs if log.rank in chosen]
-        for each in merge_stacks(logs, [notable_state(log) for log in logs]):
+        for each in merge_stacks(logs):
             stack += class_lines(each)
     headings, lines = add_hosts(status, rows, HEADINGS, [cells(row, narrow=narrow) for row in rows])
     return Screen(status, rows, lines, tuple(headings), stack)

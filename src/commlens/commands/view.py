@@ -85,9 +85,6 @@ class ViewCommand:
         forms.add_argument(
             "--json", action="store_true", help="the summary as JSON; a list for several ranks"
         )
-        forms.add_argument(
-            "--rows", action="store_true", help="every collective as one line of JSON"
-        )
         files = parser.add_argument_group("files to write")
         files.add_argument(
             "-o", "--html", metavar="FILE", help="one HTML page with everything, for a browser"
@@ -105,65 +102,38 @@ class ViewCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.commands.progress import working
         from commlens.traces.fields import check_exists
-        from commlens.traces.files import read_ranks
 
         if not arguments.paths:
             return _empty_viewer(arguments)
-        try:
-            with working("Reading traces"):
-                read = read_ranks(arguments.paths)
-        except FormatError as error:
-            raise _unless_dump(arguments.paths, error) from None
-        ranks, wanted = read.ranks, self._wanted(arguments)
-        for note in read.notes:
-            _print_note(note)
-        if arguments.rank is not None:
-            from commlens.traces.ranks import RankTraces
-
-            if arguments.rank not in ranks.by_rank:
-                raise CommandError(
-                    f"There is no trace of rank {arguments.rank}; there are traces of"
-                    f" {ranks_phrase(ranks.ranks)}."
-                )
-            ranks = RankTraces([ranks[arguments.rank]])
-        if arguments.profile:
-            ranks = _with_profiles(ranks, arguments.profile)
+        ranks, notes = _read(arguments)
+        wanted = self._wanted(arguments)
         for name, values in wanted.items():
             check_exists([trace.data for trace in ranks], name, values)
-        whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
-        nothing = bool(wanted) and not any(
-            trace.ops if arguments.ops else trace.events for trace in ranks
-        )
+        chosen = ranks.filter(**wanted) if wanted else ranks
+        is_any = any(trace.ops if arguments.ops else trace.events for trace in chosen)
+        nothing = bool(wanted) and not is_any
         if nothing:
-            _print_note(_why_nothing_matches(whole, wanted))
-        wrote = self._write(ranks, arguments)
+            _print_note(_why_nothing_matches(ranks, wanted))
+        self._write(chosen, arguments)
         if arguments.html:
             with working("Writing the page"):
-                _write_page(ranks, read.notes, arguments)
-            wrote = True
-        if arguments.rows or arguments.json or arguments.ops or arguments.events:
-            _print_form(ranks, arguments)
-        elif not wrote and not nothing:
-            _print_summary(ranks, arguments.network)
+                _write_page(chosen, notes, arguments)
+        if not nothing or arguments.json or arguments.ops or arguments.events:
+            _print(chosen, arguments)
         return 0
 
     @staticmethod
     def _wanted(arguments: argparse.Namespace) -> dict[str, list[str]]:
-        wanted = {}
-        for name in _FILTERS:
-            field = name.replace("-", "_")
-            values = getattr(arguments, field)
-            if values:
-                # A cause may contain commas: "(Shard(dim=0), Replicate())".
-                wanted[field] = (
-                    values
-                    if name == "cause"
-                    else [part for value in values for part in value.split(",") if part]
-                )
-        return wanted
+        fields = (name.replace("-", "_") for name in _FILTERS)
+        given = {field: values for field in fields if (values := getattr(arguments, field))}
+        # A cause may contain commas: "(Shard(dim=0), Replicate())".
+        return {
+            field: values if field == "cause" else [*filter(None, ",".join(values).split(","))]
+            for field, values in given.items()
+        }
 
     @staticmethod
-    def _write(ranks: RankTraces, arguments: argparse.Namespace) -> bool:
+    def _write(ranks: RankTraces, arguments: argparse.Namespace) -> None:
         from commlens.atomic_write import write_whole
 
         if arguments.csv:
@@ -178,9 +148,9 @@ class ViewCommand:
                 write_whole(Path(arguments.csv), text.encode(), overwrite=arguments.force)
                 _print_note(f"Wrote {arguments.csv}: {len(rows)} rows.")
         if arguments.perfetto:
-            from commlens.reports.trace_perfetto import to_perfetto
+            from commlens.reports.converted.perfetto import trace_to_perfetto
 
-            content, left_out = to_perfetto(
+            content, left_out = trace_to_perfetto(
                 (trace.data.rank, trace.data.started_unix_ns, trace.to_rows()) for trace in ranks
             )
             write_whole(Path(arguments.perfetto), content, overwrite=arguments.force)
@@ -191,7 +161,32 @@ class ViewCommand:
                 )
             if any(trace.data.preview for trace in ranks):
                 _print_note("This trace is a preview without a network: its times mean nothing.")
-        return bool(arguments.csv or arguments.perfetto)
+
+
+def _read(arguments: argparse.Namespace) -> tuple[RankTraces, list[str]]:
+    """Return the traces that are asked for, with the times of profiles, and notes about them."""
+    from commlens.commands.progress import working
+    from commlens.traces.files import read_ranks
+    from commlens.traces.ranks import RankTraces
+
+    try:
+        with working("Reading traces"):
+            read = read_ranks(arguments.paths)
+    except FormatError as error:
+        raise _unless_dump(arguments.paths, error) from None
+    ranks = read.ranks
+    for note in read.notes:
+        _print_note(note)
+    if arguments.rank is not None:
+        if arguments.rank not in ranks.by_rank:
+            raise CommandError(
+                f"There is no trace of rank {arguments.rank}; there are traces of"
+                f" {ranks_phrase(ranks.ranks)}."
+            )
+        ranks = RankTraces([ranks[arguments.rank]])
+    if arguments.profile:
+        ranks = _with_profiles(ranks, arguments.profile)
+    return ranks, read.notes
 
 
 def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
@@ -269,12 +264,9 @@ def has_browser() -> bool:
     )
 
 
-def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
-    if arguments.rows:
-        from commlens.reports.trace_csv import to_json_lines
-
-        sys.stdout.write(to_json_lines(ranks.to_rows()))
-    elif arguments.json:
+def _print(ranks: RankTraces, arguments: argparse.Namespace) -> None:
+    """Print the traces in the form that was asked for: the summary, unless a file is written."""
+    if arguments.json:
         from commlens.reports.json_report import print_json
 
         summaries = [trace.to_summary(network=arguments.network) for trace in ranks]
@@ -283,7 +275,7 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
         from commlens.reports.trace_terminal import print_ops
 
         print_ops([op for trace in ranks for op in trace.ops])
-    else:
+    elif arguments.events:
         from commlens.reports.trace_terminal import print_events
 
         print_events(
@@ -291,6 +283,14 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
             whys=[why for trace in ranks for why in trace.whys()],
             with_rank=len(ranks) > 1,
         )
+    elif not (arguments.html or arguments.csv or arguments.perfetto):
+        from commlens.reports.trace_terminal import print_differences
+
+        shown = ranks.classes()[0][0]
+        if len(ranks) > 1:
+            print_differences(ranks.differences(), ranks.answer())
+            print()
+        ranks[shown].summary(network=arguments.network)
 
 
 def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
@@ -316,16 +316,6 @@ def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
         joined[rank] = Trace(data)
         _print_note(note if len(joined) == 1 else f"Rank {rank}: {note}")
     return RankTraces(joined.values())
-
-
-def _print_summary(ranks: RankTraces, network: str | None) -> None:
-    from commlens.reports.trace_terminal import print_differences
-
-    shown = ranks.classes()[0][0]
-    if len(ranks) > 1:
-        print_differences(ranks.differences(), ranks.answer())
-        print()
-    ranks[shown].summary(network=network)
 
 
 def _print_note(text: str) -> None:

@@ -8,7 +8,7 @@ ranks. 3. ``index`` and ``dump_index`` index the records of each rank by channel
 device type) and sequence number. 4. ``alignment`` compares, number by number, the arguments of all
 ranks of a channel, and finds the mismatches. Where one rank
    skipped a collective, ``out_of_step`` and ``routine`` determine which one.
-5. ``wait_graph_builder`` starts at each blocked thread and adds an edge to each rank or thread that
+5. ``graph.build`` starts at each blocked thread and adds an edge to each rank or thread that
 it waits for. 6. The sinks of this graph (an absent or dead rank, a mismatch, a collective that all
 ranks have reached) and its cycles are the
    root causes. The ranks with a path to one are its victims.

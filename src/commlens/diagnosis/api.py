@@ -22,7 +22,7 @@ from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.index.columns import RankDump
+    from commlens.formats.columns import RankColumns
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
 
@@ -127,7 +127,7 @@ def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | N
 class _ForeignDumps(NamedTuple):
     """What other tools' files tell of the ranks."""
 
-    dumps: list[RankDump]  # with the black boxes of the other ranks
+    dumps: list[RankColumns]  # with the black boxes of the other ranks
     unread: int  # files
 
 
@@ -169,11 +169,8 @@ def _read_foreign_dumps(
         return None
     if not dumps:
         return None
-    if all(dump.is_log for dump in dumps):
-        empty = set(files.empty)
-        dumps += _silent_logs(files, empty.intersection(unread), dumps, boxed)
-        unread = [name for name in unread if name not in empty]
-    dumps += _unread_dumps(files, unread, dumps, boxed)
+    unread, more = _without_records(files, unread, dumps, boxed)
+    dumps += more
     if boxed:
         from commlens.formats.rank_log_columns import columns_from_log
 
@@ -181,31 +178,44 @@ def _read_foreign_dumps(
     return _ForeignDumps(dumps, len(unread) + evidence.unread)
 
 
+def _without_records(
+    files: DumpFiles, unread: list[str], dumps: Sequence[RankColumns], boxed: Collection[int]
+) -> tuple[list[str], list[RankColumns]]:
+    """Return the files that may hold records of ranks without a dump, and an empty dump for each
+    rank whose log is empty or whose dump cannot be read.
+    """
+    silent: list[RankColumns] = []
+    if all(dump.is_log for dump in dumps):
+        empty = set(files.empty)
+        silent = _silent_logs(files, empty.intersection(unread), dumps, boxed)
+        unread = [name for name in unread if name not in empty]
+    return unread, [*silent, *_unread_dumps(files, unread, [*dumps, *silent], boxed)]
+
+
 def _silent_logs(
-    files: DumpFiles, empty: Collection[str], dumps: Sequence[RankDump], boxed: Collection[int]
-) -> list[RankDump]:
+    files: DumpFiles, empty: Collection[str], dumps: Sequence[RankColumns], boxed: Collection[int]
+) -> list[RankColumns]:
     """Return an empty log for each rank that has written nothing: a rank that was killed prints
     nothing.
     """
-    from commlens.diagnosis.index.columns import RankDump
-    from commlens.formats.columns import TEXT_LOG
+    from commlens.formats.columns import TEXT_LOG, RankColumns
 
     known = {dump.rank for dump in dumps} | set(boxed)
     ranks = {files.by_name(name).rank: name for name in sorted(empty)}
     return [
-        RankDump(rank=rank, source=name, host=files.by_name(name).host, origin=TEXT_LOG)
+        RankColumns(rank=rank, source=name, host=files.by_name(name).host, origin=TEXT_LOG)
         for rank, name in sorted(ranks.items())
         if rank >= 0 and rank not in known
     ]
 
 
 def _unread_dumps(
-    files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]
-) -> list[RankDump]:
+    files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankColumns], boxed: Collection[int]
+) -> list[RankColumns]:
     """Return an empty dump for each rank whose dump cannot be read: unlike a rank without one, it
     did write a dump.
     """
-    from commlens.diagnosis.index.columns import RankDump
+    from commlens.formats.columns import RankColumns
 
     known = {dump.rank for dump in dumps} | set(boxed)
     size = max((dump.world_size for dump in dumps), default=0)
@@ -217,7 +227,7 @@ def _unread_dumps(
         if (name := files.by_name(source)).rank >= 0
     }
     return [
-        RankDump(
+        RankColumns(
             rank=rank,
             source=source,
             host=host,

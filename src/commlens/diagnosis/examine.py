@@ -5,50 +5,82 @@ find the causes and word them. No torch, no I/O.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
+from commlens.diagnosis.causes.circumstances import Affected, name_lost_nodes, shared_place
 from commlens.diagnosis.causes.find_all import find_all
-from commlens.diagnosis.causes.hazards import find_hazards
-from commlens.diagnosis.causes.lost_nodes import name_lost_nodes
-from commlens.diagnosis.causes.no_fault import no_fault
+from commlens.diagnosis.causes.hardware import add_hardware_of_slow
+from commlens.diagnosis.causes.straggler import find_straggler
 from commlens.diagnosis.causes.stuck_inside import completed_on
 from commlens.diagnosis.causes.told_by_logs import (
     TAKE_A_PROCESS,
     TELL_WHY,
-    FoundInLogs,
     find_told,
     unplaced_timeouts,
 )
-from commlens.diagnosis.causes.unexplained import find_unexplained
+from commlens.diagnosis.causes.whole_job import find_hazards, find_unexplained, no_fault
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, say_of_all, without_others
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
+from commlens.diagnosis.index.nodes import nodes_of, whereabouts
 from commlens.diagnosis.select.job import select_job
-from commlens.diagnosis.straggler import straggler_verdict
-from commlens.diagnosis.words import evidence, hazards, told_by_logs, unexplained
+from commlens.diagnosis.words import told_by_logs, whole_job
 from commlens.diagnosis.words.describe import describe_all
 from commlens.diagnosis.words.finding import finding_of, locate
-from commlens.diagnosis.words.no_fault import nothing_to_diagnose, nothing_told
-from commlens.diagnosis.words.no_fault import words as no_fault_words
+from commlens.diagnosis.words.hardware import add_hardware
+from commlens.diagnosis.words.straggler import words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
-from commlens.model.cause import Ended, LostNode, Unrecorded
-from commlens.model.collective import ChannelKey
+from commlens.model.cause import Ended, LostNode, ToldByLogs, Unrecorded
+from commlens.model.collective import ChannelKey, Stack
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.topology import Inventory
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.speed.pace import find_slow_in_records
+from commlens.speed.pace import Slow, find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
-from commlens.text import count, naming_alike
+from commlens.text import count, naming_alike, naming_worlds
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.index.columns import RankDump
+    from commlens.formats.columns import RankColumns
+
+
+def straggler_verdict(
+    slow: Slow,
+    logs: Sequence[RankLog],
+    profiles: Mapping[int, Mapping[Stack, int]] = MappingProxyType({}),
+    *,
+    compared: Iterable[int] = (),
+    inventory: Inventory | None = None,
+) -> Verdict:
+    """Return the verdict on ranks that make a job slow, with the place where they spend their time.
+
+    Args:
+        slow: the ranks.
+        logs: of all ranks of a node, with the newest records and with observations.
+        profiles: samples by stack of one of the slow ranks and of another, if they were taken.
+        compared: the ranks that were compared; none: those of ``logs``.
+        inventory: where hosts are.
+    """
+    case = find_straggler(slow, logs, profiles, compared)
+    add_hardware_of_slow(case.cause, logs)
+    by_rank = {log.rank: log for log in logs}
+    case.cause.place = shared_place(
+        Affected(case.cause.culprits, case.cause.victims),
+        whereabouts(by_rank, nodes_of(by_rank), inventory),
+    )
+    said = add_hardware(words(case), case.cause)
+    finding = locate(finding_of(case.cause, said), None, case.frame)
+    ranks = len(case.cause.culprits) + len(case.cause.victims)
+    return Verdict.from_findings(
+        [finding], looked_at=f"{count(ranks, 'rank')}, {count(slow.steps, 'step')}"
+    )
 
 
 class ExaminedJob(NamedTuple):
@@ -74,7 +106,7 @@ class ExaminedJob(NamedTuple):
             if track is not None and number in track.ops
         }
         answer = (
-            compare_coalesced(args, key[2], splits_known=self.job.knows.splits)
+            compare_coalesced(args, key[2], splits_known=not self.job.foreign)
             if len(args) > 1
             else None
         )
@@ -138,19 +170,24 @@ def examine_logs(
         inventory: where hosts are.
         foreseen: the logs tell what a run will do, without times.
     """
-    chosen, notes = select_job(logs)
+    chosen, notes, worlds = select_job(logs)
     if not chosen:
         missing = [*problems, *notes, "No rank's log could be read."]
-        return _without_records(nothing_to_diagnose(missing))
+        return _without_records(whole_job.nothing_to_diagnose(missing))
     if alike.others:
         chosen = without_others(chosen, alike)
     job = index_logs(chosen, stalled_after_s, alike)
     job.more_health, job.inventory, job.foreseen = health, inventory, foreseen
-    with naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext():
+    job.worlds = worlds
+    with (
+        naming_alike(alike.with_alike) if alike.others else contextlib.nullcontext(),
+        naming_worlds(worlds),
+    ):
         examined = _examine(job, [*problems, *notes], unread, lost_nodes)
+    examined.verdict.worlds = worlds
     if alike.others:
         say_of_all(examined.verdict, alike)
-        examined.verdict.looked_at += evidence.counted_only(len(alike.others))
+        examined.verdict.looked_at += whole_job.counted_only(len(alike.others))
     found = (
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
     )
@@ -163,7 +200,7 @@ def examine_logs(
 
 
 def examine_dumps(
-    dumps: Sequence[RankDump],
+    dumps: Sequence[RankColumns],
     *,
     problems: Sequence[str] = (),
     stalled_after_s: float = 1.0,
@@ -192,46 +229,45 @@ def examine_dumps(
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
     told = find_told(dumps, chosen, timeouts)
-    if not chosen and told is None:
-        logs = [dump.source for dump in dumps if dump.is_log]
-        return _without_records(
-            nothing_told(logs, missing)
-            if logs
-            else nothing_to_diagnose([*missing, "No rank's dump could be read."])
-        )
-    for dump in chosen:
-        dump.observation = (observed or {}).get(dump.rank, dump.observation)
+    logs = [dump.source for dump in dumps if dump.is_log]
     if chosen:
+        for dump in chosen:
+            dump.observation = (observed or {}).get(dump.rank, dump.observation)
         job = index_dumps(chosen, stalled_after_s)
         job.more_health, job.inventory = health, inventory
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
         examined = _examine(job, missing, unread)
+    elif told is not None:
+        examined = _without_records(Verdict(missing_evidence=missing))
+    elif logs:
+        return _without_records(whole_job.nothing_told(logs, missing))
     else:
-        examined = _without_records(nothing_to_diagnose(missing))
-    verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
-    looked_at = verdict.looked_at or count(len({dump.source for dump in dumps}), "text log")
+        missing.append("No rank's dump could be read.")
+        return _without_records(whole_job.nothing_to_diagnose(missing))
+    verdict = examined.verdict
     if told is not None:
-        verdict = _with_told(verdict, told, looked_at)
-    if timeouts and (told is None or verdict.cause is not told.cause):
+        sources = count(len({dump.source for dump in dumps}), "text log")
+        verdict = _with_told(verdict, told, verdict.looked_at or sources)
+    if verdict.cause is not told:
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
     return examined._replace(verdict=verdict)
 
 
-def _with_told(verdict: Verdict, told: FoundInLogs, looked_at: str) -> Verdict:
+def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
     """Add what the logs tell of the job as a whole: as its fault if the records show none, or show
     only that its ranks were ended; else a reason for its end as a finding of its own.
     """
-    finding = finding_of(told.cause, told_by_logs.words(told))
+    finding = finding_of(told, told_by_logs.words(told))
     missing = verdict.missing_evidence
     findings = verdict.findings if verdict.is_fault else []
     if not findings:
         added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
         added.findings = added.findings if added.is_fault else []
         return added
-    if told.cause.ending not in TELL_WHY:
+    if told.ending not in TELL_WHY:
         return verdict
     if isinstance(verdict.cause, Ended) or (
-        isinstance(verdict.cause, Unrecorded) and told.cause.ending in TAKE_A_PROCESS
+        isinstance(verdict.cause, Unrecorded) and told.ending in TAKE_A_PROCESS
     ):
         for other in findings:
             other.root_cause = False
@@ -258,29 +294,24 @@ def _examine(
     context = find_all(job, mismatches, graph)
     name_lost_nodes(context, lost_nodes)
     findings = describe_all(context)
-    missing += evidence.missing_evidence(job)
+    missing += whole_job.missing_evidence(job)
     if graph.incomplete:
-        missing.append(evidence.INCOMPLETE)
+        missing.append(whole_job.INCOMPLETE)
     if not findings and (found := find_unexplained(job, graph)) is not None:
-        findings = [finding_of(found.cause, unexplained.words(found))]
-    if findings:
-        verdict = Verdict.from_findings(
-            findings, missing_evidence=missing, looked_at=evidence.looked_at(job)
-        )
-    else:
-        cause = no_fault(job, unread)
-        finding = finding_of(cause, no_fault_words(job, cause))
-        verdict = Verdict.from_findings(
-            [finding], missing_evidence=missing, looked_at=evidence.looked_at(job)
-        )
-        verdict.findings = []
-    verdict.findings = [
-        *verdict.findings,
-        *(
-            locate(finding_of(found.cause, hazards.words(found)), None, found.hazard.source)
-            for found in find_hazards(job)
-        ),
+        findings = [finding_of(found[0], whole_job.words_of_unexplained(*found))]
+    verdict = Verdict.from_findings(
+        findings
+        or [finding_of(cause := no_fault(job, unread), whole_job.words_of_no_fault(job, cause))],
+        missing_evidence=missing,
+        looked_at=whole_job.looked_at(job),
+    )
+    latent = [
+        locate(finding_of(cause, whole_job.words_of_hazard(cause, hazard)), None, hazard.source)
+        for cause, hazard in find_hazards(job)
     ]
+    if verdict.kind == "healthy" and latent:
+        verdict.summary = whole_job.first_line("nothing hangs", latent)
+    verdict.findings = [*findings, *latent]
     return ExaminedJob(verdict, job, mismatches, graph)
 
 

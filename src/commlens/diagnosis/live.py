@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch, align_records
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.mismatch import find_mismatches
-from commlens.diagnosis.causes.swapped import find_swapped
+from commlens.diagnosis.causes.mismatch import find_mismatches, find_swapped
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.select.job import select_job
-from commlens.diagnosis.words import swapped
 from commlens.diagnosis.words.describe import describe
 from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.diagnosis.words.mismatch import words_of_swapped
 from commlens.model.collective import State
 from commlens.model.ops import REDUCING
 from commlens.model.ranklog import RankLog
@@ -42,22 +41,19 @@ def find_disagreements(logs: Sequence[RankLog]) -> list[Disagreement]:
     """
     job = _index(logs)
     found = _mismatches(job) if job is not None else []
+    # a rank decodes its reduce ops some time after it issues them
     return [
-        Disagreement(finding, _is_settled(mismatch))
+        Disagreement(
+            finding,
+            all(
+                not op.in_flight
+                and (op.op not in REDUCING or op.is_point_to_point or op.args.reduce_op is not None)
+                for op in mismatch.ops.values()
+            ),
+        )
         for finding, mismatch in found
         if mismatch.answer is not None
     ]
-
-
-def _is_settled(mismatch: Mismatch) -> bool:
-    """Return whether the ranks' records of a mismatch are final: a rank decodes its reduce ops some
-    time after it issues them.
-    """
-    return all(
-        not op.in_flight
-        and (op.op not in REDUCING or op.is_point_to_point or op.args.reduce_op is not None)
-        for op in mismatch.ops.values()
-    )
 
 
 def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
@@ -84,23 +80,27 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
 def find_swaps(job: JobIndex) -> list[Finding]:
     """Return the ranks with a swapped order."""
     return [
-        locate(finding_of(found.cause, swapped.words(found)), found.op, found.op.source)
+        locate(finding_of(case.cause, words_of_swapped(case)), case.op, case.frame)
         for key in sorted(job.users)
-        for found in find_swapped(job, key)
+        for case in find_swapped(job, key)
     ]
 
 
 def _index(logs: Sequence[RankLog]) -> JobIndex | None:
-    selected, _ = select_job(logs)
+    selected = select_job(logs).logs
     return index_logs(selected, _NOTHING_STALLS_S) if len(selected) > 1 else None
 
 
 def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
     """Return the mismatches whose order is certain, with their findings, the first cause first."""
+    # strict verification still holds them back, or has refused them
     mismatches = [
         mismatch
         for mismatch in align_records(job)
-        if not mismatch.uncertain and not _is_with_verifier(mismatch)
+        if not mismatch.uncertain
+        and not (
+            mismatch.refused or any(op.state is State.ANNOUNCED for op in mismatch.ops.values())
+        )
     ]
     if not mismatches:
         return []
@@ -108,10 +108,3 @@ def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
     find_mismatches(context, {})
     cases = sorted(context.cases, key=lambda case: case.order)
     return [(describe(context, case), case.mismatch) for case in cases if case.mismatch is not None]
-
-
-def _is_with_verifier(mismatch: Mismatch) -> bool:
-    """Return whether strict verification still holds these collectives back, or has refused them on
-    the ranks that met.
-    """
-    return mismatch.refused or any(op.state is State.ANNOUNCED for op in mismatch.ops.values())

@@ -1,4 +1,5 @@
-"""Decide whether a whole job stands still, from several looks at all of its ranks.
+"""Decide whether a whole job stands still, from several looks at all of its ranks, and how long the
+ranks that others wait for have stayed away.
 
 One look shows that nothing moves now. Only several looks show that every thread stays where it is,
 which tells a job that cannot go on from one that pauses between two steps of its work.
@@ -7,14 +8,15 @@ which tells a job that cannot go on from one that pauses between two steps of it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
 
 from commlens.diagnosis.index import activity
-from commlens.model.cause import Mismatch, Missing
+from commlens.diagnosis.index.activity import lasting_wait, quiet_ns
+from commlens.model.cause import Mismatch, Missing, Why
 from commlens.model.collective import FrameKind, LearnedHow, Stack
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -46,9 +48,13 @@ def is_at_rest(log: RankLog) -> bool:
     """Return whether a rank was watched and does not work. One that is stopped or in a block marked
     as slow may go on at any moment.
     """
-    seen = log.observation
-    _, works, watched = activity.movement(seen, device_is_busy=activity.device_is_busy(log))
-    return watched and not works and log.expecting is None and seen.proc_state not in ("T", "t")
+    _, works, watched = activity.movement(log)
+    return (
+        watched
+        and not works
+        and log.expecting is None
+        and log.observation.proc_state not in ("T", "t")
+    )
 
 
 def pose_of(log: RankLog) -> Pose | None:
@@ -61,8 +67,7 @@ def pose_of(log: RankLog) -> Pose | None:
     if (
         not is_at_rest(log)
         or seen.stack_moved is not False
-        or seen.is_stopped
-        or seen.holds_gil
+        or seen.suspended is not None
         or seen.proc_state == "D"
         or activity.is_short_of_memory(seen)
         or not log.stacks
@@ -207,7 +212,7 @@ def _waits_for_ranks(log: RankLog) -> bool:
         return False  # another thread may issue what others wait for
     if main.thread in inside:
         return True
-    if seen.waits_for or activity.classify_frames(log, main.frames).why is not None:
+    if activity.lasting_wait(seen) or activity.classify_frames(log, main.frames).why is not None:
         return False
     if activity.torch_is_innermost(main.frames):
         return True
@@ -219,3 +224,58 @@ def _waits_for_ranks(log: RankLog) -> bool:
         and activity.device_is_busy(log)
         and activity.may_wait_for_device(seen)
     )
+
+
+_HELD_FROM_OUTSIDE: Final[frozenset[Why]] = frozenset({"stopped", "uninterruptible-io"})
+_PIPES_OF_PROCESSES: Final = "multiprocessing/connection.py"
+"""On the stack while a process waits for those that it has started: a data loader's workers."""
+_INNERMOST: Final = 3  # frames; below its own there are those of selectors.py
+
+
+def late_ranks(verdict: Verdict, logs: Sequence[RankLog]) -> list[RankLog]:
+    """Return the logs of the ranks that are to blame for not coming; none if the verdict blames
+    no rank for that.
+    """
+    cause, by_rank = verdict.cause, {log.rank: log for log in logs}
+    if not isinstance(cause, Missing) or cause.blames_waiting:
+        return []
+    return [by_rank[rank] for rank in verdict.culprits if rank in by_rank]
+
+
+def stayed_ns(late: Sequence[RankLog]) -> int:
+    """Return how long the first of the late ranks has been where it is; 0 if unknown."""
+    return max((quiet_ns(log) for log in late), default=0)
+
+
+def may_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
+    """Return whether the ranks to blame wait for something outside of the job, so that they may go
+    on at any moment: they are stopped, they sleep, or they wait for a disk, a server, or a process
+    that is no rank.
+
+    Args:
+        verdict: what a diagnosis found.
+        logs: from which it was made.
+    """
+    if verdict.why in _HELD_FROM_OUTSIDE:
+        return True
+    late, ranks = late_ranks(verdict, logs), {(log.host, log.pid) for log in logs}
+    return bool(late) and all(_waits_outside(log, ranks) for log in late)
+
+
+def _waits_outside(log: RankLog, ranks: Set[tuple[str, int]]) -> bool:
+    """Return whether a rank's main thread is seen to wait for something outside of the job.
+
+    Args:
+        log: of the rank.
+        ranks: the hosts and pids of all ranks.
+    """
+    seen, stack = log.observation, log.main_stack
+    if seen.holds_gil:
+        return False  # its own other threads cannot run
+    if lasting_wait(seen):
+        return (log.host, seen.waits_for_pid) not in ranks
+    # the kernel does not show a wait for several files at once
+    frames = (
+        [frame for frame in stack.frames if frame.kind is not FrameKind.NATIVE] if stack else []
+    )
+    return any(frame.file.endswith(_PIPES_OF_PROCESSES) for frame in frames[:_INNERMOST])

@@ -101,9 +101,7 @@ def _met(logs: Sequence[RankLog]) -> _Met:
 
 
 def _bounds(ours: _Met, theirs: _Met) -> tuple[int, int] | None:
-    """Return how far their clock is ahead of ours at least and at most, in ns; None if they have
-    completed nothing together.
-    """
+    """Return by how much their clock is ahead of ours at least and at most, in ns."""
     pairs = [(ours[key], met) for key, met in theirs.items() if key in ours]
     if not pairs:
         return None

@@ -139,9 +139,7 @@ def _classify(
     *,
     own_only: bool = False,
 ) -> Iterator[tuple[Source, Kind]]:
-    """Yield every dump file with its kind; add a problem for each file that is empty, no dump or
-    unreadable, and its name to ``empty`` or ``left_out``.
-    """
+    """Yield every dump file with its kind, and note the other files."""
     unknown: Counter[str] = Counter()
     for source in open_sources(paths, problems, prefix=prefix, empty=empty):
         try:

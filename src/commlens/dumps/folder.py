@@ -32,8 +32,10 @@ from commlens.dumps.detect import (
 from commlens.errors import DumpError
 
 OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
-_TEMPORARY_NAME: Final = re.compile(
-    r"\.(rank-?\d+\.\d+\.(newest\.)?box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
+_WHATEVER_IT_HOLDS: Final = re.compile(
+    re.escape(refusal_log.NAME) + r"|\.(rank-?\d+\.\d+\.(newest\.)?box"
+    r"|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json"
+    r"|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
 )
 _KIND_BY_NAME: Final = (
     (BOX_NAME, BLACK_BOX),
@@ -41,9 +43,15 @@ _KIND_BY_NAME: Final = (
     (re.compile(re.escape(MARKER)), DUMP_MARKER),
     (REPORT_NAME, REPORT),
 )
-_JOB_FILES: Final = frozenset({".lock", ".watcher", ".watcher-2"})  # beside the boxes of a live job
-_HAZARD_NAME: Final = re.compile(r"hazard\.[0-9a-f]{8}")
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
+_BEGINNINGS: Final = (
+    (_BOARD_NAME, board.MAGIC.to_bytes(8, "little")),
+    (rank_claims.NAME, b""),
+    (re.compile(r"hazard\.[0-9a-f]{8}|\.lock|\.watcher(-2)?"), b""),
+    (re.compile(re.escape(job_dirs.TOLD) + ".*"), b"rank "),
+    (re.compile(re.escape(job_dirs.NUMBERS) + ".*"), job_dirs.NUMBERS_HEAD),
+)
+"""Names of files beside the boxes of a live job, and how these begin; empty: they hold nothing."""
 
 
 @contextlib.contextmanager
@@ -179,23 +187,16 @@ def discard(path: Path) -> None:
 
 
 def _is_own(folder: int, name: str) -> bool:
+    """Return whether commlens has made a file, by its name and its beginning."""
     head = peek(folder, name, HEAD_BYTES)
     if head is None:
         return False
-    for pattern, kind in _KIND_BY_NAME:
-        if pattern.fullmatch(name):
-            # all zero: its process died creating it
-            return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))
-    if _BOARD_NAME.fullmatch(name):
-        return head[:8] == board.MAGIC.to_bytes(8, "little") or not any(head)
-    if rank_claims.NAME.fullmatch(name):
-        return not head
-    if _HAZARD_NAME.fullmatch(name):
-        return not head
-    return (
-        bool(_TEMPORARY_NAME.fullmatch(name))
-        or (name in _JOB_FILES and not head)
-        or (name.startswith(job_dirs.TOLD) and head.startswith(b"rank "))
-        or (name.startswith(job_dirs.NUMBERS) and head.startswith(job_dirs.NUMBERS_HEAD))
-        or name == refusal_log.NAME
-    )
+    kind = next((kind for pattern, kind in _KIND_BY_NAME if pattern.fullmatch(name)), None)
+    # all zero: its process died creating it
+    is_unfinished = not any(head) and (kind is BLACK_BOX or bool(_BOARD_NAME.fullmatch(name)))
+    if kind is not None or is_unfinished:
+        return is_unfinished or detect_kind(head) is kind
+    return any(
+        pattern.fullmatch(name) and (head.startswith(begin) if begin else not head)
+        for pattern, begin in _BEGINNINGS
+    ) or bool(_WHATEVER_IT_HOLDS.fullmatch(name))

@@ -175,9 +175,7 @@ def _read_files(
     ranks: Collection[int] | None,
     unnamed: bool = False,
 ) -> Iterator[RankColumns]:
-    """Yield the columns of each rank in each file, with rank and host completed from the file's
-    name.
-    """
+    """Yield the columns of each rank in each file; its name completes rank and host."""
     for source, kind, name in batch:
         if kind.read is None:
             continue
@@ -190,22 +188,32 @@ def _read_files(
             continue
         if kind is TEXT:
             several = _with_unnamed_lines(several, name)
+            problems += _notes_on_name(several, name)
         for columns in several:
-            note = ""
-            if not columns.of_job or name.sure:
-                if kind is TEXT and columns.rank < 0 and name.note:
-                    problems.append(name.note)
-                columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
-            columns.host = columns.host or name.host
-            columns.written_ns = source.modified_ns
-            columns.problems += [*source.problems, *([note] if note else [])]
-            columns.lost_entries = columns.lost_entries or bool(source.problems)
+            _complete(columns, source, name)
             if columns.rank < 0 and not unnamed:
                 problems.append(
                     f"{source.name} is left out: neither its name nor its content reveals its rank."
                 )
             elif ranks is None or columns.rank in ranks:
                 yield columns
+
+
+def _notes_on_name(several: list[RankColumns], name: FileName) -> list[str]:
+    """Return why a log's name may not tell its rank, if nothing else does."""
+    needs_name = any(one.rank < 0 and (name.sure or not one.of_job) for one in several)
+    return [name.note] if needs_name and name.note else []
+
+
+def _complete(columns: RankColumns, source: Source, name: FileName) -> None:
+    """Add what the file's name tells, and what could not be read of it."""
+    note = ""
+    if not columns.of_job or name.sure:
+        columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
+    columns.host = columns.host or name.host
+    columns.written_ns = source.modified_ns
+    columns.problems += [*source.problems, *([note] if note else [])]
+    columns.lost_entries = columns.lost_entries or bool(source.problems)
 
 
 def _with_unnamed_lines(several: list[RankColumns], name: FileName) -> list[RankColumns]:

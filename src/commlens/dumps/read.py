@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -26,11 +27,12 @@ from commlens.dumps.sources import Source
 from commlens.errors import CommlensError, FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.store_identity import joined_runs
 from commlens.model.verdict import Verdict
 from commlens.text import clean_all, printable, ranks_phrase
 
 _JOBS_NAMED: Final = 20
-_FIELDS: Final = {info.name: info.type for info in msgspec.structs.fields(Observation)}
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 @dataclass
@@ -91,8 +93,9 @@ def read_evidence(
     """Read all black boxes and observations at the paths: dumps, files, folders, in any order and
     under any name.
 
-    Logs of different jobs are never mixed. Without ``job``, the job with the most boxes in a folder
-    is read; if there are several folders, the one of their jobs that was alive last.
+    Logs of different jobs are never mixed, unless groups made by hand join them. Without ``job``,
+    the job with the most boxes in a folder is read; if there are several folders, the one of their
+    jobs that was alive last.
     """
     files = discover(paths, own_only=True)
     return read_own_files(files.own, files.problems, job=job)
@@ -106,6 +109,33 @@ def read_own_files(
 
     ``problems`` is extended by sentences about unreadable files, and becomes the result's.
     """
+    boxes, observed, unread = _read_files(files, problems)
+    _name_as_dumped(boxes, observed)
+    by_job: dict[str, list[_Box]] = defaultdict(list)
+    for box in boxes:
+        by_job[box.log.job].append(box)
+    chosen = _choose_job(boxes, observed) if job is None else job
+    joined = {chosen}
+    if job is None and chosen in by_job:
+        logs_of = {name: [box.log for box in of_job] for name, of_job in by_job.items()}
+        joined = joined_runs(logs_of, chosen)
+    others = sorted(by_job.keys() - joined)
+    if job is not None and job not in by_job:
+        only = f", only of {', '.join(others[:5])}" if others else ""
+        problems.append(f"There is no black box of job {job} here{only}.")
+    problems += _left_out_jobs(by_job, chosen, others)
+    logs = []
+    for name in sorted(joined):
+        of_job = [one for one in observed if one.job == name]
+        logs += _logs_of_job(name, by_job.get(name, []), of_job, problems)
+    problems += correct_clocks(logs)
+    return Evidence(logs, problems, chosen, others, unread)
+
+
+def _read_files(
+    files: Iterable[tuple[Source, Kind]], problems: list[str]
+) -> tuple[list[_Box], list[_Observed], int]:
+    """Return what can be read, and the number of boxes that cannot."""
     boxes: list[_Box] = []
     observed: list[_Observed] = []
     unread = 0
@@ -118,49 +148,34 @@ def read_own_files(
         except FormatError as error:
             problems.append(str(error))
             unread += kind is not OBSERVED
-    _name_as_dumped(boxes, observed)
-    by_job: dict[str, list[_Box]] = defaultdict(list)
-    for box in boxes:
-        by_job[box.log.job].append(box)
-    names = sorted(by_job)
-    chosen = (
-        job
-        if job is not None
-        else _choose_job(boxes)
-        if boxes
-        else max((one.job for one in observed), default="")
-    )
-    if job is not None and job not in names:
-        problems.append(
-            f"There is no black box of job {job} here"
-            + (f", only of {', '.join(names[:5])}." if names else ".")
-        )
-    others = [name for name in names if name != chosen]
+    return boxes, observed, unread
+
+
+def _left_out_jobs(
+    by_job: Mapping[str, Sequence[_Box]], chosen: str, others: Sequence[str]
+) -> Iterator[str]:
+    """Yield which jobs are left out, in sentences."""
     for name in others[:_JOBS_NAMED]:
-        problems.append(
-            _left_out(
-                [box.path for box in by_job[name]],
-                f"another job ({name or 'without a name'}, not {chosen})",
-            )
-        )
+        owner = f"another job ({name or 'without a name'}, not {chosen})"
+        yield _left_out([box.path for box in by_job[name]], owner)
     if len(others) > _JOBS_NAMED:
-        problems.append(f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out.")
-    chosen_boxes = _one_per_rank(by_job.get(chosen, []), problems)
-    chosen_observed = [one for one in observed if one.job == chosen]
-    _add_observations(chosen_boxes, chosen_observed)
-    logs = [box.log for box in chosen_boxes] + _logs_without_box(
-        chosen_boxes, chosen_observed, chosen, problems
-    )
+        yield f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out."
+
+
+def _logs_of_job(
+    job: str, boxes: list[_Box], observed: list[_Observed], problems: list[str]
+) -> list[RankLog]:
+    """Return the logs of one job by rank, with what was observed of its processes."""
+    kept = _one_per_rank(boxes, problems)
+    _add_observations(kept, observed)
+    logs = [box.log for box in kept] + _logs_without_box(kept, observed, job, problems)
     logs.sort(key=lambda log: log.rank)
-    _add_health(logs, chosen_observed)
-    problems += correct_clocks(logs)
-    return Evidence(logs, problems, chosen, others, unread)
+    _add_health(logs, observed)
+    return logs
 
 
 def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:
-    """Give the boxes of a job's nodes one name and restart count: those of the dump that one node
-    saved for all of them.
-    """
+    """Give the boxes of all nodes the job's name and restart count in its dump."""
     for one in observed:
         if one.restart is not None:
             for box in boxes:
@@ -196,8 +211,53 @@ def read_verdict(source: Source) -> Verdict | None:
         return None
 
 
+class _ObservedFile(msgspec.Struct):
+    """The content of an observed-*.json."""
+
+    host: str = ""
+    job: str = ""
+    restart: int | None = None
+    ranks: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    problems: list[Any] = []
+    health: NodeHealth | None = None
+
+
 def _read_observed(source: Source, problems: list[str]) -> _Observed:
-    path = source.path or Path(source.name)
+    whole = _read_json(source)
+    found, is_valid = _valid_fields(whole, _ObservedFile)
+    ranks, are_valid = _valid_ranks(found.ranks)
+    moments = {
+        name: moment
+        for name, moment in found.saved.items()
+        if isinstance(moment, int) and 0 < moment < 1 << 63
+    }
+    problems += [note for note in found.problems[:100] if isinstance(note, str)]
+    if not (is_valid and are_valid and "ranks" in whole):
+        problems.append(
+            f"{source.name} is partly damaged: the observations of some processes are lost."
+        )
+    path, restart = source.path or Path(source.name), found.restart
+    restart = restart if restart is not None and 0 <= restart < 1 << 31 else None
+    return _Observed(path, found.host, found.job, ranks, moments, restart, found.health)
+
+
+def _valid_ranks(entries: Mapping[str, Any]) -> tuple[dict[int, tuple[int, Observation]], bool]:
+    """Return pid and observation of each rank, and whether all of them are valid."""
+    ranks: dict[int, tuple[int, Observation]] = {}
+    are_valid = True
+    for key, entry in entries.items():
+        if not (isinstance(entry, dict) and key.isascii() and key.isdigit() and len(key) <= 9):
+            are_valid = False
+            continue
+        observation, is_valid = _valid_fields(entry, Observation)
+        are_valid = are_valid and is_valid
+        pid = entry.get("pid")
+        ranks[int(key)] = (pid if isinstance(pid, int) and pid > 0 else 0, observation)
+    return ranks, are_valid
+
+
+def _read_json(source: Source) -> dict[str, Any]:
     content = source.read(OBSERVED_MAX + 1)
     if len(content) > OBSERVED_MAX:
         raise FormatError(f"{source.name} is larger than {OBSERVED_MAX >> 20} MiB and is left out.")
@@ -212,57 +272,14 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
         raise FormatError(
             f"{source.name} follows {schema[:60]}, but this commlens reads {OBSERVED_SCHEMA}."
         )
-    damaged = False
-    ranks: dict[int, tuple[int, Observation]] = {}
-    entries = whole.get("ranks")
-    for key, entry in (entries if isinstance(entries, dict) else {}).items():
-        if not (isinstance(entry, dict) and key.isascii() and key.isdigit() and len(key) <= 9):
-            damaged = True
-            continue
-        observation, whole_entry = _observation(entry)
-        damaged = damaged or not whole_entry
-        pid = entry.get("pid")
-        ranks[int(key)] = (pid if isinstance(pid, int) and pid > 0 else 0, observation)
-    saved = whole.get("saved")
-    moments = {
-        name: moment
-        for name, moment in (saved if isinstance(saved, dict) else {}).items()
-        if isinstance(moment, int) and 0 < moment < 1 << 63
-    }
-    notes = whole.get("problems")
-    problems += [
-        note for note in (notes if isinstance(notes, list) else [])[:100] if isinstance(note, str)
-    ]
-    health: NodeHealth | None = None
-    if "health" in whole:
-        try:
-            health = msgspec.convert(whole["health"], NodeHealth)
-        except (ValueError, RecursionError):
-            damaged = True
-    if damaged or not isinstance(entries, dict):
-        problems.append(
-            f"{source.name} is partly damaged: the observations of some processes are lost."
-        )
-    host, job = whole.get("host"), whole.get("job")
-    restart = whole.get("restart")
-    return _Observed(
-        path,
-        host if isinstance(host, str) else "",
-        job if isinstance(job, str) else "",
-        ranks,
-        moments,
-        restart if isinstance(restart, int) and 0 <= restart < 1 << 31 else None,
-        health,
-    )
+    return cast("dict[str, Any]", whole)
 
 
-def _observation(entry: dict[str, Any]) -> tuple[Observation, bool]:
-    """Return an Observation from JSON, and whether all of it is valid. Invalid fields stay
-    unknown.
-    """
+def _valid_fields(entry: Mapping[str, Any], kind: type[_Struct]) -> tuple[_Struct, bool]:
+    """Return a struct with those fields from JSON that are valid, and whether all of them are."""
     fields: dict[str, Any] = {}
-    good = True
-    for name, type_ in _FIELDS.items():
+    is_valid = True
+    for name, type_ in _types_of(kind):
         if name not in entry:
             continue
         try:
@@ -270,13 +287,18 @@ def _observation(entry: dict[str, Any]) -> tuple[Observation, bool]:
             # rejects integers beyond 64 bits, which would break the report later
             msgspec.json.encode(value)
         except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError):
-            good = False
+            is_valid = False
         else:
             fields[name] = value
-    return Observation(**fields), good
+    return kind(**fields), is_valid
 
 
-def _choose_job(boxes: list[_Box]) -> str:
+@lru_cache
+def _types_of(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    return [(info.name, info.type) for info in msgspec.structs.fields(kind)]
+
+
+def _choose_job(boxes: list[_Box], observed: list[_Observed]) -> str:
     """Return the job with the most boxes in its folder; of several, the one that was alive last."""
     folders: dict[Path, Counter[str]] = defaultdict(Counter)
     last: dict[str, int] = {}
@@ -287,13 +309,13 @@ def _choose_job(boxes: list[_Box]) -> str:
     for jobs in folders.values():
         most = max(jobs.values())
         main_jobs.update(name for name, count in jobs.items() if count == most)
-    return max(main_jobs, key=lambda name: (last[name], name), default="")
+    if not boxes:
+        return max((one.job for one in observed), default="")
+    return max(main_jobs, key=lambda name: (last[name], name))
 
 
 def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
-    """Keep one box per rank: from the last restart, of the newest process, the most complete
-    copy.
-    """
+    """Keep one box per rank: of the last restart, the newest process, the best copy."""
     restart = max((box.log.restart for box in boxes), default=0)
     earlier = [box.path for box in boxes if box.log.restart < restart]
     if earlier:
@@ -367,9 +389,7 @@ def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
 def _logs_without_box(
     boxes: list[_Box], observed: list[_Observed], job: str, problems: list[str]
 ) -> list[RankLog]:
-    """Return logs of ranks that were seen to end but have no box: a process may die before
-    ``init_process_group``.
-    """
+    """Return logs of ranks that ended before ``init_process_group``."""
     have = {box.log.rank for box in boxes}
     world_size = max((box.log.world_size for box in boxes), default=0)
     logs: dict[int, RankLog] = {}

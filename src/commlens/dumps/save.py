@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -75,9 +76,7 @@ def dump_name(folders: Sequence[Path]) -> str:
 
 
 def _name_and_start(folders: Sequence[Path]) -> tuple[str, int]:
-    """Return the name, and the Unix ns at which the first box was made; 0 if that is unknown or
-    already in the job's name.
-    """
+    """Return the name, and when the first box was made (Unix ns; 0 if unknown)."""
     job = job_dirs.safe_name(folders[0].name)
     statuses: list[BoxStatus] = []
     for box in (
@@ -121,33 +120,32 @@ def _choose_target(
     for path in sorted(dump_root.iterdir()) if dump_root.is_dir() else []:
         with contextlib.suppress(OSError), opened_folder(path) as folder:
             known = read_marker(folder)
-            starts = known.get("began_ns") if known is not None else None
-            if known is None or not isinstance(starts, dict):
+            if known is None or not isinstance(starts := known.get("began_ns"), dict):
                 continue
             taken.add(path.name)
-            nearest_ns = min(
-                (abs(start - began_ns) for start in starts.values() if isinstance(start, int)),
-                default=_SAME_START_NS,
-            )
-            if not (starts[host] == began_ns if host in starts else nearest_ns < _SAME_START_NS):
-                continue
-            if known.get("job") == marker["job"] or _has_added(folder, host, folders):
-                near.append((nearest_ns, path, known))
+            apart_ns = _apart_ns(starts, host, began_ns)
+            if apart_ns < _SAME_START_NS and (
+                known.get("job") == marker["job"] or _has_added(folder, host, folders)
+            ):
+                near.append((apart_ns, path, known))
     if near:
         _, path, known = min(near, key=lambda each: each[0])
-        return path, {
-            **marker,
-            "job": known.get("job"),
-            "began_ns": {**known["began_ns"], host: began_ns},
-        }
+        marker |= {"job": known.get("job"), "began_ns": {**known["began_ns"], host: began_ns}}
+        return path, marker
     names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return dump_root / next(each for each in names if each not in taken), marker
 
 
+def _apart_ns(starts: Mapping[str, Any], host: str, began_ns: int) -> int:
+    """Return how far apart a run and a dump began, as far as that tells whether they are one."""
+    if host in starts:  # this host wrote it, so it is exact
+        return 0 if starts[host] == began_ns else _SAME_START_NS
+    known = (abs(start - began_ns) for start in starts.values() if isinstance(start, int))
+    return min(known, default=_SAME_START_NS)
+
+
 def _has_added(folder: int, host: str, folders: Sequence[Path]) -> bool:
-    """Return whether the node that reports has added this host's ranks to its dump, where the job
-    may have another name.
-    """
+    """Return whether the node that reports has added this host's ranks to its dump."""
     before = _saved_before(folder, _observed_name(host))
     pids = {
         job_dirs.box_rank(box): job_dirs.box_pid(box)
@@ -191,76 +189,85 @@ def save_dump(
     Raises:
         DumpError: nothing could be saved, or a file could not be written.
     """
-    job = ""
-    newest: dict[int, BoxStatus] = {}
-    saved: dict[str, int] = {}
-    notes: list[str] = []
     boxes = job_dirs.boxes(job_dir)
     if not boxes and not observations:
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
     target, marker = _choose_target(dump_root, folders or [job_dir], host)
-    name = target.name
+    copied = _Copied()
     with folder_to_fill(target, mode) as (folder, created, may_mark):
         try:
             if may_mark:
-                write(folder, name := MARKER, _json({**marker, "saved_ns": time.time_ns()}), mode)
+                copied.writing = MARKER
+                write(folder, MARKER, _json({**marker, "saved_ns": time.time_ns()}), mode)
             before = _saved_before(folder, _observed_name(host))
             for path in boxes:
-                name = path.name
-                size = path.lstat().st_size if path.exists() else 0
-                if size > BOX_BYTES_MAX:
-                    notes.append(
-                        f"{name} was not saved: it has {size} bytes, more than the limit of"
-                        f" {BOX_BYTES_MAX}."
-                    )
-                    continue
-                try:
-                    with OpenBox(path) as box:
-                        status = box.status()
-                        content = box.packed()
-                except FormatError as error:
-                    notes.append(f"{name} was not saved: {error}")
-                    continue
-                write(folder, name, content, mode)
-                _remove_partial(folder, name)
-                saved[name] = time.time_ns()
-                job = job or status.job
-                known = newest.get(status.rank)
-                if known is None or known.created_ns < status.created_ns:
-                    newest[status.rank] = status
-            name = _observed_name(host)
-            pids = {rank: status.pid for rank, status in newest.items()}
-            more: dict[str, int] = {}
+                copied.copy(path, folder, mode)
+            copied.writing = _observed_name(host)
+            pids = {rank: status.pid for rank, status in copied.newest.items()}
+            job, more = copied.job or job_dir.name, {}
             if before.run is not None and before.pids.items() & pids.items():
                 job, more["restart"] = before.run  # as the node that reports has named them
-            times = {
-                name: at_ns for name, at_ns in before.saved.items() if exists(folder, name)
-            } | saved
             content = _observed(
+                folder,
                 host,
-                job or job_dir.name,
-                times,
+                job,
+                {**before.saved, **copied.saved},
                 observations,
                 {**before.pids, **pids},
-                notes,
+                copied.notes,
                 health,
                 **more,
             )
-            write(folder, name, content, mode)
+            write(folder, copied.writing, content, mode)
         except OSError as error:
-            if created and not saved:
+            if created and not copied.saved:
                 discard(target)
             raise DumpError(
-                f"The dump in {target} is not complete: {name} could not be written"
-                f" ({reason(error)}); {len(saved)} of {len(boxes)} black boxes were saved. Choose"
-                " another folder with the setting dump_dir."
+                f"The dump in {target} is not complete: {copied.writing} could not be written"
+                f" ({reason(error)}); {len(copied.saved)} of {len(boxes)} black boxes were saved."
+                " Choose another folder with the setting dump_dir."
             ) from error
-    if boxes and not saved:
+    if boxes and not copied.saved:
         raise DumpError(
-            f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {notes[0]}"
+            f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {copied.notes[0]}"
         )
     _prune(dump_root, keep=max(keep, 1), current=target.name)
     return target
+
+
+@dataclass
+class _Copied:
+    """The black boxes that were copied into a dump."""
+
+    job: str = ""
+    newest: dict[int, BoxStatus] = field(default_factory=dict)  # by rank
+    saved: dict[str, int] = field(default_factory=dict)  # file name: Unix ns
+    notes: list[str] = field(default_factory=list)  # why others were not, in sentences
+    writing: str = ""  # the name of the last file
+
+    def copy(self, path: Path, folder: int, mode: int) -> None:
+        """Copy a live box as it is now. Raises OSError if that cannot be written."""
+        self.writing = path.name
+        size = path.lstat().st_size if path.exists() else 0
+        if size > BOX_BYTES_MAX:
+            self.notes.append(
+                f"{path.name} was not saved: it has {size} bytes, more than the limit of"
+                f" {BOX_BYTES_MAX}."
+            )
+            return
+        try:
+            with OpenBox(path) as box:
+                status, content = box.status(), box.packed()
+        except FormatError as error:
+            self.notes.append(f"{path.name} was not saved: {error}")
+            return
+        write(folder, path.name, content, mode)
+        _remove_partial(folder, path.name)
+        self.saved[path.name] = time.time_ns()
+        self.job = self.job or status.job
+        known = self.newest.get(status.rank)
+        if known is None or known.created_ns < status.created_ns:
+            self.newest[status.rank] = status
 
 
 class SavedRank(NamedTuple):
@@ -315,13 +322,14 @@ def add_node(
                     write(opened, name, each.box, mode)
                     times[name] = each.captured_ns
                     _remove_partial(opened, whole)
-            times = {name: at_ns for name, at_ns in times.items() if exists(opened, name)}
             observations = {each.rank: each.observation for each in ranks}
             pids = {each.rank: each.pid for each in ranks}
             write(
                 opened,
                 _observed_name(host),
-                _observed(host, job, times, observations, pids, [], health, restart=restart),
+                _observed(
+                    opened, host, job, times, observations, pids, [], health, restart=restart
+                ),
                 mode,
             )
     except OSError as error:
@@ -427,6 +435,7 @@ def _observed_name(host: str) -> str:
 
 
 def _observed(
+    folder: int,
     host: str,
     job: str,
     saved: Mapping[str, int],
@@ -440,7 +449,8 @@ def _observed(
         str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)}
         for rank, observation in sorted(observations.items())
     }
-    about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": saved}
+    there = {name: at_ns for name, at_ns in saved.items() if exists(folder, name)}
+    about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": there}
     told = {} if health is None else {"health": health}
     return _json({**about, "problems": notes, "ranks": ranks, **told})
 

@@ -8,19 +8,19 @@ Imports numpy, so only code that reads dumps imports this module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import field
+from msgspec.structs import replace
 
 from commlens.model.cause import JobEnding
 from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind, Stack
 from commlens.model.frames import frame_kind
-from commlens.model.health import RankPlace
-from commlens.model.ranklog import Observation
+from commlens.model.ranklog import End, RankLog
 
 SCHEDULED: Final = 0
 """``state``: enqueued, and not known to have started, which is never known without timing."""
@@ -50,6 +50,8 @@ class EndingLine(NamedTuple):
     ending: JobEnding
     text: str
     xid: int = 0  # the number of an Xid, where it is a GPU's error
+    rank: int = -1  # whose process cannot reach torch's store; -1: the line has no rank
+    listens: bool = False  # that process hosts the store, and could not listen for connections
 
 
 Status = tuple[int, int, int]
@@ -59,40 +61,7 @@ Integers = npt.NDArray[Any]
 Flags = npt.NDArray[Any]
 
 
-class StackTable(Sequence[Stack]):
-    """Stacks whose frames are created on access.
-
-    Args:
-        frames: file, line and function of each distinct frame.
-        stacks: for each distinct stack, the indices of its frames, innermost first, as native
-            32-bit integers.
-    """
-
-    def __init__(
-        self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()
-    ) -> None:
-        self._frames = frames
-        self._stacks = stacks
-
-    def __len__(self) -> int:
-        return len(self._stacks)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._stack(one) for one in range(*index.indices(len(self)))]
-        return self._stack(index)
-
-    def __iter__(self) -> Iterator[Stack]:
-        return map(self._stack, range(len(self)))
-
-    def _stack(self, index: int) -> Stack:
-        frames = self._frames
-        return tuple(
-            [_interned_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")]
-        )
-
-
-def stack_of(frames: Sequence[tuple[str, int, str]]) -> Stack:
+def stack_of(frames: Iterable[tuple[str, int, str]]) -> Stack:
     """Return a stack from files, lines and functions."""
     return tuple([_interned_frame(*frame) for frame in frames])
 
@@ -128,36 +97,34 @@ def _kind_of(file: str) -> FrameKind:
 
 
 DTYPES: Final = {
-    "channel": "int32",
-    "args_index": "int32",
-    "stack": "int32",
+    "channel": "int32",  # index into channels
+    "args_index": "int32",  # index into args
+    "stack": "int32",  # index into call_stacks; -1 if none
     "sequence": "int64",
     "record_id": "int64",
     "op_id": "int64",
     "state": "uint8",
     "retired": "bool",
     "p2p": "bool",
-    "peer": "int32",
+    "peer": "int32",  # global rank; -1 if none or unknown
     "created_ns": "int64",
-    "started_ns": "int64",
-    "completed_ns": "int64",
-    "duration_ns": "int64",
+    "started_ns": "int64",  # 0 if none
+    "completed_ns": "int64",  # 0 if none
+    "duration_ns": "int64",  # -1 if none
     "timeout_ms": "int64",
-    "coalesced": "int32",
-    "closes": "bool",
+    "coalesced": "int32",  # number of the coalesced group in this file; 0 if not coalesced
+    "closes": "bool",  # closes a coalesced group
 }
 """The columns of :class:`RankColumns` and their types."""
 
 
-_INT32 = partial(np.zeros, 0, "int32")
-_INT64 = partial(np.zeros, 0, "int64")
-_UINT8 = partial(np.zeros, 0, "uint8")
-_BOOL = partial(np.zeros, 0, np.bool_)
+def _column(name: str) -> Any:
+    """Return the field of a column without values."""
+    return field(default_factory=partial(np.zeros, 0, DTYPES[name]))
 
 
-@dataclass(slots=True)
-class RankColumns:
-    """One rank's operations in one file, oldest first. Columns have one value per operation.
+class RankColumns(RankLog, kw_only=True, eq=False):
+    """One rank's log whose operations are columns, oldest first: with one value per operation.
 
     Sequence numbers are the file's: per process group for collectives, and separately for its
     point-to-point operations; NCCL counts per pair of ranks outside batches.
@@ -165,28 +132,23 @@ class RankColumns:
 
     rank: int = -1  # global; -1 if unknown
     world_size: int = 0  # 0 if unknown
-    host: str = ""
-    place: RankPlace | None = None  # the parts of its host that it uses
-    job: str = ""
-    source: str = ""  # "dumps/rank_3", "dumps.tar!rank_3"
     origin: str = "flight-recorder"  # "flight-recorder", "gloo-recorder", "torch-log", "commlens"
     version: str = ""  # of the file format
-    captured_ns: int = 0  # Unix ns; 0 if unknown
     # Unix ns when the file was last written, so the dump is not newer; 0 if unknown
     written_ns: int = 0
-    problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
     # some could not be read, perhaps the newest: nothing tells what the rank did not issue
     lost_entries: bool = False
-    # operations ever recorded, as far as the file shows; a ring buffer drops the oldest
-    issued: int = 0
+    # a retired operation may be in flight: its recorder sees what is issued, not what completes
+    issued_only: bool = False
+    issued_messages: bool = False  # the same is true of messages alone
     # ranks in every group of the file, one of which wrote it; empty if unknown
     possible_ranks: tuple[int, ...] = ()
     channels: list[Channel] = field(default_factory=list)
     args: list[CollectiveArgs] = field(default_factory=list)
-    stacks: Sequence[Stack] = field(default_factory=StackTable)
-    status: dict[str, Status] = field(default_factory=dict)  # by the process-local group id
-    # process-local group id: group name, if known
-    status_groups: dict[str, str] = field(default_factory=dict)
+    call_stacks: list[Stack] = field(default_factory=list)
+    status: dict[str, Status] = field(default_factory=dict)  # by group name
+    # by group name: the rank's number in the group, as far as a log tells it
+    numbers: dict[str, int] = field(default_factory=dict)
     # all process groups in the file, used or not
     groups: list[Channel] = field(default_factory=list)
     # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
@@ -197,6 +159,8 @@ class RankColumns:
     timed_out: bool = False
     # what else a log shows, by REMARKS: kind and number
     remarks: list[tuple[str, int]] = field(default_factory=list)
+    # cause of the process's death in a log: the last line of a traceback, a CUDA error
+    exception: str = ""
     # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
     launcher_signal: str = ""
     # lines that tell why the job or a process ended; the same for all ranks
@@ -207,35 +171,67 @@ class RankColumns:
     of_job: bool = False
     # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
     stuck_watchdog_s: int = 0
-    # cause of the process's death in a log: the last line of a traceback, a CUDA error
-    exception: str = ""
-    exception_stack: Stack = ()
-    # the first assertion that failed in a kernel, according to a log
-    device_assertion: str = ""
-    # how the process ended, according to a log
-    observation: Observation = field(default_factory=Observation)
+    # Of a dump that is reduced to what diagnosis needs:
+    timed: bool = False  # it records when an operation starts on the device
+    only_active: bool = False  # it holds no completed operation, though there were some
+    unbroken: int = 0  # number of records, if their ids are consecutive; else 0
 
-    channel: Integers = field(default_factory=_INT32)  # index into channels
-    args_index: Integers = field(default_factory=_INT32)  # index into args
-    stack: Integers = field(default_factory=_INT32)  # index into stacks; -1 if none
-    sequence: Integers = field(default_factory=_INT64)
-    record_id: Integers = field(default_factory=_INT64)
-    op_id: Integers = field(default_factory=_INT64)
-    state: Integers = field(default_factory=_UINT8)
-    retired: Flags = field(default_factory=_BOOL)
-    p2p: Flags = field(default_factory=_BOOL)
-    peer: Integers = field(default_factory=_INT32)  # global rank; -1 if none or unknown
-    created_ns: Integers = field(default_factory=_INT64)
-    started_ns: Integers = field(default_factory=_INT64)  # 0 if none
-    completed_ns: Integers = field(default_factory=_INT64)  # 0 if none
-    duration_ns: Integers = field(default_factory=_INT64)  # -1 if none
-    timeout_ms: Integers = field(default_factory=_INT64)
-    # number of the coalesced group in this file; 0 if not coalesced
-    coalesced: Integers = field(default_factory=_INT32)
-    closes: Flags = field(default_factory=_BOOL)  # closes a coalesced group
+    channel: Integers = _column("channel")
+    args_index: Integers = _column("args_index")
+    stack: Integers = _column("stack")
+    sequence: Integers = _column("sequence")
+    record_id: Integers = _column("record_id")
+    op_id: Integers = _column("op_id")
+    state: Integers = _column("state")
+    retired: Flags = _column("retired")
+    p2p: Flags = _column("p2p")
+    peer: Integers = _column("peer")
+    created_ns: Integers = _column("created_ns")
+    started_ns: Integers = _column("started_ns")
+    completed_ns: Integers = _column("completed_ns")
+    duration_ns: Integers = _column("duration_ns")
+    timeout_ms: Integers = _column("timeout_ms")
+    coalesced: Integers = _column("coalesced")
+    closes: Flags = _column("closes")
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is of a text log, in which a rank may have no line about a collective that it
+        issued.
+        """
+        return self.origin == TEXT_LOG
+
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether a text log only mentions the rank."""
+        known = (
+            len(self)
+            or self.status
+            or self.timeouts
+            or self.exception
+            or self.stuck_watchdog_s
+            or self.timed_out
+        )
+        return self.is_log and not known and self.observation.end is End.UNKNOWN
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether older operations were overwritten or are unreadable."""
+        return self.issued > len(self) or bool(self.problems)
+
+    @property
+    def lost_newest(self) -> bool:
+        """Whether any entries are unreadable: they are written oldest first, and the newest are the
+        first that a cut takes.
+        """
+        return self.lost_entries
 
     def __len__(self) -> int:
         return len(self.sequence)
+
+    def stack_at(self, row: int) -> Stack:
+        """Return the stack of an operation; empty if there is none."""
+        return self.call_stacks[int(self.stack[row])] if self.stack[row] >= 0 else ()
 
     def set_columns(self, columns: dict[str, Any]) -> None:
         """Set all columns, converted to their declared types."""

@@ -40,7 +40,7 @@ def columns_from_log(log: RankLog) -> RankColumns:
         problems=list(log.problems),
         lost_entries=log.lost_newest,
     )
-    lists: dict[str, list[int]] = {name: [] for name in DTYPES}
+    rows: list[tuple[int, ...]] = []
     point_to_point = {
         op.coalescing_id for op in log.collectives if op.coalescing_id and op.is_point_to_point
     }
@@ -49,30 +49,31 @@ def columns_from_log(log: RankLog) -> RankColumns:
         if key not in channels:
             channels[key] = len(channels)
             columns.channels.append(_unique_name(op.channel))
-        values = (
-            channels[key],
-            args.setdefault(op.args, len(args)),
-            stacks.setdefault(op.stack, len(stacks)) if op.stack else -1,
-            op.sequence_number,
-            op.index - 1,
-            op.index,
-            _STATES[op.state],
-            op.state in (State.COMPLETED, State.FAILED, State.UNKNOWN),
-            op.is_point_to_point or op.coalescing_id in point_to_point,
-            -1 if op.peer is None else op.peer,
-            op.announced_ns,
-            op.entered_ns,
-            op.done_ns,
-            -1 if op.duration_ns is None else op.duration_ns,
-            int(log.timeout_s * 1000),
-            op.coalescing_id,
-            op.coalesced_members > 0,
+        rows.append(
+            (
+                channels[key],
+                args.setdefault(op.args, len(args)),
+                stacks.setdefault(op.stack, len(stacks)) if op.stack else -1,
+                op.sequence_number,
+                op.index - 1,
+                op.index,
+                _STATES[op.state],
+                op.state in (State.COMPLETED, State.FAILED, State.UNKNOWN),
+                op.is_point_to_point or op.coalescing_id in point_to_point,
+                -1 if op.peer is None else op.peer,
+                op.announced_ns,
+                op.entered_ns,
+                op.done_ns,
+                -1 if op.duration_ns is None else op.duration_ns,
+                int(log.timeout_s * 1000),
+                op.coalescing_id,
+                op.coalesced_members > 0,
+            )
         )
-        for name, value in zip(DTYPES, values, strict=True):
-            lists[name].append(value)
-    columns.args, columns.stacks = list(args), list(stacks)
-    if log.collectives:
-        columns.set_columns({name: np.array(values) for name, values in lists.items()})
+    columns.args, columns.call_stacks = list(args), list(stacks)
+    if rows:
+        # Of a damaged box, numbers may be too large for a column: those of an array wrap.
+        columns.set_columns(dict(zip(DTYPES, map(np.array, zip(*rows, strict=True)), strict=True)))
     columns.groups = list(columns.channels)
     return columns
 

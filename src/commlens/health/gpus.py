@@ -300,17 +300,7 @@ def read_amd(root: Path) -> Values:
         address = pci_address(device)
         if busy is None or not address or "-" in card.name:
             continue
-        found: dict[str, Value] = {"used_percent": busy, **_widths(device)}
-        for name, counter in (("ecc_uncorrected", "ue"), ("ecc_corrected", "ce")):
-            counts = [
-                float(line.partition(":")[2])
-                for file in folders(device / "ras")
-                if file.name.endswith("_err_count")
-                for line in word(file).splitlines()
-                if line.startswith(f"{counter}:") and line.partition(":")[2].strip().isdecimal()
-            ]
-            if counts:
-                found[name] = sum(counts)
+        found: dict[str, Value] = {"used_percent": busy, **_widths(device), **_amd_errors(device)}
         for name, file, per_unit in (
             ("temperature_c", "temp1_input", 1000),
             ("power_w", "power1_average", 1_000_000),
@@ -322,6 +312,24 @@ def read_amd(root: Path) -> Values:
     for index, address in enumerate(sorted(values)):  # as ROCm numbers them
         values[address]["index"] = float(index)
     return values
+
+
+def _amd_errors(device: Path) -> dict[str, Value]:
+    """Return how many errors of memory an AMD GPU has counted, of those kinds that it counts."""
+    lines = [
+        line.partition(":")
+        for file in folders(device / "ras")
+        if file.name.endswith("_err_count")
+        for line in word(file).splitlines()
+    ]
+    found: dict[str, Value] = {}
+    for name, counter in (("ecc_uncorrected", "ue"), ("ecc_corrected", "ce")):
+        counts = [
+            float(text) for kind, _, text in lines if kind == counter and text.strip().isdecimal()
+        ]
+        if counts:
+            found[name] = sum(counts)
+    return found
 
 
 def amd_processes(root: Path) -> dict[int, str]:

@@ -291,7 +291,8 @@ class KernelLog:
         self._journal_since_s = 0.0 if past else time.time()
         self._journal = ""
         if root == ROOT and not self._open_kmsg(past=past):
-            self._journal = _journal_program()
+            program = shutil.which("journalctl") or ""
+            self._journal = program if program and _journal_lines(program, "-7d", "-n", "1") else ""
         if not (
             self._kmsg >= 0
             or self._journal
@@ -399,12 +400,6 @@ class KernelLog:
         if self._kmsg >= 0:
             os.close(self._kmsg)
             self._kmsg = -1
-
-
-def _journal_program() -> str:
-    """Return the path of journalctl, or nothing if it shows this user no message of the kernel."""
-    program = shutil.which("journalctl") or ""
-    return program if program and _journal_lines(program, "-7d", "-n", "1") else ""
 
 
 def _journal_lines(program: str, since: str, *more: str) -> list[str]:

@@ -28,7 +28,7 @@ from commlens.health.gpus import Gpus
 from commlens.health.host import has_pressure, read_host, read_nfs
 from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
-from commlens.health.places import RankProcess
+from commlens.health.places import RankOfNode
 from commlens.health.sources import ROOT, UnreadableError
 from commlens.health.topology import Layout, find_layout, read_inventory
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
@@ -112,7 +112,7 @@ class NodeRecord:
 
     def health(
         self,
-        ranks: Sequence[RankProcess] = (),
+        ranks: Sequence[RankOfNode] = (),
         gpu_of_pid: Mapping[int, str] = MappingProxyType({}),
         not_read: Sequence[NotRead] = (),
         ras_report: RasReport | None = None,
@@ -292,7 +292,7 @@ class Monitor:
         """The values of the last look, by source."""
         return self._record.values
 
-    def report(self, ranks: Sequence[RankProcess], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
+    def report(self, ranks: Sequence[RankOfNode], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
         """Return the state of the node, with a fresh look and RAS's answer if they come in time.
 
         Args:
@@ -338,7 +338,9 @@ class Monitor:
                     self._look(thorough=thorough or not self._record.taken_ns)
                     due = time.monotonic() + EVERY_S
                 self._find_layout()
-                self._finish(asked)
+                with self._looked:
+                    self._looks = asked
+                    self._looked.notify_all()
                 self._ask_ras()
                 self._wanted.wait(max(0.0, due - time.monotonic()))
                 self._wanted.clear()
@@ -354,14 +356,10 @@ class Monitor:
             if self._sampler is not None:
                 self._sampler.close()
 
-    def _finish(self, asked: int) -> None:
-        with self._looked:
-            self._looks = asked
-            self._looked.notify_all()
-
     def _look(self, *, thorough: bool) -> None:
         assert self._sampler is not None
-        taken_ns, clock_ns = time.time_ns(), _clock_ns()
+        taken_ns = time.time_ns()
+        clock_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         values, logged = self._sampler.look(thorough=thorough)
         self._record.add(Look(taken_ns, values, clock_ns), logged)
         if thorough and self._sampler.gpus is not None:
@@ -388,11 +386,6 @@ class Monitor:
             with self._looked:
                 self._environment = None
                 self._looked.notify_all()
-
-
-def _clock_ns() -> int:
-    """Return how far Unix time is ahead of the time since the boot."""
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def _set_clock(step_ns: int, last: Look, look: Look) -> Iterator[HealthEvent]:

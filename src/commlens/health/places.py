@@ -16,7 +16,7 @@ CHOICES: Final = {
 """By source: the variables that choose among its parts."""
 
 
-class RankProcess(NamedTuple):
+class RankOfNode(NamedTuple):
     """A rank's process."""
 
     rank: int
@@ -27,7 +27,7 @@ class RankProcess(NamedTuple):
 
 
 def place_ranks(
-    processes: Iterable[RankProcess], sources: Sources, gpu_of_pid: Mapping[int, str]
+    processes: Iterable[RankOfNode], sources: Sources, gpu_of_pid: Mapping[int, str]
 ) -> list[RankPlace]:
     """Return the GPU of each rank.
 
@@ -53,7 +53,7 @@ def place_ranks(
     return places
 
 
-def _index(process: RankProcess, gpus: int) -> int:
+def _index(process: RankOfNode, gpus: int) -> int:
     """Return the index of a rank's GPU by its local rank and its environment; -1 if unknown."""
     if process.local_rank is None:
         return -1

@@ -8,7 +8,7 @@ in /sys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -97,8 +97,9 @@ def find_layout(
     """
     told = inventory.of(host) if inventory is not None else HostPlace()
     files = (environment.get(name, "") for name in VARIABLES[:2])
+    gpus = gpus_by_index(sources)
     found = (
-        _in_order(told.rails, sources),
+        {gpus[index]: nic for index, nic in enumerate(told.rails) if nic and index in gpus},
         *(_of_nccl(file, sources) for file in files),
         _of_pci_tree(root, sources),
     )
@@ -128,7 +129,14 @@ def read_inventory(path: Path) -> Inventory:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"The topology {path} cannot be read: {reason}.") from None
     if _SWITCH.search(text):
-        return Inventory(of_slurm(text))
+        return Inventory(
+            {
+                host: HostPlace(leaf=switch[1])
+                for switch in _SWITCH.finditer(text)
+                if (nodes := _NODES.search(switch[2])) and not _SWITCHES.search(switch[2])
+                for host in hosts_in(nodes[1])
+            }
+        )
     try:
         found = msgspec.convert(yaml.safe_load(text) or {}, _InventoryFile)
         pattern = re.compile(found.pattern) if found.pattern else None
@@ -141,18 +149,6 @@ def read_inventory(path: Path) -> Inventory:
         for host in hosts_in(names)
     }
     return Inventory(hosts, pattern, found.rails)
-
-
-def of_slurm(text: str) -> dict[str, HostPlace]:
-    """Return the leaf of each host in Slurm's topology: the switch, or the block, that lists it and
-    no other switches.
-    """
-    return {
-        host: HostPlace(leaf=switch[1])
-        for switch in _SWITCH.finditer(text)
-        if (nodes := _NODES.search(switch[2])) and not _SWITCHES.search(switch[2])
-        for host in hosts_in(nodes[1])
-    }
 
 
 def leaf_of_slurm(environment: Mapping[str, str]) -> str:
@@ -196,11 +192,6 @@ def _numbers(ranges: str) -> list[str]:
 # --- adapters
 
 
-def _in_order(rails: Sequence[str], sources: Sources) -> dict[str, str]:
-    gpus = gpus_by_index(sources)
-    return {gpus[index]: nic for index, nic in enumerate(rails) if nic and index in gpus}
-
-
 def _of_nccl(path: str, sources: Sources) -> dict[str, str]:
     """Return the adapter nearest to each GPU in a file of NCCL's topology."""
     from xml.etree import ElementTree  # only where there is such a file
@@ -216,21 +207,26 @@ def _of_nccl(path: str, sources: Sources) -> dict[str, str]:
     gpus: dict[str, _Path] = {}
     nics: dict[str, _Path] = {}
     names = part_names(sources)
+    for element, here in _elements(root):
+        address = normal_address(here[-1]) if element.tag == "pci" else ""
+        device_class = (element.get("class") or "") if address else ""
+        if device_class.startswith(_GPU_CLASSES):
+            gpus[address] = here
+        elif device_class.startswith(_NIC_CLASSES):
+            named = [net.get("name") for net in element.iter("net") if net.get("name")]
+            nics |= dict.fromkeys(named or [names.get(address, "")], here)
+    nics.pop("", None)
+    return nearest(gpus, nics)
+
+
+def _elements(root: Any) -> Iterator[tuple[Any, _Path]]:
+    """Yield the elements below the root of NCCL's topology, each with its place in the tree."""
     waiting: list[tuple[Any, _Path]] = [(child, ()) for child in root]
     while waiting:
         element, above = waiting.pop()
         here = (*above, element.get("busid") or element.get("numaid") or element.tag)
-        address = normal_address(here[-1]) if element.tag == "pci" else ""
-        device_class = element.get("class") or ""
-        if address and device_class.startswith(_GPU_CLASSES):
-            gpus[address] = here
-        elif address and device_class.startswith(_NIC_CLASSES):
-            named = [net.get("name") for net in element.iter("net") if net.get("name")]
-            for name in named or [names.get(address, "")]:
-                nics[name] = here
+        yield element, here
         waiting += [(child, here) for child in element]
-    nics.pop("", None)
-    return nearest(gpus, nics)
 
 
 def _of_pci_tree(root: Path, sources: Sources) -> dict[str, str]:

@@ -31,7 +31,7 @@ from commlens import helper_process, launchers, native
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.native import attempts, build, cache
-from commlens.processes import memory
+from commlens.processes import cgroup
 
 AFTER_JOB_S: Final = 120.0
 """How long a build may go on after the launcher's end."""
@@ -92,7 +92,7 @@ def why_not() -> str:
             f"the build of {failed.when} failed, and commlens launch tries again after a day:"
             f" {failed.reason.rstrip('.')}"
         )
-    free = memory.free()
+    free = cgroup.free_memory()
     if free is not None and free < FREE_TO_START:
         return (
             f"only {free / 1e9:.1f} GB of memory are free, and a build in the background waits"
@@ -182,7 +182,7 @@ def _ending_early(launcher: int, start_ticks: int) -> Iterator[None]:
         now = time.monotonic()
         if job_ended is None and job_dirs.process_has_ended(launcher, start_ticks):
             job_ended = now
-        free = memory.free()
+        free = cgroup.free_memory()
         if (
             (job_ended is not None and now - job_ended > AFTER_JOB_S)
             or now - began > LIMIT_S

@@ -57,7 +57,13 @@ def examine(config_file: str | None = None) -> Report:
                 f" {sys.executable}"
             ),
         ),
-        ("system", lambda _: _system()),
+        (
+            "system",
+            lambda _: (
+                f"{platform.system()} {platform.release()}, {platform.machine()},"
+                f" {' '.join(platform.libc_ver())}, {os.cpu_count()} cores"
+            ),
+        ),
         ("torch", _torch),
         ("backends", _backends),
         ("GPUs", _gpus),
@@ -76,13 +82,6 @@ def examine(config_file: str | None = None) -> Report:
         except Exception as error:
             report.facts.append((name, f"unknown: {type(error).__name__}: {error}"))
     return report
-
-
-def _system() -> str:
-    return (
-        f"{platform.system()} {platform.release()}, {platform.machine()},"
-        f" {' '.join(platform.libc_ver())}, {os.cpu_count()} cores"
-    )
 
 
 def _has_torch() -> bool:

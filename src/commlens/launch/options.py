@@ -17,58 +17,8 @@ from commlens.launch.new_warnings import new_warnings
 from commlens.text import joined
 from commlens.verification.sampling import EVERY
 
-OPTIONS: Final = {
-    "stall_timeout": (
-        "SECONDS",
-        "print the verdict after a rank has waited this long in a collective (default auto: 60, or"
-        " less if the fault is certain)",
-    ),
-    "on_stall": (
-        "{warn,abort}",
-        "on a stall, only print the verdict, or also end the job (default warn)",
-    ),
-    "debug": (
-        None,
-        (
-            "verify every collective across ranks before it is issued, and refuse a mismatch on all"
-            " of them"
-        ),
-    ),
-    "verify_timeout": (
-        "SECONDS",
-        "how long a rank may be silent during verification (default: the process group's timeout)",
-    ),
-    "on_mismatch": (
-        "{warn,abort}",
-        "when ranks disagree, only print the verdict, or also end the job (default warn)",
-    ),
-    "on_diverged": (
-        "{warn,abort}",
-        "when the tensors of ranks differ, only print the verdict, or also end the job (default"
-        " warn)",
-    ),
-    "dump_dir": ("DIR", "save dumps here, in one folder per job (default commlens-dumps)"),
-    "keep_dumps": ("N", "keep the dumps of this many jobs (default 10)"),
-    "on_verdict": (
-        "COMMAND",
-        "run this for each verdict, with the verdict as a line of JSON on its standard input",
-    ),
-    "dump_mode": (
-        "MODE",
-        "the permissions of a dump's files (default 0600, with a folder of 0700)",
-    ),
-    "metrics_file": (
-        "FILE",
-        "write Prometheus metrics to this file, or to one file per job in this folder",
-    ),
-    "metrics_port": ("PORT", "serve Prometheus metrics on this port of 127.0.0.1, or on HOST:PORT"),
-    "box_entries": ("N", "keep this many collectives per rank (default 2000; 0 records nothing)"),
-    "box_dir": ("DIR", "put the black boxes here (default: shared memory)"),
-    "dump_signal": ("SIGNAL", "dump on this signal (default: no handler is installed)"),
-    "timing": (None, "record durations on the device"),
-    "cpp_stack": (None, "record C++ frames too"),
-}
-"""Setting to (metavar, help). Without a metavar, it is a switch that ``--no-...`` turns off."""
+OPTIONS: Final = {name: accepts for name, accepts in ACCEPTED.items() if accepts.help}
+"""The settings that have an option."""
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -79,15 +29,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "commlens",
         "settings, which can also be set by COMMLENS_* variables or in the settings file",
     )
-    for name, (metavar, help_text) in OPTIONS.items():
+    for name, accepts in OPTIONS.items():
         flag = "--" + name.replace("_", "-")
-        if metavar is None:
+        if not accepts.metavar:
             group.add_argument(
                 flag,
                 dest=f"commlens_{name}",
                 action=argparse.BooleanOptionalAction,
                 default=None,
-                help=help_text,
+                help=accepts.help,
             )
             # a whole option to argparse, since a value might be mistaken for the program, and the
             # program for a value
@@ -104,11 +54,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
                     help=more,
                 )
         else:
-            accepts = (
-                f"; accepts {ACCEPTED[name].words}" if metavar in ("SECONDS", "N", "SIGNAL") else ""
+            takes = (
+                f"; accepts {accepts.words}"
+                if accepts.metavar in ("SECONDS", "N", "SIGNAL")
+                else ""
             )
             group.add_argument(
-                flag, dest=f"commlens_{name}", metavar=metavar, help=help_text + accepts
+                flag,
+                dest=f"commlens_{name}",
+                metavar=accepts.metavar,
+                help=accepts.help + takes,
             )
     _add_check_numbers(parser, group)
     group.add_argument(
@@ -248,20 +203,9 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     options = [option for action in parser._actions for option in action.option_strings]
     if kind == "unrecognized arguments":
         name = given.strip().partition(" ")[0].partition("=")[0]
-        if name.startswith("-"):
-            begin_so = [
-                option
-                for option in options
-                if option.startswith(name) and "=" not in option and "_" not in option
-            ]
-            if name.startswith("--") and begin_so:
-                return CommandError(
-                    f"{parser.prog} has no option {name!r}. Did you mean {joined(begin_so, 'or')}?"
-                )
-            return CommandError(
-                f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see)
-            )
-        return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
+        if not name.startswith("-"):
+            return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
+        return CommandError(f"{parser.prog} has no option {name!r}.{_meant(name, options) or see}")
     if kind == "the following arguments are required":
         one_of = {
             action.dest: f"one of {', '.join(action.choices)}"
@@ -270,28 +214,49 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
         }
         missing = [one_of.get(name, name) for name in given.split(", ")]
         return CommandError(f"{parser.prog} needs {', '.join(missing)}.{see}")
-    kind = _plain_name(kind.removeprefix("argument "))
+    name = _plain_name(kind.removeprefix("argument "))
+    return CommandError(_value_error(parser.prog, name, given, options, see))
+
+
+def _value_error(prog: str, name: str, given: str, options: Sequence[str], see: str) -> str:
+    """Return a sentence for what argparse says of one argument."""
     if choice := re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", given):
         choices = choice[2].replace("'", "")
         hint = did_you_mean(choice[1], choices.split(", "))
-        if not kind.startswith("-"):
-            return CommandError(f"{parser.prog} takes {choices}, not {choice[1]!r}.{hint}")
-        return CommandError(f"{kind} does not accept {choice[1]!r}.{hint} It takes {choices}.")
+        if not name.startswith("-"):
+            return f"{prog} takes {choices}, not {choice[1]!r}.{hint}"
+        return f"{name} does not accept {choice[1]!r}.{hint} It takes {choices}."
     if value := re.match(r"ignored explicit argument '?(.*?)'?$", given):
-        # see add_settings
-        values = [option.partition("=")[2] for option in options if option.startswith(f"{kind}=")]
-        if not values:
-            return CommandError(f"{kind} takes no value, but was given {value[1]!r}.{see}")
-        hint = did_you_mean(value[1], values)
-        return CommandError(
-            f"{kind} does not accept {value[1]!r}.{hint} It takes {', '.join(values)}, or no value."
+        return (
+            _no_such_value(name, value[1], options)
+            or f"{name} takes no value, but was given {value[1]!r}.{see}"
         )
     if other := re.match(r"not allowed with argument (.*)", given):
-        return CommandError(f"{kind} and {_plain_name(other[1])} cannot be used together.{see}")
+        return f"{name} and {_plain_name(other[1])} cannot be used together.{see}"
     if given == "expected one argument":
-        return CommandError(f"{kind} needs a value.{see}")
+        return f"{name} needs a value.{see}"
     given = re.sub(r"invalid (int|float) value: (.*)", r"\2 is not a number", given)
-    return CommandError(f"{kind}: {given}.{see}")
+    return f"{name}: {given}.{see}"
+
+
+def _no_such_value(name: str, given: str, options: Sequence[str]) -> str:
+    """Return that an option does not accept a value; empty if it takes none. See add_settings."""
+    values = [option.partition("=")[2] for option in options if option.startswith(f"{name}=")]
+    hint = did_you_mean(given, values)
+    told = f"{name} does not accept {given!r}.{hint} It takes {', '.join(values)}, or no value."
+    return told if values else ""
+
+
+def _meant(name: str, options: Sequence[str]) -> str:
+    """Return the options that begin like a misspelt one, or look like it, as a question."""
+    begin_so = [
+        option
+        for option in options
+        if option.startswith(name) and "=" not in option and "_" not in option
+    ]
+    if name.startswith("--") and begin_so:
+        return f" Did you mean {joined(begin_so, 'or')}?"
+    return did_you_mean(name, options)
 
 
 def _plain_name(names: str) -> str:

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from commlens.tracing.in_flight.watch import BufferWatch
     from commlens.verification.verifier import Verifier
 
-__all__ = ["disable", "dump", "enable", "expect_slow", "start", "start_from_environment", "verify"]
+__all__ = [
+    "disable",
+    "dump",
+    "enable",
+    "expect_slow",
+    "start",
+    "start_from_environment",
+    "verify",
+    "world",
+]
 
 log = logging.getLogger("commlens")
 _buffers: BufferWatch | None = None
@@ -73,6 +82,24 @@ def disable() -> None:
     if _buffers is not None:
         safely(_buffers.stop)
         _buffers = None
+
+
+def world(name: str) -> None:
+    """Call this program by a name where it shares groups with other programs, as trainers and
+    rollout workers do: verdicts then say ``trainer 0`` in place of ``rank 0``. Processes that this
+    one starts have the name, too, unless they give themselves another.
+
+    Args:
+        name: the same on all ranks of the program, and no other program's.
+
+    Raises:
+        ConfigError: the name has other characters than letters, digits, dots, dashes and
+            underscores.
+    """
+    name = config.accepted("world", name, "argument of commlens.world")
+    os.environ[config.variable_of("world")] = name
+    if (current := session.recording()) is not None:
+        safely(current.name_world, name)
 
 
 @contextlib.contextmanager
@@ -184,6 +211,8 @@ def _check_numbers(how: str) -> None:
         from commlens.numbers import sampling
 
         sampling.start(parse_number_checks(how))
+        if (current := session.recording()) is not None:
+            current.before_end = sampling.end
 
 
 def lone_worker(environ: Mapping[str, str]) -> str | None:

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,8 +26,8 @@ from typing import Any, NoReturn
 from commlens import error_file
 from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
-from commlens.errors import CommandError, MissingDependency
-from commlens.launch import autoload, background_build, torch_recorder, trace_summary
+from commlens.errors import CommandError, CommlensError, MissingDependency
+from commlens.launch import autoload, background_build, torch_recorder
 from commlens.launch.new_warnings import new_warnings
 from commlens.launch.options import (
     add_settings,
@@ -36,11 +37,14 @@ from commlens.launch.options import (
     settings_from,
     usage_error,
 )
-from commlens.launch.worker import check_program
+from commlens.launch.worker import check_program, show_from_program
+from commlens.processes.senders import senders_remembered
 from commlens.watch.roster import children_workers
-from commlens.watch.watcher import Watcher
+from commlens.watch.watcher import STOP_NUMBERS, Watcher
 
 _STEPS = re.compile(r"all|\d+(:\d*)?|:\d+")
+_OF_A_RENDEZVOUS = ("store-unreachable", "store-lost", "rendezvous", "not-all-joined", "port-taken")
+_ANSWERS_WITHIN_S = 2.0
 FINISH_S = 10.0
 """How long the end of the job may wait for the watcher's final report."""
 
@@ -151,32 +155,12 @@ def launch(argv: Sequence[str]) -> int:
 
     Returns:
         torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without
-        the frames of commlens.
+        the frames of commlens, and its report on failed workers without frames.
     """
     arguments = parse(argv)
     check_counts(arguments)
-    if (
-        arguments.training_script in ("torchrun", "torch.distributed.run")
-        and not Path(arguments.training_script).exists()
-    ):
-        rest = shlex.join(arguments.training_script_args)
-        raise CommandError(
-            "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
-            f" {rest}`."
-        )
-    if not arguments.no_python:
-        refuse_value(arguments, arguments.training_script, module=arguments.module)
-    check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
-    resolved = settings_from(
-        arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir
-    )
-    for warning in new_warnings(resolved.warnings):
-        print(f"commlens: {warning}", file=sys.stderr)
-    settings = dataclasses.replace(
-        resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True
-    )
-    for name in [name for name in vars(arguments) if name.startswith("commlens_")]:
-        delattr(arguments, name)
+    _check_program(arguments)
+    settings = _take_settings(arguments)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
@@ -228,16 +212,66 @@ def launch(argv: Sequence[str]) -> int:
             # torchrun has written that it was ended by SIGTERM
             error_file.write(os.environ, why_aborted, overwrite=True)
             return 1
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        error.__traceback__ = trace or error.__traceback__
+        show_from_program(error)
+        if isinstance(error, ChildFailedError):
+            error.__traceback__ = None
         sys.excepthook(type(error), error, error.__traceback__)
+        if not isinstance(error, ChildFailedError) and (advice := _advice(error)):
+            print(f"commlens: this launcher did not join the job: {advice}.", file=sys.stderr)
         return 1
     finally:
         if tracing:
-            trace_summary.print_trace_summary(settings.trace_dir, since=started)
+            _print_trace_summary(settings.trace_dir, since=started)
     return 0
+
+
+def _check_program(arguments: argparse.Namespace) -> None:
+    if Path(arguments.training_script).name in ("torchrun", "torch.distributed.run"):
+        rest = shlex.join(arguments.training_script_args)
+        raise CommandError(
+            "commlens launch takes the place of torchrun: leave it out, as in `commlens launch"
+            f" {rest}`."
+        )
+    if not arguments.no_python:
+        refuse_value(arguments, arguments.training_script, module=arguments.module)
+    check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
+
+
+def _take_settings(arguments: argparse.Namespace) -> Settings:
+    """Return the job's settings, and leave only torchrun's own arguments."""
+    resolved = settings_from(
+        arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir
+    )
+    for warning in new_warnings(resolved.warnings):
+        print(f"commlens: {warning}", file=sys.stderr)
+    settings = dataclasses.replace(
+        resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True
+    )
+    for name in [name for name in vars(arguments) if name.startswith("commlens_")]:
+        delattr(arguments, name)
+    return settings
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about a rendezvous that has failed; empty for other errors. If its address
+    does not answer, that is tried once more, since torch does not say why.
+    """
+    from commlens.diagnosis.words.next_steps import known_step
+    from commlens.matching.errors import known_error
+
+    text = "\n".join(
+        f"{type(each).__name__}: {each}" for each in (error, error.__cause__) if each is not None
+    )
+    known = known_error(text)
+    if known is None or known.kind not in _OF_A_RENDEZVOUS:
+        return ""
+    host, _, port = known.detail.strip("()").rpartition(", ")
+    if known.kind == "store-unreachable" and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        except OSError as again:
+            text += f"\n{again}"
+    return known_step(text)
 
 
 def _join_trace(argv: Sequence[str]) -> list[str]:
@@ -344,8 +378,7 @@ def _watching(
     settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[str], None]
 ) -> Iterator[None]:
     """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
-    # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
-    roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))
+    roots = job_dirs.box_roots(settings.box_dir)
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
@@ -356,10 +389,48 @@ def _watching(
         previous = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)
     thread.start()
     try:
-        yield
+        with senders_remembered(STOP_NUMBERS):
+            yield
     finally:
         if previous is not None:
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(previous)
         watcher.stop(failures)
         thread.join(FINISH_S)
+
+
+def _print_trace_summary(directory: str, *, since: float) -> None:
+    """Print a short summary of the first rank's trace, and where the traces are, on standard error.
+
+    Args:
+        directory: where the workers saved their traces.
+        since: Unix time of the job's start; older files belong to other jobs.
+    """
+    from commlens.reports.trace_short import short_summary
+    from commlens.traces.trace import Trace
+
+    try:
+        files = [
+            path
+            for path in Path(directory).glob("trace*.json")
+            if path.stat().st_mtime >= since - 1
+        ]
+        if not files:
+            print(f"commlens: no worker saved a trace in {directory}.", file=sys.stderr)
+            return
+        files.sort(key=lambda path: (len(path.name), path.name))
+        print(short_summary(Trace.load(files[0]).to_summary()), file=sys.stderr)
+        shown = os.path.relpath(directory)
+        if len(files) == 1:
+            print(
+                f"commlens: commlens view {os.path.relpath(files[0])} shows the whole trace.",
+                file=sys.stderr,
+            )
+        else:
+            print(
+                f"commlens: {len(files)} traces in {shown}; commlens view {shown} shows where ranks"
+                " differ.",
+                file=sys.stderr,
+            )
+    except (CommlensError, OSError) as error:
+        print(f"commlens: the traces in {directory} could not be read: {error}", file=sys.stderr)

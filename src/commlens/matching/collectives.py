@@ -13,7 +13,7 @@ from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Sev
 from commlens.matching.splits import compare_splits, compare_totals
 from commlens.matching.tensors import is_sparse, squeezed, total, wire_dtype, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
-from commlens.model.ops import BARRIERS, REDUCING, ROOTED, UNEVEN, UNKNOWN_DTYPE
+from commlens.model.ops import REDUCING, ROOTED, UNEVEN, UNKNOWN_DTYPE, WITHOUT_TENSORS
 from commlens.text import ranks_phrase, tensors_phrase
 
 
@@ -38,7 +38,7 @@ def compare_collectives(
     if answer is not None:
         return answer
     op = next(iter(by_rank.values())).op
-    if op in BARRIERS:
+    if op in WITHOUT_TENSORS:
         return Agree()
     if op in UNEVEN and not splits_known:
         return (

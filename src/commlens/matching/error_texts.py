@@ -5,25 +5,34 @@ verification.
 from __future__ import annotations
 
 import re
+from typing import Final, Literal, get_args
 
-# Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6
-# to 2.15), or by Ctrl-C in a wait.
-_CLOSED_TEXT = r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)"
-# gloo's monitored_barrier has texts of its own: this one on rank 0, and "successfully reached" on
-# the ranks that wait for rank 0.
-_TIMEOUT_TEXT = r"timed? ?out|timeout|failed to pass monitoredBarrier"
-_PEER = re.compile(
-    rf"{_CLOSED_TEXT}|{_TIMEOUT_TEXT}|connection (was )?aborted|socket closed|"
-    r"remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
-    r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut"
-    r" ?down|destroyed|aborted)|"
-    r"successfully reached monitoredBarrier|"
-    r"communicator was aborted|pair closure|KeyboardInterrupt|rank \d+ .*"
-    r" (left|failed)|SignalException",
-    re.IGNORECASE,
-)
-_CLOSED = re.compile(_CLOSED_TEXT, re.IGNORECASE)
-_TIMEOUT = re.compile(_TIMEOUT_TEXT, re.IGNORECASE)
+Consequence = Literal["unspecific", "closed", "network", "timeout", "aborted"]
+"""An error that another rank's fault may have caused, the nearest to the cause first.
+
+``unspecific``: the library's own text tells no cause, so it may be this rank's own error.
+``closed``: a peer's system closed a connection. ``network``: a peer failed, or was not reached.
+``timeout``: a wait took too long. ``aborted``: this rank's own watchdog, launcher or user gave up.
+"""
+
+# The texts of torch 2.6 to 2.15, gloo, NCCL and RCCL 2.18 to 2.28, nccl2, and HCCL of CANN 7 and 8.
+# gloo's monitored_barrier has texts of its own: "failed to pass" on rank 0, and "successfully
+# reached" on the ranks that wait for rank 0.
+_CONSEQUENCES: Final[dict[Consequence, str]] = {
+    "closed": r"closed by (remote )?peer|reset by peer|broken pipe"
+    r"|connection (was )?(closed|refused|reset)",
+    "network": r"remote process exited|rank \d+ .* (left|failed)|peer closed|socket closed"
+    r"|network error|ncclRemoteError|DistNetworkError|no route to host"
+    r"|failed to (recv|send|connect)|socket (recv|send) failed|connection (was )?aborted"
+    r"|NET/IB ?: .{0,120}ompletion .{0,120}(status=|error )",
+    "timeout": r"time[sd]? ?out|failed to pass monitoredBarrier|successfully reached monitored"
+    r"|Remote Rank did not send|notify record from remote rank|pair closure",
+    "aborted": r"process group has been (shut ?down|destroyed|aborted)|communicator was aborted"
+    r"|KeyboardInterrupt|SignalException",
+    "unspecific": r"[NR]CCL\b.{0,200}\b(internal|unhandled system) error|NCCL operation failed"
+    r"|ncclInternalError|ncclSystemError|HCCL (function )?error",
+}
+_PATTERNS: Final = {name: re.compile(text, re.I) for name, text in _CONSEQUENCES.items()}
 # Wider: may be about a peer.
 _PERHAPS_PEER = re.compile(
     r"by peer|reset|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE
@@ -33,28 +42,53 @@ _PERHAPS_PEER = re.compile(
 _MISMATCH = re.compile(
     r"EnforceNotMet|enforce fail|preamble|op\.nbytes|gloo/transport|mismatch between"
     r" collectives|CollectiveFingerPrint|"
+    r"message truncated : receiving|collective mismatch error|mismatched collective|"
     r"invalid (tensor|collective)|unexpected (size|length)|size mismatch",
     re.IGNORECASE,
+)
+_REFUSED_ADDRESS = re.compile(
+    r"(?:connectFullMesh|connecting).{0,300}connection refused.{0,80}"
+    r"remote=\[?([^\]\s]+?)\]?:(\d+)",
+    re.IGNORECASE | re.DOTALL,
 )
 # Raised by commlens's strict verification on every rank that it refuses a collective.
 _REFUSAL = re.compile(r"\bDistributedOperationException\b")
 
 
+def consequence_of(text: str | None) -> Consequence | None:
+    """Return how an error may follow from another rank's; None if its text does not show that."""
+    return next((name for name, found in _PATTERNS.items() if found.search(text or "")), None)
+
+
+def distance_to_cause(text: str | None) -> int:
+    """Return how far an error is from the cause: 0 if it may be the cause itself."""
+    found = consequence_of(text)
+    return get_args(Consequence).index(found) + 1 if found is not None else 0
+
+
 def is_peer_error(text: str | None) -> bool:
-    """Return whether an error says that another rank failed, or that a wait took too long."""
-    return _PEER.search(text or "") is not None
+    """Return whether an error may follow from another rank's: that failed, or that did not come."""
+    return consequence_of(text) is not None
 
 
 def is_closed_connection(text: str | None) -> bool:
     """Return whether an error says that the other side's system closed a connection: the process
     there has ended, or its machine.
     """
-    return _CLOSED.search(text or "") is not None
+    return _PATTERNS["closed"].search(text or "") is not None
+
+
+def refused_address(text: str | None) -> str:
+    """Return the address at which gloo reached nobody while it made a group; empty if the error
+    does not tell it.
+    """
+    found = _REFUSED_ADDRESS.search(text or "")
+    return f"{found[1]}:{found[2]}" if found is not None else ""
 
 
 def is_timeout(text: str | None) -> bool:
     """Return whether an error says that a wait took too long."""
-    return _TIMEOUT.search(text or "") is not None
+    return _PATTERNS["timeout"].search(text or "") is not None
 
 
 def may_be_peer_error(text: str) -> bool:

@@ -9,7 +9,7 @@ from commlens.matching.answer import Agree, Answer, Disagree, Party, Severity, U
 from commlens.matching.tensors import total, wire_dtype
 from commlens.model.collective import Collective, CollectiveArgs
 from commlens.model.ops import matches_by_tag
-from commlens.text import tensors_phrase
+from commlens.text import rank_phrase, tensors_phrase
 
 Pair = tuple[Collective | None, Collective | None]
 """A send and its receive; None for the side that is missing."""
@@ -59,7 +59,7 @@ def compare_pair(
         Party((sender,), f"sends {tensors_phrase(out)}"),
         Party((receiver,), f"receives {tensors_phrase(into)}"),
     )
-    detail = "; ".join(f"rank {party.ranks[0]} {party.phrase}" for party in parties)
+    detail = "; ".join(f"{rank_phrase(party.ranks[0])} {party.phrase}" for party in parties)
     if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {
         wire_dtype(spec) for spec in into
     }:

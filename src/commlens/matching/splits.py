@@ -11,7 +11,7 @@ from commlens.matching.answer import Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import total, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import splits_fit, tells_totals
-from commlens.text import ranks_phrase, tensors_phrase
+from commlens.text import rank_phrase, ranks_phrase, tensors_phrase
 
 _SHOWN = 8  # ranks with their numbers of elements
 
@@ -23,45 +23,73 @@ def compare_splits(
     the most mismatched pairs.
     """
     size = len(group_ranks)
-    sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
-    receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
     position = {rank: i for i, rank in enumerate(group_ranks)}
-    if not size or any(rank not in position for rank in by_rank):
+    if not size or not by_rank.keys() <= position.keys():
         return Unknown(("splits",))
     refused = tuple(sorted(rank for rank, args in by_rank.items() if not _fit(args, size)))
     if len(refused) == len(by_rank):
         return None  # nothing was sent
     if refused:
-        valid = tuple(sorted(set(by_rank) - set(refused)))
-        sides = tuple(Party(ranks, _show_all(by_rank, ranks)) for ranks in (valid, refused))
-        detail = (
-            f"the splits of {ranks_phrase(refused)} do not fit"
-            f" {'its' if len(refused) == 1 else 'their'} own tensors"
-        )
-        return Disagree("splits", Severity.ILLEGAL, refused, sides, detail, in_itself=True)
-    incomplete = False
-    broken: list[tuple[int, int, int, int]] = []
-    for sender, parts in sends.items():
-        for receiver, expected in receives.items():
-            if parts is None or expected is None:
-                incomplete = True
-            elif parts[position[receiver]] != expected[position[sender]]:
-                broken.append(
-                    (sender, receiver, parts[position[receiver]], expected[position[sender]])
-                )
-    if not broken:
-        return Unknown(("splits",)) if incomplete else None
+        return _refused(by_rank, refused)
+    sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
+    receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
+    broken = _mismatched_pairs(sends, receives, position)
+    if broken:
+        return _broken(by_rank, broken)
+    return Unknown(("splits",)) if None in (*sends.values(), *receives.values()) else None
+
+
+_Parts = Mapping[int, list[int] | None]
+"""By rank, the elements for each rank of the group; None if unknown."""
+
+
+def _mismatched_pairs(
+    sends: _Parts, receives: _Parts, position: Mapping[int, int]
+) -> list[tuple[int, int, int, int]]:
+    """Return senders and receivers with the numbers of elements that these send and expect, where
+    both are known and differ.
+    """
+    return [
+        (sender, receiver, parts[position[receiver]], expected[position[sender]])
+        for sender, parts in sends.items()
+        for receiver, expected in receives.items()
+        if parts and expected and parts[position[receiver]] != expected[position[sender]]
+    ]
+
+
+def _refused(by_rank: Mapping[int, CollectiveArgs], refused: tuple[int, ...]) -> Disagree:
+    """Return the ranks whose own splits and tensors do not fit each other."""
+    valid = tuple(sorted(set(by_rank) - set(refused)))
+    sides = tuple(Party(ranks, _show_all(by_rank, ranks)) for ranks in (valid, refused))
+    detail = (
+        f"the splits of {ranks_phrase(refused)} do not fit"
+        f" {'its' if len(refused) == 1 else 'their'} own tensors"
+    )
+    return Disagree("splits", Severity.ILLEGAL, refused, sides, detail, in_itself=True)
+
+
+def _broken(
+    by_rank: Mapping[int, CollectiveArgs], broken: Sequence[tuple[int, int, int, int]]
+) -> Disagree:
+    """Blame the ranks that most of the mismatched pairs have in common.
+
+    Args:
+        by_rank: the arguments.
+        broken: the mismatched pairs: sender, receiver, and the different numbers of elements that
+            these send and expect.
+    """
     counts = Counter(rank for sender, receiver, _, _ in broken for rank in {sender, receiver})
     most = max(counts.values())
-    worst = tuple(sorted(rank for rank, count in counts.items() if count == most))
-    minority = worst if len(worst) < len(by_rank) and len(worst) * 2 < len(by_rank) else ()
-    sender, receiver, sent, expected_count = min(
-        broken, key=lambda pair: (not set(pair[:2]) & set(worst), pair)
+    worst = {rank for rank, times in counts.items() if times == most}
+    minority = tuple(sorted(worst)) if len(worst) * 2 < len(by_rank) else ()
+    sender, receiver, sent, expected = min(
+        broken, key=lambda pair: (worst.isdisjoint(pair[:2]), pair)
     )
     others = tuple(sorted(set(by_rank) - set(minority)))
     parties = [Party(ranks, _show_all(by_rank, ranks)) for ranks in (others, minority) if ranks]
     detail = (
-        f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected_count}"
+        f"{rank_phrase(sender)} sends {sent} elements to {rank_phrase(receiver)}, which"
+        f" expects {expected}"
     )
     if len(broken) > 1:
         detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
@@ -96,7 +124,7 @@ def compare_totals(
     if sent == expected:
         return Unknown(("splits",))
     uneven = [
-        f"rank {rank} sends {out} and expects {into}"
+        f"{rank_phrase(rank)} sends {out} and expects {into}"
         for rank, (out, into) in totals.items()
         if out != into
     ]
@@ -133,7 +161,7 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
     """Return the number of elements for each rank of the group; None if unknown. Empty splits mean
     even splits.
     """
-    if not specs or not size:
+    if not size:
         return None
     if len(specs) == size and not splits and size > 1:  # the list form
         return [wire_numel(spec) for spec in specs]

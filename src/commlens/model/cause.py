@@ -112,6 +112,7 @@ BlamedBy = Literal[
     "lateness",
     "earliness",
     "arguments",
+    "recomputation",
     "hardware",
     "undecided",
     "unknown",
@@ -123,7 +124,8 @@ BlamedBy = Literal[
 ``rounds``: most ranks came to this line, or round their loop, more or less often.
 ``routine``: they left what they did before. ``midway``: they ended inside of what they repeat,
 where the others go on with it. ``earliness``: a NaN came up there first. ``arguments``: their calls
-are wrong, whatever the others do. ``hardware``: what they run on broke when they stopped.
+are wrong, whatever the others do. ``recomputation``: activation checkpointing issued a message
+again there, and the other side did not. ``hardware``: what they run on broke when they stopped.
 ``undecided``: nothing chooses between the sides. ``unknown``: what they waited for is not in the
 records. ``nobody``: no rank is at fault, or known to be.
 """
@@ -136,9 +138,7 @@ class Decision(NamedTuple):
     by: BlamedBy
 
 
-ProcessState = Literal[
-    "alive", "leaving", "clean", "own", "peer", "terminated", "gone", "unrecorded"
-]
+ExitKind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone", "unrecorded"]
 """Whether a process runs, or how it ended.
 
 ``leaving``: it said goodbye but still exists. ``clean``: it ended well. ``own``: it failed by
@@ -176,6 +176,33 @@ class LostNode(msgspec.Struct, frozen=True):
     vanished: bool  # connections to its ranks were closed at that moment; else it only is silent
 
 
+class InitMeeting(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far the ranks of a job have come in ``init_process_group``."""
+
+    size: int  # ranks that are to come
+    came: list[Rank]
+    address: str = ""  # where they meet, if it is of a host that was looked at
+    listens: bool | None = None  # a process accepts connections there; None: unknown
+    agent: bool = False  # their environment leaves the store to the launcher
+
+
+CompilerPart = Literal["guards", "sizes", "partitioner", "autotuning", "group"]
+"""The part of torch.compile that issues a collective: to learn whether the guards of all ranks
+hold, to exchange sizes when it compiles, to agree on what backward needs or on kernels, or to make
+a group for these.
+"""
+
+
+class CompilerCall(msgspec.Struct, frozen=True):
+    """A collective that torch.compile issues by itself."""
+
+    part: CompilerPart
+    op: str
+    ranks: list[Rank]  # that stand in it
+    all_waiting: bool  # no rank waits elsewhere
+    source: str | None  # file name and line number of the call of the compiled function
+
+
 class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
     """What all causes tell."""
 
@@ -189,6 +216,8 @@ class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
     certain: bool = False  # something is wrong for good, whoever is to blame
     confidence: Confidence  # how sure it is which ranks are to blame
     lost_nodes: list[LostNode] = []  # those of ranks that ended, or that others wait for
+    init: InitMeeting | None = None  # of ranks that wait in init_process_group
+    compiler: CompilerCall | None = None
 
     def __post_init__(self) -> None:
         """A mismatch, a cycle and a death are certain, whoever is to blame."""
@@ -254,6 +283,37 @@ class OfHardware(Cause, kw_only=True):
     place: SharedPlace | None = None
 
 
+class LastAtLine(msgspec.Struct, frozen=True):
+    """Ranks, and the number of their last collective or message from a line."""
+
+    ranks: list[Rank]
+    number: int
+
+
+class Rounds(msgspec.Struct, frozen=True):
+    """How far ranks got at a line: those of one program come to it equally often."""
+
+    op: str
+    line: str  # file name, line number and function
+    last: list[LastAtLine]  # those of most ranks of the job are the last in the list
+    went_on: str | None = None  # where those that got less far wait, if it is new to them
+    steps: int = 0  # optimizer steps that all of them did up to there; 0: they differ, or none
+
+    @property
+    def odd(self) -> frozenset[Rank]:
+        """The ranks that differ from most of the job."""
+        return frozenset(rank for at in self.last[:-1] for rank in at.ranks)
+
+
+class Recomputed(msgspec.Struct, frozen=True):
+    """A message that a rank issues again where activation checkpointing repeats a forward pass."""
+
+    rank: Rank
+    message: CollectiveRef
+    issued: int  # by the other side, to match it and those before it
+    source: str | None  # file name and line number
+
+
 Outcome = Literal[
     "never-reached",
     "finished",
@@ -308,7 +368,7 @@ class LoopRound(msgspec.Struct, frozen=True):
     rank: Rank
     variable: str  # of the loop
     value: int
-    others: int  # the value on the others
+    others: int  # the value on all others that wait; of a ring of two ranks, on the other one
 
 
 class Missing(OfHardware, tag="missing", kw_only=True):
@@ -317,7 +377,7 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     ranks: list[Rank]
     # issued what these ranks did not, or issued too late: they wait, or are done with it
     came: list[Rank]
-    processes: list[ProcessState]  # in the order of the ranks
+    processes: list[ExitKind]  # in the order of the ranks
     outcome: Outcome
     activity: Doing  # of the ranks, which all do the same
     waits: list[Wait]  # for these ranks, the most waited for first
@@ -327,6 +387,9 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     # the missing ranks are right, and those that wait for them are not
     blames_waiting: bool = False
     new_line: bool = False  # the waiting rank issued nothing from this line before
+    rounds: Rounds | None = None  # that decided
+    recomputed: Recomputed | None = None
+    locked_out: list[Rank] = []  # wait for a lock that no other thread of their process releases
     doubt: Doubt | None
 
 
@@ -365,9 +428,11 @@ class Unrecorded(Cause, tag="unrecorded", kw_only=True):
     """Ranks that others wait for, and of which no record tells what they did."""
 
     ranks: list[Rank]
-    processes: list[ProcessState]  # in the order of the ranks
+    processes: list[ExitKind]  # in the order of the ranks
     reason: NoRecord
+    stuck_s: int = 0  # how long torch's watchdog of one of them made no progress
     waits: list[Wait]
+    idle: list[Rank] = []  # that wait for nobody, of which one may be such a member of a group
     job_size: int  # ranks of the job
 
 
@@ -379,13 +444,14 @@ StuckState = Literal[
     "left-behind",
     "completion-unknown",
     "may-be-running",
+    "nobody-listens",
 ]
 """Why ranks do not leave a collective that all of them have entered.
 
 ``held-up``: the process of one cannot run. ``moving``: data still moves. ``not-started``: the
 devices of some have not begun it. ``no-progress``: nothing shows. ``left-behind``: it completed on
 others. ``completion-unknown``: it may have completed. ``may-be-running``: the dumps may be those of
-a running job.
+a running job. ``nobody-listens``: at the address where ``init_process_group`` meets.
 """
 
 Agreement = Literal["all", "sizes", "sizes-and-dtypes", "unknown"]
@@ -435,6 +501,8 @@ class LeftOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     group: GroupRef | None = None
     instead_of: CollectiveRef | None = None  # what it, or the others, used to issue here
     group_before: GroupRef | None = None
+    one_more: bool = False  # of its group, no other rank has issued it
+    new_line: bool = False  # the rank issued nothing from these lines before
 
 
 class UnmetMessage(msgspec.Struct, frozen=True):
@@ -454,6 +522,8 @@ class Cycle(Cause, tag="cycle", kw_only=True):
     waits: list[Wait] = []  # for ranks that are not known to have come
     left_order: list[LeftOrder] = []  # the culprits
     unmet_message: UnmetMessage | None = None
+    rounds: Rounds | None = None  # that decided
+    recomputed: Recomputed | None = None
     perhaps_come: list[Rank] = []  # awaited; their dumps may be older than the others
     other_round: LoopRound | None = None
 
@@ -492,14 +562,20 @@ class Swapped(Cause, tag="swapped", kw_only=True):
         """Unlike a mismatch, it may be on purpose: only the lines show it."""
 
 
+MAIN_THREAD = "MainThread"
+"""Python's name of the thread that a process starts with."""
+
+
 class ThreadRace(msgspec.Struct, frozen=True):
     """Two threads of each rank whose collectives come in any order."""
 
     ranks: list[Rank]  # that had collectives of both in flight at once
-    main: CollectiveRef  # of the main thread
+    main: CollectiveRef  # of the thread that runs the training, as a rule the main one
     main_source: str | None
     beside: CollectiveRef  # of the other thread
     beside_source: str | None
+    main_thread: str = ""  # its name; empty if it is not known
+    beside_thread: str = ""
 
 
 MismatchDoubt = Literal[
@@ -529,9 +605,11 @@ class Mismatch(Cause, tag="mismatch", kw_only=True):
     number: int  # of the collective or message
     issued: list[Issued]  # the most ranks first, at most eight
     not_seen: list[Rank] = []  # of the group: no record tells what they issued
+    gone_on: list[Rank] = []  # of these: their recorder tells that they completed it
     departure: Literal["skipped", "extra", "either"] | None = None  # of the culprits, if any
     shifted_by: int = 0  # collectives that a rank is ahead of the others from here on
     matches: int = 0  # later collectives that agree with the shift
+    rounds: Rounds | None = None  # at the line of the first culprit, or of the others
     steps_ahead: int = 0  # optimizer steps that the first of the culprits did more than the others
     never_meets: bool = False  # the message goes astray: its tags differ, or a rank is wrong
     silent: bool = False  # no rank hangs because of it
@@ -648,8 +726,8 @@ Departure = Literal[
 """The cause that fits how values that must agree came to differ.
 
 ``not-broadcast``: they differed from the first check on. ``other-outputs``: they are outputs of one
-collective. ``one-bit``, ``one-element``: of one
-tensor, as when hardware fails. ``not-updated``: they stayed what they were at the check before.
+collective. ``one-bit``: of one tensor, as when hardware fails. ``one-element``: of one tensor, in
+more than one bit. ``not-updated``: they stayed what they were at the check before.
 ``other-order``: parameters are registered in another order. ``other-tensors``: ranks have tensors
 that others lack. ``rounding``: all of them differ by little. ``same-data``: ranks read the same
 batch. ``not-finite``: they are NaN.
@@ -755,13 +833,34 @@ class Fewer(Cause, tag="fewer", kw_only=True):
     others_issued: int
 
 
-GroupDifference = Literal["order", "skipped", "skipped-first", "one-too-many"]
+GroupDifference = Literal[
+    "order", "skipped", "skipped-first", "one-too-many", "name", "store", "size"
+]
 """How the groups of ranks differ from the others'.
 
 ``order``: they made them in another order. ``skipped``: they left out the group that the others
 make. ``skipped-first``: so did they, and made no other. ``one-too-many``: the others make theirs
-next.
+next. ``name``: they wait for a group of the same ranks under another name, which
+``use_local_synchronization`` makes of the number of groups that a process is in. ``store``: they
+wait for the other members of a group made by hand at another address, or under another prefix.
+``size``: they wait for another number of members.
 """
+
+
+class MadeGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group that some ranks made."""
+
+    made_by: list[Rank]
+    group: GroupRef
+    source: str | None = None  # file name and line number
+
+
+class GroupName(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The name under which ranks wait for the other members of a group."""
+
+    ranks: list[Rank]
+    name: str
+    groups_before: int | None = None  # that these ranks are in, as the name tells
 
 
 class GroupsDiffer(Cause, tag="groups-differ", kw_only=True):
@@ -771,6 +870,8 @@ class GroupsDiffer(Cause, tag="groups-differ", kw_only=True):
     not_called_by: list[Rank] = []  # went on without the call
     waiting: list[Rank]  # or waited until they failed
     difference: GroupDifference | None = None  # of the second side from the first
+    names: list[GroupName] = []  # on each side, if the names differ
+    one_more: list[MadeGroup] = []  # made by the side that is in the most groups, and by no other
 
 
 class Motionless(Cause, tag="motionless", kw_only=True):
@@ -780,11 +881,12 @@ class Motionless(Cause, tag="motionless", kw_only=True):
     still_s: list[float]  # for which each has not moved, in the order of the ranks
 
 
-HowEnded = Literal["after-a-peer", "unobserved", "from-outside"]
+HowEnded = Literal["after-a-peer", "kept-address", "unobserved", "from-outside"]
 """How processes ended that no other cause explains.
 
-``after-a-peer``: a peer ended or did not answer. ``unobserved``: nobody saw it. ``from-outside``: a
-signal ended the job.
+``after-a-peer``: a peer ended or did not answer. ``kept-address``: nobody listens at an address
+that the store kept from an earlier start. ``unobserved``: nobody saw it. ``from-outside``: a signal
+ended the job.
 """
 
 
@@ -792,17 +894,21 @@ class Ended(Cause, tag="ended", kw_only=True):
     """Processes that ended without a known cause."""
 
     ranks: list[Rank]
-    processes: list[ProcessState]  # in the order of the ranks
+    first: Rank = 0  # of them: the first to end, as far as is known
+    processes: list[ExitKind]  # in the order of the ranks
     how: HowEnded
+    silent: list[Rank] = []  # no line of a log tells anything of them
     signal: str | None = None
+    addresses: list[str] = []  # those at which nobody listened
+    restarts: int = 0  # of the workers, before
 
 
-DeathDoubt = Literal["first-unknown", "perhaps-aborted", "unobserved"]
+DeathDoubt = Literal["first-unknown", "perhaps-aborted", "unobserved", "unspecific"]
 """What limits the confidence in a death.
 
 ``first-unknown``: all ranks ended, and nothing tells which did first. ``perhaps-aborted``: NCCL's
 watchdog may have aborted them, because another rank did not come. ``unobserved``: nobody saw how
-they ended.
+they ended. ``unspecific``: their error does not tell whether another rank caused it.
 """
 
 
@@ -810,8 +916,9 @@ class Dead(OfHardware, tag="dead", kw_only=True):
     """Processes that ended in the same way, and not because a peer had."""
 
     ranks: list[Rank]
-    processes: list[ProcessState]  # in the order of the ranks
+    processes: list[ExitKind]  # in the order of the ranks
     waits: list[Wait]  # for these ranks
+    awaited: list[Rank] = []  # those of the ranks that the waits are for
     ended_by_it: list[Rank] = []  # their processes ended after these
     doubt: DeathDoubt | None = None
 
@@ -823,12 +930,15 @@ class Side(msgspec.Struct, frozen=True):
     did: str  # the op, shape, dtype or number of parameters
 
 
-ErrorReport = Literal["op", "shape", "dtype", "parameters", "checkpoint", "sizes", "barrier"]
+ErrorReport = Literal[
+    "op", "shape", "dtype", "parameters", "not-exchanged", "checkpoint", "sizes", "barrier"
+]
 """What the errors that ranks raised tell.
 
 ``op``, ``shape``, ``dtype``: torch compared the collectives of ranks. ``parameters``: DDP compared
-their models. ``checkpoint``: it failed on ranks that every error names. ``sizes``: a message had
-another size than its receiver expects. ``barrier``: ranks did not come to a monitored barrier.
+their models. ``not-exchanged``: it read counts of parameters that their own ranks contradict, or
+that no model has. ``checkpoint``: it failed on ranks that every error names. ``sizes``: a message
+had another size than its receiver expects. ``barrier``: ranks did not come to a monitored barrier.
 """
 
 
@@ -891,7 +1001,7 @@ class Refused(Cause, tag="refused", kw_only=True):
     refused_for: RefusedFor
     raised: list[Rank]  # the exception
     absent: list[Rank] = []  # had ended, or did not arrive
-    processes: list[ProcessState] = []  # of the absent ranks, in their order
+    processes: list[ExitKind] = []  # of the absent ranks, in their order
     collective: CollectiveRef | None = None  # for which they were absent
     waits: list[RankWait] = []  # of a cycle
 
@@ -922,10 +1032,17 @@ JobEnding = Literal[
     "killed",
     "process-failed",
     "cancelled",
+    "store-unreachable",
+    "store-awaited",
 ]
 """Why a job or one of its processes ended, according to a scheduler, the kernel or a launcher. The
 strongest reason first.
+
+``store-unreachable``: a process gave up to connect to torch's store, or to listen for it.
+``store-awaited``: it failed once, and tries again.
 """
+
+OF_THE_STORE: tuple[JobEnding, ...] = ("store-unreachable", "store-awaited")
 
 LogReport = Literal[
     "behind",
@@ -951,14 +1068,26 @@ NCCL's RAS reports ranks that are apart. ``engine-waits``: vLLM's engine waits f
 """
 
 
+class UnplacedTimeout(msgspec.Struct, frozen=True):
+    """A timeout that cannot be aligned across ranks, as a log tells it."""
+
+    text: str
+    ranks: list[Rank]  # in whose logs it stands, as far as the logs name their rank
+
+
 class ToldByLogs(Cause, tag="told-by-logs", kw_only=True):
     """Faults that text logs tell of a job as a whole, and no rank's records show."""
 
     report: LogReport
-    ranks: list[Rank]  # of which there are logs
+    ranks: list[Rank]  # of which there are logs, or that did not reach torch's store
+    timeouts: list[UnplacedTimeout] = []
+    op: str = ""  # in which ranks timed out
+    exception: str = ""
+    line: str = ""  # that raised it: file name, line number and function
     signals: list[str] = []
     ending: JobEnding | None = None
     lines: list[str] = []  # that tell the ending
+    listens: bool = False  # the ranks host torch's store, and could not listen for connections
     by_launcher: bool = False  # the launcher raised the exception
     listed: list[int] = []  # ranks of the communicator that NCCL's RAS lists as behind
     numbers: list[int] = []  # of the collectives in which ranks are, or of Xids; ascending
@@ -980,13 +1109,15 @@ NoFaultState = Literal[
     "logs-tell-none",
     "newest-unreadable",
     "files-unreadable",
+    "only-issued",
 ]
 """Why no fault shows.
 
 ``all-agree``: all ranks have records, and agree. ``part-agrees``: so do those that have one.
 ``running``: the job was moving when it was dumped. ``unreadable``: no record is readable.
 ``logs-tell-none``: no line of a log tells a fault. ``newest-unreadable``: the newest records of
-some ranks. ``files-unreadable``: files that may be of ranks without a record.
+some ranks. ``files-unreadable``: files that may be of ranks without a record. ``only-issued``: all
+ranks issued the same, and nothing tells what completed.
 """
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
 from itertools import islice
+from typing import Annotated
 
 import msgspec
 
 from commlens.model.frames import FrameKind as FrameKind
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import POINT_TO_POINT, key_kind
 
 
 class State(str, Enum):
@@ -110,22 +111,46 @@ class CollectiveArgs(msgspec.Struct, frozen=True):
         return self.inputs or self.outputs
 
 
+_Member = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class HandMade(msgspec.Struct, frozen=True):
+    """The facts by which one process knows a group that the program made by hand, past
+    ``init_process_group`` and ``new_group``: nothing maps its members to global ranks.
+    """
+
+    member: _Member  # the process's rank in the group
+    size: _Size
+    store: str = ""  # "localhost:29600/weight_sync": its address or path, and its prefixes
+    ordinal: _Member = 0  # groups of this size that the process had made with this store before
+
+
 class ProcessGroup(msgspec.Struct, frozen=True):
     """A process group as recorded by one rank."""
 
     name: str  # torch's own: "0", "1", ...; unique among the groups of one incarnation
-    ranks: tuple[int, ...]  # global
+    # global, by rank in the group; empty: not known (see ``hand_made``)
+    ranks: tuple[int, ...]
     description: str = ""  # "default_pg", "mesh_dp", or the user's
     backend: str = ""  # of the channel's device type: "gloo", "nccl"
     mesh_dim: str | None = None  # "dp", if the group is a dimension of a DeviceMesh
     incarnation: int = 0  # number of default groups that the process had created before
     # all its ranks, if ``ranks`` are those that are examined; empty: ``ranks`` are all
     whole: tuple[int, ...] = ()
+    hand_made: HandMade | None = None  # of a group that torch did not make
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
         """All global ranks of the group, also those that are not examined."""
         return self.whole or self.ranks
+
+    @property
+    def kind(self) -> str:
+        """The name; of a group made by hand, without numbers: a program that makes its group again
+        gives the store's prefix another number.
+        """
+        return key_kind(self.name) if "/" in self.name else self.name
 
     @property
     def label(self) -> str:

@@ -107,7 +107,12 @@ def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
                 (f"{folder}dist-packages/", FrameKind.LIBRARY),
             ]
     result += [(folder, FrameKind.PYTHON) for folder in python]
-    result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
+    # "...": frames that were left out
+    result += [
+        ("<frozen", FrameKind.PYTHON),
+        ("<eval_with_key", FrameKind.TORCH),
+        ("...", FrameKind.PYTHON),
+    ]
     return result
 
 

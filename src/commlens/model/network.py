@@ -50,14 +50,8 @@ class Estimate(msgspec.Struct, kw_only=True):
     steps: int  # of the trace, at least 1
     seconds: float  # of all collectives of the steps
     setup: Setup
-    step_time: float | None = None  # seconds, as given
 
     @property
     def seconds_per_step(self) -> float:
         """The average over the trace's steps."""
         return self.seconds / self.steps
-
-    @property
-    def share(self) -> float | None:
-        """The fraction of a step; above 1 if it cannot fit. None without a step time."""
-        return self.seconds_per_step / self.step_time if self.step_time else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 EVERY: Final = 100
+EARLY_STEPS: Final = (1, 10)  # compared whatever the plan says, counted from 1
 _EVERY: Final = re.compile(r"(?:every\s+)?(\d{1,9})(?:\s+steps?)?")
 _ON: Final = ("1", "true", "yes", "on")
 

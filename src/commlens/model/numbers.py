@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 
 from commlens.model.cause import Rank, TensorKind
+
+_FIRST_STEPS = 6
 
 Relation = Literal["equal", "output", "presumed", "learned", "different"]
 """What is known of a tensor's values on the ranks of a table.
@@ -127,3 +130,29 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     nans: tuple[Measure, ...] = ()  # parameters and optimizer states with NaN, shared or not
     first_nan: NanEvent | None = None
     ops: OpLog | None = None
+
+
+@dataclass
+class StepsCompared:
+    """The steps of the first optimizer after which ranks were compared."""
+
+    checks: int = 0
+    steps: list[int] = field(default_factory=list)  # the first of them, and the last
+    ranks: int = 0  # after the step after which most were compared
+    tensors: int = 0
+    differs_at: int = 0  # the first step with a difference; 0: none
+    newest: tuple[int, int] = 0, 0  # ranks and tensors after the newest step
+
+    def add(self, step: int, ranks: int, tensors: int, differs: bool) -> None:
+        """Count a check. Ranks that train other parameters, such as another stage of a pipeline,
+        have a check of their own after the same step.
+        """
+        if self.steps[-1:] == [step]:
+            ranks, tensors = ranks + self.newest[0], tensors + self.newest[1]
+        else:
+            self.checks += 1
+            self.steps = [*self.steps[:_FIRST_STEPS], step]
+        self.newest = ranks, tensors
+        self.ranks, self.tensors = max((self.ranks, self.tensors), self.newest)
+        if differs and not self.differs_at:
+            self.differs_at = step

@@ -8,8 +8,11 @@ used here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
+
+_NUMBER: Final = re.compile(r"\d+")
 
 UNKNOWN_DTYPE: Final = "unknown"
 """Dtype of a tensor in a source that tells only its size."""
@@ -22,6 +25,16 @@ POINT_TO_POINT: Final = frozenset({"send", "recv"})
 
 BARRIERS: Final = frozenset({"barrier", "monitored_barrier"})
 """Wire ops without data."""
+
+WITHOUT_TENSORS: Final = BARRIERS | {
+    "init_process_group",
+    "new_group",
+    "split_group",
+    "init_device_mesh",
+}
+"""Ops that pass no tensors, so that nothing of these can differ: the barriers, and the calls that
+make groups.
+"""
 
 NEEDS_ALL: Final = (
     frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}) | BARRIERS
@@ -196,3 +209,10 @@ def tells_totals(name: str) -> bool:
     2.4).
     """
     return name != "ALLTOALL"
+
+
+def key_kind(key: str) -> str:
+    """Return a key of the store, or a store's prefix, with ``#`` for each number: programs number
+    those of one kind, ``rate-7`` after ``rate-6``.
+    """
+    return _NUMBER.sub("#", key)

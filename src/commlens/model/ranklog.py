@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Final, Literal
 
 import msgspec
 
@@ -10,6 +12,10 @@ from commlens.model.collective import Collective, Frame, Stack, user_frame, user
 from commlens.model.hazard import Hazard
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.refusal import Refusal
+from commlens.model.worlds import ONE_WORLD, Worlds
+
+CAUSED_BY = "\ncaused by "
+"""In a rank's exception, between the one that was raised and the one that it was raised from."""
 
 
 class End(str, Enum):
@@ -23,6 +29,56 @@ class End(str, Enum):
     UNKNOWN = "unknown"  # not observable from here (another host, another pid namespace, a dump)
 
 
+Suspended = Literal["debugged", "stopped", "holds-gil"]
+"""Why a process cannot run its own code."""
+
+ProcessState = (
+    Suspended
+    | Literal[
+        "running",
+        "sleeping",
+        "computing",
+        "idle",
+        "unseen",
+        "uninterruptible",
+        "finished",
+        "gone",
+        "failed",
+        "killed",
+    ]
+)
+"""What is seen of a process."""
+
+UNREMARKABLE: Final[tuple[ProcessState, ...]] = (
+    "running",
+    "sleeping",
+    "computing",
+    "idle",
+    "unseen",
+)
+"""States that do not explain why a rank does not move."""
+
+_ENDED: Final[Mapping[End, ProcessState]] = {
+    End.KILLED: "killed",
+    End.FAILED: "failed",
+    End.CLEAN: "finished",
+    End.GONE: "gone",
+    End.UNKNOWN: "unseen",
+}
+_KERNEL: Final[Mapping[str, ProcessState]] = {
+    "S": "sleeping",
+    "D": "uninterruptible",
+    "I": "idle",
+}
+_COMPUTING: Final = 0.5  # of a core
+
+
+STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+"""The signals by which launchers, schedulers and users stop a job."""
+LATE_KILL_NS: Final = 5_000_000_000
+"""A SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s."""
+
+
 class ThreadStack(msgspec.Struct, frozen=True):
     """A thread's stack at one moment."""
 
@@ -31,6 +87,8 @@ class ThreadStack(msgspec.Struct, frozen=True):
     frames: Stack  # innermost first
     taken_ns: int = 0  # Unix ns
     is_main: bool = False
+    # it waits, without a timeout, for a lock that is locked, and no other thread runs Python
+    locked_out: bool = False
 
     @property
     def source(self) -> Frame | None:
@@ -47,6 +105,14 @@ class UsualWait(msgspec.Struct, frozen=True):
     median_s: float
     longest_s: float  # of the last hour
     limit_s: float  # a longer wait is looked at
+
+
+class StoreSeen(msgspec.Struct, frozen=True):
+    """The address at which a rank in ``init_process_group`` meets the others, seen on its host."""
+
+    address: str  # "127.0.0.1:29500"
+    listens: bool  # a process accepts connections at this port
+    agent: bool  # its launcher's environment leaves the store to the launcher
 
 
 class Observation(msgspec.Struct):
@@ -81,6 +147,8 @@ class Observation(msgspec.Struct):
     # of the collective that it waits in; None: the watcher has not learned it
     usual_wait: UsualWait | None = None
     holds_gil: bool | None = None  # alive, but its watchdog thread could not run
+    # where it meets the others, while it is in init_process_group; None: unknown, or elsewhere
+    store: StoreSeen | None = None
     throttled_fraction: float | None = None  # of the window, by the cgroup's CPU limit
     # of the observations in the window that found it in state T
     stopped_fraction: float | None = None
@@ -98,6 +166,24 @@ class Observation(msgspec.Struct):
     def is_stopped(self) -> bool:
         """Whether it is stopped, or was for most of the window."""
         return self.proc_state in ("T", "t") or (self.stopped_fraction or 0.0) > 0.5
+
+    @property
+    def suspended(self) -> Suspended | None:
+        """Why it cannot run its own code; None if it can, or if that is unknown."""
+        if self.is_stopped:
+            return "debugged" if self.proc_state == "t" else "stopped"
+        return "holds-gil" if self.holds_gil else None
+
+    @property
+    def state(self) -> ProcessState:
+        """The state of the process."""
+        if self.end in _ENDED:
+            return _ENDED[self.end]
+        if self.suspended is not None:
+            return self.suspended
+        if self.cpu_s and self.window_s and self.cpu_s / self.window_s > _COMPUTING:
+            return "computing"
+        return _KERNEL.get(self.proc_state or "", "running")
 
 
 class RankLog(msgspec.Struct):
@@ -139,6 +225,7 @@ class RankLog(msgspec.Struct):
     left: bool = False
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
+    warnings: list[str] = []  # the first ones of NCCL, as its output tells them
     # the first assertion that failed in one of its kernels, as its output tells it
     device_assertion: str = ""
     refusal: Refusal | None = None  # if that is, or was raised from, one of strict verification's
@@ -151,11 +238,19 @@ class RankLog(msgspec.Struct):
     source: str = ""  # file name
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports
+    world: str = ""  # the name that its settings give its program
     versions: dict[str, str] = {}
     # the parts of its node that it uses, as a text log tells them
     place: RankPlace | None = None
     # the hardware of its node; only one log of a node has it
     health: NodeHealth | None = None
+    # of a process that shares a group made by hand: ranks in the log are numbers of these processes
+    worlds: Worlds = ONE_WORLD
+
+    @property
+    def told_error(self) -> str:
+        """The exception, and what NCCL printed before it: these tell what happened."""
+        return "\n".join((self.exception or "", *self.warnings))
 
     @property
     def lost_newest(self) -> bool:
@@ -190,12 +285,9 @@ class RankLog(msgspec.Struct):
         ]
         issuing = self.collectives[-1].issue_thread if self.collectives else 0
         of_thread = [stack for stack in others if stack.thread == issuing] or others
-        newest = max(of_thread, key=lambda stack: stack.taken_ns, default=None)
-        return (
-            newest
-            if newest is not None and len({stack.thread for stack in of_thread}) == 1
-            else main
-        )
+        if len({stack.thread for stack in of_thread}) != 1:
+            return main
+        return max(of_thread, key=lambda stack: stack.taken_ns)
 
     @property
     def current_stack(self) -> ThreadStack | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
@@ -45,7 +44,7 @@ def covered(spans: Sequence[Span], start: int, end: int) -> int:
     """Return how much of the span from ``start`` to ``end`` a :func:`union` covers."""
     at = max(0, bisect.bisect_right(spans, (start, 0)) - 1)
     found = 0
-    for begin, stop in itertools.islice(spans, at, None):
+    for begin, stop in map(spans.__getitem__, range(at, len(spans))):
         if begin >= end:
             break
         found += max(0, min(stop, end) - max(begin, start))

@@ -18,6 +18,7 @@ from commlens.model.cause import (
     Why,
 )
 from commlens.model.verdict_html import verdict_html, verdict_text
+from commlens.model.worlds import ONE_WORLD, Worlds
 
 SCHEMA = "commlens.verdict/2"
 
@@ -83,6 +84,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     findings: list[Finding] = []  # all findings, root causes first
     missing_evidence: list[str] = []  # sentences about what could not be determined
     looked_at: str = ""  # "4 ranks, 812 collectives on 3 groups"
+    # of several worlds: ranks in this verdict are numbers of these processes
+    worlds: Worlds = ONE_WORLD
 
     @property
     def is_fault(self) -> bool:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from commlens.blackbox import job_dirs
+
 LOCK: Final = ".background.lock"
 FAILURE: Final = ".background.json"
 KEEP_S: Final = 86_400.0
@@ -59,19 +61,7 @@ def take_lock(folder: Path) -> int | None:
 
 def is_building(folder: Path) -> bool:
     """Return whether a process builds in the background. Creates nothing."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    return bool(job_dirs.is_locked(folder / LOCK))
 
 
 def remember_failure(folder: Path, compiler: list[str], reason: str) -> None:

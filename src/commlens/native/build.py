@@ -68,7 +68,11 @@ def build(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
-            _remove_unfinished(folder)
+            # builds that were killed: a running one is at most as old as a compilation may take
+            for scratch in folder.glob(f"{_SCRATCH}*"):
+                with contextlib.suppress(OSError):
+                    if time.time() - scratch.stat().st_mtime > TIMEOUT_S + _LOAD_S:
+                        shutil.rmtree(scratch, ignore_errors=True)
             found, is_new = read_build(folder), False
             if force or found is None or not fits(found, wanted) or not found.is_whole():
                 found, is_new = _build(folder, compiler, version, wanted, progress), True
@@ -233,16 +237,6 @@ def _name(version: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", version)[:40].strip("-") + f"-{digest}"
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove the temporary folders of builds that were killed. A running one is at most as old as a
-    compilation may take.
-    """
-    for scratch in folder.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - scratch.stat().st_mtime > TIMEOUT_S + _LOAD_S:
-                shutil.rmtree(scratch, ignore_errors=True)
-
-
 def _build(
     folder: Path, compiler: list[str], version: str, wanted: Mapping[str, str], progress: Progress
 ) -> Build:
@@ -280,9 +274,7 @@ def _build(
 
 
 def _compile(command: list[str], scratch: str) -> None:
-    """Run the compiler. Its temporary files go to ``scratch``, too, so that nothing is left in /tmp
-    if it is killed.
-    """
+    """Run the compiler, with ``scratch`` for its temporary files, too."""
     try:
         ended = subprocess.run(
             command,
@@ -339,9 +331,7 @@ def _try_to_load(library: Path, checksum: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Allow one build at a time in a folder. On a file system without locks, builds run side by
-    side and the last one stays.
-    """
+    """Allow one build at a time in a folder, where its file system has locks."""
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

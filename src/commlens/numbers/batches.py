@@ -8,8 +8,10 @@ measured together.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -58,7 +60,10 @@ class Batch:
         hashes, statistics = [], []
         for parts in _chunks(key, tensors):
             lines = _fill(key, parts, zeros)
-            hashes.append(_hash(lines.view(torch.int32), _weights(parts, weights)))
+            words, of_lines = lines.view(torch.int32), _weights(parts, weights)
+            # Weights of several lines are a copy, and overwritten.
+            products = words * of_lines if len(of_lines) == 1 else of_lines.mul_(words)
+            hashes.append(products.sum(1))
             if key.dtype is not None:
                 statistics.append(_statistics(lines.view(key.dtype)))
         self._hashes = to_cpu(torch.cat(hashes))
@@ -70,10 +75,15 @@ class Batch:
         """
         hashes = self._hashes.tolist()
         statistics = self._statistics.tolist() if self._statistics is not None else []
+        weights: Iterable[int] = itertools.repeat(1)
+        if self._line == ROW:
+            if len(_row_weights) < max(self._lines, default=0):
+                _row_weights[:] = row_weights(2 * max(self._lines))
+            weights = _row_weights
         first = 0
         for lines in self._lines:
             here = slice(first, first + lines)
-            digest = sum(hashes[here]) if self._line < ROW else _sum_of_rows(hashes[here])
+            digest = sum(map(operator.mul, hashes[here], weights))
             yield digest & MASK, _together([each[here] for each in statistics])
             first += lines
 
@@ -151,12 +161,6 @@ def _weights(parts: Sequence[_Part], weights: torch.Tensor) -> torch.Tensor:
     return torch.cat([weights[part.column : part.column + part.lines] for part in parts])
 
 
-def _hash(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the hash of each line. Weights of several lines are a copy, and overwritten."""
-    products = words * weights if len(weights) == 1 else weights.mul_(words)
-    return products.sum(1)
-
-
 def _statistics(numbers: torch.Tensor) -> torch.Tensor:
     """Return the norms of the lines, their sums, and their numbers of NaN and infinite elements."""
     wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
@@ -177,13 +181,6 @@ def _together(statistics: Sequence[Sequence[float]]) -> list[float]:
     norms, *sums = statistics
     norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each * each for each in norms))
     return [norm, *map(sum, sums)]
-
-
-def _sum_of_rows(hashes: Sequence[int]) -> int:
-    """Return the hash of a tensor, by those of its rows."""
-    if len(_row_weights) < len(hashes):
-        _row_weights[:] = row_weights(2 * len(hashes))
-    return sum(one * weight for one, weight in zip(hashes, _row_weights, strict=False))
 
 
 def measure_together(

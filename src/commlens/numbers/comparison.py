@@ -5,7 +5,7 @@ reports so far.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commlens.model.cause import (
@@ -49,7 +49,7 @@ from commlens.numbers.differences import (
     is_telling,
     must_be_equal,
 )
-from commlens.numbers.partings import Shared, find_parting, first_other_op
+from commlens.numbers.partings import Parting, Shared, find_parting, first_other_op
 from commlens.numbers.weights import MASK, signed
 
 OPTIMIZER: Final = "optimizer"
@@ -130,14 +130,11 @@ class Comparison:
         ]
         for part in equal:
             if part.agrees:
-                self._remember(check, part)
+                at = check.subject, part.ranks
+                self._equal_at[at] = check.number
+                table = next(iter(part.tables.values()))
+                self._agreed[at] = {each.key: each.digest for each in table.measures}
         return found
-
-    def _remember(self, check: CheckId, part: Part) -> None:
-        at = check.subject, part.ranks
-        self._equal_at[at] = check.number
-        table = next(iter(part.tables.values()))
-        self._agreed[at] = {each.key: each.digest for each in table.measures}
 
     # --- tensors that must be equal
 
@@ -154,26 +151,45 @@ class Comparison:
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
         counted = [each for each in differences if each.key[0] != "rng" or each.learned]
         history.append(Compared(check.number, len(counted)))
+        return self._causes_of(check, reports, differences, equal, parts)
+
+    def _causes_of(
+        self,
+        check: CheckId,
+        reports: Mapping[int, Report],
+        differences: Sequence[Difference],
+        equal: Sequence[Part],
+        parts: Sequence[Part],
+    ) -> list[Diverged]:
+        """Return what was not found before: first of what an optimizer's step depends on, then of
+        each other kind.
+        """
+        of_rng = _of_kinds(differences, ["rng"])
+        order, own = find_other_order(equal), find_own_tensors(check, reports, equal)
+        trained = _of_kinds(differences, TRAINED)
+        ranks = sorted(reports) if own else all_ranks([*trained, *([order] if order else [])])
         found: list[Diverged] = []
-        for kinds in (TRAINED, ("buffer",), ("value",), ("rng",)):
-            some = [each for each in differences if each.key[0] in kinds]
-            if kinds == ("rng",):
-                some = [each for each in some if each.learned and not found]
-            order, own = (
-                (find_other_order(equal), find_own_tensors(check, reports, equal))
-                if kinds is TRAINED
-                else (None, [])
-            )
-            ranks = sorted(reports) if own else all_ranks([*some, *([order] if order else [])])
-            label = check.source if kinds == ("value",) else kinds[-1]
-            if order is not None and order.key[0] == "module":
-                self._is_known(label, ranks, check)  # what differs besides is a consequence
-                label = "module"
-            if not ranks or self._is_known(label, ranks, check):
-                continue
-            rng = [each for each in differences if each.key[0] == "rng"]
-            found.append(self._diverged(check, ranks, some, order, own, rng, parts, equal))
+        if self._is_new_of_training(check, ranks, order):
+            found.append(self._diverged(check, ranks, trained, order, own, of_rng, parts, equal))
+        learned = [each for each in of_rng if each.learned]
+        for kind, label in (("buffer", "buffer"), ("value", check.source), ("rng", "rng")):
+            some = _of_kinds(differences, [kind])
+            if kind == "rng":  # random numbers count if nothing else differs
+                some = [] if found else learned
+            ranks = all_ranks(some)
+            if ranks and not self._is_known(label, ranks, check):
+                found.append(self._diverged(check, ranks, some, None, [], of_rng, parts, equal))
         return found
+
+    def _is_new_of_training(
+        self, check: CheckId, ranks: Sequence[int], order: Difference | None
+    ) -> bool:
+        """Return whether the differences of trained tensors were not found before; note them."""
+        label = TRAINED[-1]
+        if order is not None and order.key[0] == "module":
+            self._is_known(label, ranks, check)  # what differs besides is a consequence
+            label = "module"
+        return bool(ranks) and not self._is_known(label, ranks, check)
 
     def _is_known(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
         """Return whether a difference on these ranks was found before, and remember it. A check for
@@ -198,7 +214,12 @@ class Comparison:
     ) -> Diverged:
         roots = [order] if order is not None else roots_of(differences)
         ranks = all_ranks(roots) if roots else list(ranks)
-        equal_at = self._last_equal(check, ranks)
+        steps = [
+            step
+            for (source, compared), step in self._equal_at.items()
+            if source == check.subject and not set(compared).isdisjoint(ranks)
+        ]
+        equal_at = max((step for step in steps if step < check.number), default=None)
         lone = find_lone_word(roots)
         stale = self._stale(check, roots)
         departure = find_departure(roots, own, order, lone, stale, rng, equal_at)
@@ -231,21 +252,18 @@ class Comparison:
             history=list(self._history[check.subject]),
         )
 
-    def _last_equal(self, check: CheckId, ranks: Sequence[int]) -> int | None:
-        steps = [
-            step
-            for (source, compared), step in self._equal_at.items()
-            if source == check.subject and not set(compared).isdisjoint(ranks)
-        ]
-        return max((step for step in steps if step < check.number), default=None)
-
     def _stale(self, check: CheckId, roots: Sequence[Difference]) -> list[int]:
-        """Return the ranks on which the tensors are still those of the last check, while they have
-        changed on the others.
-        """
+        """Return the ranks on which alone the tensors are those of the last check."""
         stale: set[int] = set()
         for root in roots:
-            before = self._agreed_before(check, root)
+            # the hashes of the tensor when its ranks agreed last
+            before = {
+                digests[root.key]
+                for (source, ranks), digests in self._agreed.items()
+                if source == check.subject
+                and root.key in digests
+                and not set(ranks).isdisjoint(root.ranks)
+            }
             old: list[dict[int, Measure]] = []
             changed: list[dict[int, Measure]] = []
             for side, measure in zip(root.sides, root.measures, strict=True):
@@ -262,16 +280,6 @@ class Comparison:
                 return []
             stale |= set(old[0])
         return sorted(stale)
-
-    def _agreed_before(self, check: CheckId, root: Difference) -> set[int]:
-        """Return the hashes of a tensor when its ranks agreed last."""
-        return {
-            digests[root.key]
-            for (source, ranks), digests in self._agreed.items()
-            if source == check.subject
-            and root.key in digests
-            and not set(ranks).isdisjoint(root.ranks)
-        }
 
     # --- tensors that count as replicas because they have been
 
@@ -382,36 +390,7 @@ class Comparison:
             return []
         for label in ("parameter", "buffer"):
             self._is_known(label, ranks, check)  # what differs from now on is a consequence
-        has_majority = 2 * len(found.sides[0]) > len(ranks)
-        culprits = sorted(rank for side in found.sides[1:] for rank in side) if has_majority else []
-        doubt: DivergedDoubt | None = None if culprits else "no-majority"
-        kind, name = found.key
-        sides = [
-            TensorSide(side, f"{value & MASK:016x}" if value is not None else "")
-            for side, value in zip(found.sides, found.hashes, strict=True)
-        ]
-        return [
-            Diverged(
-                kind="diverged",
-                why=_WHY[kind],
-                root_cause=True,
-                culprits=culprits,
-                blamed_by="majority" if culprits else "undecided",
-                victims=sorted(set(ranks) - set(culprits)),
-                certain=True,
-                confidence=CONFIDENCE[doubt],
-                doubt=doubt,
-                ranks=ranks,
-                source=check.source,
-                step=check.number,
-                departure=found.departure,
-                tensors=[DivergedTensor(kind, name, sides)],
-                differing=1,
-                compared=sum(len(log.runs) for log in logs.values()),
-                ops=found.ops,
-                origins=found.origins,
-            )
-        ]
+        return [_cause_of_parting(check, found, ranks, sum(len(log.runs) for log in logs.values()))]
 
     # --- NaN
 
@@ -454,6 +433,42 @@ class Comparison:
                 compared=0,
             )
         ]
+
+
+def _of_kinds(differences: Sequence[Difference], kinds: Collection[str]) -> list[Difference]:
+    return [each for each in differences if each.key[0] in kinds]
+
+
+def _cause_of_parting(check: CheckId, found: Parting, ranks: list[int], ops: int) -> Diverged:
+    """Return the first op with which values part, as a cause; ``ops``: that were compared."""
+    has_majority = 2 * len(found.sides[0]) > len(ranks)
+    culprits = sorted(rank for side in found.sides[1:] for rank in side) if has_majority else []
+    doubt: DivergedDoubt | None = None if culprits else "no-majority"
+    kind, name = found.key
+    sides = [
+        TensorSide(side, f"{value & MASK:016x}" if value is not None else "")
+        for side, value in zip(found.sides, found.hashes, strict=True)
+    ]
+    return Diverged(
+        kind="diverged",
+        why=_WHY[kind],
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="majority" if culprits else "undecided",
+        victims=sorted(set(ranks) - set(culprits)),
+        certain=True,
+        confidence=CONFIDENCE[doubt],
+        doubt=doubt,
+        ranks=ranks,
+        source=check.source,
+        step=check.number,
+        departure=found.departure,
+        tensors=[DivergedTensor(kind, name, sides)],
+        differing=1,
+        compared=ops,
+        ops=found.ops,
+        origins=found.origins,
+    )
 
 
 def _shared(parts: Sequence[Part]) -> Iterator[Shared]:

@@ -81,16 +81,18 @@ def _lone_word_of(root: Difference) -> LoneWord | None:
         return None
     words = -(-one.items * _SIZES.get(one.dtype, 0) // 4)
     found = lone_word(one.digest - other.digest, words) if words > 1 else None
-    return found if found is not None and not _is_rounding(found, one.dtype) else None
+    if found is None:
+        return None
+    return None if _is_rounding(one.dtype, found.change) else found
 
 
-def _is_rounding(word: LoneWord, dtype: str) -> bool:
-    """Return whether only the last bits of an element differ, as rounding makes them."""
-    if dtype in ("bfloat16", "float16"):  # two elements in a word
-        return word.change < _LAST_OF_HALF or (
-            word.change % (1 << 16) == 0 and word.change >> 16 < _LAST_OF_HALF
-        )
-    return dtype == "float32" and word.change < _LAST_OF_SINGLE
+def _is_rounding(dtype: str, change: int) -> bool:
+    """Return whether a word's change is one of the last bits of one element, as rounding makes."""
+    if dtype == "float32":
+        return change < _LAST_OF_SINGLE
+    high, low = divmod(change, 1 << 16)  # two elements of half precision
+    in_one = not (low and high) and (low or high) < _LAST_OF_HALF
+    return dtype in ("bfloat16", "float16") and in_one
 
 
 def find_departure(
@@ -102,33 +104,30 @@ def find_departure(
     rng: Sequence[Difference],
     equal_at: int | None,
 ) -> Departure:
-    """Return the cause that fits."""
+    """Return the first cause that fits."""
     kind = roots[0].key[0] if roots else "parameter"
-    if order is not None:
-        return "other-order"
-    if kind == "rng":
-        return "other-random-numbers"
-    if own:
-        return "other-tensors"
-    if kind == "hyperparameter":
-        return "other-hyperparameters"
-    if stale:
-        return "not-updated"
-    if lone is not None:
-        return "one-bit" if lone.bit is not None else "one-element"
-    if kind == "collective-output":
-        return "other-outputs"
-    if kind == "gradient":
-        return "other-random-numbers" if rng else "other-gradients"
-    if equal_at is None and kind != "value":
-        return "not-broadcast"
-    is_noise = kind == "parameter" and all(map(_is_small, roots))
+    cases: tuple[tuple[object, Departure], ...] = (
+        (order is not None, "other-order"),
+        (kind == "rng", "other-random-numbers"),
+        (own, "other-tensors"),
+        (kind == "hyperparameter", "other-hyperparameters"),
+        (stale, "not-updated"),
+        (lone is not None and lone.bit is not None, "one-bit"),
+        (lone is not None, "one-element"),
+        (kind == "collective-output", "other-outputs"),
+        (kind == "gradient" and rng, "other-random-numbers"),
+        (kind == "gradient", "other-gradients"),
+        (equal_at is None and kind != "value", "not-broadcast"),
+    )
+    for fits, departure in cases:
+        if fits:
+            return departure
+    is_noise = kind == "parameter" and all(
+        are_close(one, other, SMALL)
+        for root in roots
+        for one, other in combinations(root.measures, 2)
+    )
     return "rounding" if is_noise else "unclear"
-
-
-def _is_small(difference: Difference) -> bool:
-    pairs = combinations(difference.measures, 2)
-    return all(are_close(one, other, SMALL) for one, other in pairs)
 
 
 def blame(

@@ -20,11 +20,16 @@ from typing import Final
 
 import msgspec
 
-from commlens.diagnosis.words.diverged import no_difference, other_ops, verdict_of
+from commlens.diagnosis.words.diverged import (
+    no_difference,
+    other_ops,
+    steps_compared,
+    verdict_of,
+)
 from commlens.model.cause import Diverged
-from commlens.model.numbers import CheckId, Report, Table, TableRef
+from commlens.model.numbers import CheckId, Report, StepsCompared, Table, TableRef
 from commlens.model.verdict import Verdict
-from commlens.numbers.comparison import Comparison
+from commlens.numbers.comparison import OPTIMIZER, Comparison
 from commlens.numbers.differences import count_tensors, parts_of
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.meeting import Meeting
@@ -39,6 +44,9 @@ _WAITING_MAX: Final = 256  # checks that ranks have not reported yet
 # after the first report, a check for which no rank waits is compared without the other ranks: they
 # may have finished before
 _LATE_S: Final = 60.0
+
+_LEAVES: Final = CheckId("leaves", 0)
+"""The last report of a rank."""
 
 _encode = msgspec.msgpack.encode
 
@@ -78,6 +86,8 @@ class Exchange:
         self._queue: queue.SimpleQueue[tuple[CheckId, Inspection] | None] = queue.SimpleQueue()
         self._collector = Collector(meeting, ranks, on_diverged) if rank == min(ranks) else None
         self._off = False
+        self.is_ending = False
+        """The other ranks may be gone: what cannot be sent is not reported."""
         self._thread = threading.Thread(target=self._run, name="commlens-numbers", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -110,6 +120,7 @@ class Exchange:
     def close(self) -> None:
         """Send what is left, compare it if this rank does so, and end the thread."""
         if self.is_running:
+            self.is_ending = True
             self._queue.put(None)
             self._thread.join(_AT_END_S + 1.0)
         self._off = True
@@ -130,11 +141,13 @@ class Exchange:
                     self._send(*item)
                 if self._collector is not None:
                     self._collector.poll(time.monotonic())
+            self._meeting.post(_encode(Report(self._rank, _LEAVES, ())))
             if self._collector is not None:
                 self._collector.finish()
         except Exception as error:
             self._off = True
-            log_stop(error)
+            if not self.is_ending or self._collector is not None:
+                log_stop(error)
 
     def _send(self, check: CheckId, inspection: Inspection) -> None:
         tables, nans = inspection.read()
@@ -177,6 +190,9 @@ class Collector:
         self._since: dict[CheckId, float] = {}
         self._answered: list[str] = []
         self._told_other_ops = False
+        self._leaving: set[int] = set()  # ranks whose last report came with the newest reports
+        self._left: set[int] = set()  # ranks all of whose reports have been taken
+        self._steps = StepsCompared()
 
     @property
     def pause_s(self) -> float:
@@ -184,16 +200,26 @@ class Collector:
         return _NAP_S if any(check.wait_s for check in self._waiting) else _POLL_S
 
     def poll(self, now: float) -> None:
-        """Take new reports, and compare the checks of which none is missing or that are due."""
+        """Take new reports, and compare the checks of which none is missing or that are due.
+
+        A take may return a rank's last report and miss an earlier one, if both are posted
+        meanwhile; the next take returns that one. So a rank has left only one poll after its last
+        report.
+        """
+        self._left |= self._leaving
+        self._leaving = set()
         for content in self._meeting.take():
             report = msgspec.msgpack.decode(content, type=Report)
+            if report.check == _LEAVES:
+                self._leaving.add(report.rank)
+                continue
             if answer_name(report.check) in self._answered:
                 continue  # it comes too late
             self._waiting.setdefault(report.check, {})[report.rank] = report
             self._since.setdefault(report.check, now)
         for check in list(self._waiting):
             absent = self._absent(check)
-            if not absent:
+            if not absent or (self._left.issuperset(absent) and not check.wait_s):
                 self._compare(check, [])
             elif now - self._since[check] > (check.wait_s or _LATE_S):
                 self._compare(check, absent)
@@ -213,6 +239,8 @@ class Collector:
         for check in list(self._waiting):
             self._compare(check, self._absent(check))
         self._meeting.discard(self._answered)
+        if self._steps.checks:
+            log.warning("commlens: %s", steps_compared(self._steps))
 
     def _absent(self, check: CheckId) -> list[int]:
         """Return the ranks that have not reported a check."""
@@ -236,6 +264,8 @@ class Collector:
 
         parts = parts_of(reports, load)
         causes = self._comparison.compare(check, reports, parts)
+        if check.source == f"{OPTIMIZER} 1" and len(reports) > 1:
+            self._steps.add(check.number, len(reports), count_tensors(parts), bool(causes))
         if check.wait_s:
             answer = Answer(causes, len(reports), count_tensors(parts), list(absent))
             self._meeting.keep(answer_name(check), _encode(answer))

@@ -110,16 +110,12 @@ def look_at(
         if optimizer is not None:
             yield from _states(optimizer, place, parameter)
     if buffers:
-        yield from _buffers(model)
+        for name, buffer, kept_by in model.buffers():
+            yield Looked(Named("buffer", name, local_part(buffer)), kept_by)
     if optimizer is not None:
         yield from _hyperparameters(optimizer, model)
     if any(hasattr(parameter, "placements") for _, parameter in model.parameters()):
         yield from _generators(model, kept_by_all)
-
-
-def _buffers(model: Model) -> Iterator[Looked]:
-    for name, buffer, kept_by in model.buffers():
-        yield Looked(Named("buffer", name, local_part(buffer)), kept_by)
 
 
 def _kept_like(parameter: Any, other: Any, place: Place) -> tuple[Replicas, ...]:

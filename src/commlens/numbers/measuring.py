@@ -123,13 +123,15 @@ class _UnreadPart:
 
 def reason_to_skip(tensor: Any) -> str | None:
     """Return why a tensor cannot be compared; None if it can."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if not isinstance(tensor, torch.Tensor):
         return "no tensor"
     if tensor.layout is not torch.strided:
         return "sparse"
     if tensor.is_quantized:
         return "quantised"
-    if tensor.device.type == "meta" or _is_fake(tensor):
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return "fake"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "transformed by torch.func"
@@ -142,10 +144,9 @@ def reason_to_skip(tensor: Any) -> str | None:
     return None
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
+def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return how often each tensor was written to; None where that is unknown."""
+    return [None if each.is_inference() else each._version for each in tensors]
 
 
 def _event(device: torch.device, *, blocking: bool = False) -> Any:

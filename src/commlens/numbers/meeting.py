@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -92,7 +93,7 @@ class SharedMemory:
 
 def write_file(path: Path, value: bytes) -> None:
     """Write a file of a job's folder whole, for its user only."""
-    temporary = path.with_name(f"{job_dirs.NUMBERS}draft.{os.getpid()}.{path.name}")
+    temporary = path.with_name(f"{job_dirs.NUMBERS}draft.{threading.get_native_id()}.{path.name}")
     temporary.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(temporary, flags, 0o600), "wb") as file:  # noqa: PTH123 - of a descriptor
@@ -119,7 +120,10 @@ class JobStore:
     def __init__(self, store: Any, reader: int = 0) -> None:
         self._served = store
         self._queue = f"report.{reader}/"
-        self._store = _own_connection(store)
+        try:  # a client answers one thread at a time
+            self._store = store.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            self._store = store
         self._next = 1
         self._late: list[int] = []  # numbers that were drawn, and whose reports are still under way
 
@@ -159,11 +163,3 @@ class JobStore:
         for name in names:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(_KEY + name)
-
-
-def _own_connection(store: Any) -> Any:
-    """Return a store with a connection of its own: a client answers one thread at a time."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store

@@ -31,7 +31,12 @@ def watch(note: Note) -> None:
     try:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        _wrap_forward(FullyShardedDataParallel, note, _ranks_of_fsdp1)
+        # the ranks that share a module's shards; with HYBRID_SHARD, those of one replica
+        _wrap_forward(
+            FullyShardedDataParallel,
+            note,
+            lambda module: _without_inner_groups(group_ranks(module.process_group), ()),
+        )
         _wrap_fsdp2(note)
     except (ImportError, AttributeError) as error:
         log.debug("commlens: the inputs of FSDP are not compared: %s", error)
@@ -62,11 +67,6 @@ def _wrap_fsdp2(note: Note) -> None:
         return result
 
     FSDPState._root_pre_forward = _root_pre_forward
-
-
-def _ranks_of_fsdp1(module: Any) -> tuple[int, ...]:
-    """Return the ranks that share a module's shards; with HYBRID_SHARD, those of one replica."""
-    return _without_inner_groups(group_ranks(module.process_group), ())
 
 
 def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:

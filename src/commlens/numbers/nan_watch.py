@@ -25,7 +25,7 @@ _FROM_ROOT = frozenset({"broadcast_", "scatter_"})
 _WITHOUT_INPUT = frozenset({"recv_", "recv_any_source_", "barrier"})
 
 
-class NanWatch:
+class NanWatch(tap.Subscriber):
     """Subscriber of the tap, and of the modules' forward passes. An error ends it, and is kept."""
 
     def __init__(self) -> None:
@@ -58,16 +58,15 @@ class NanWatch:
         if self.event is not None or spec.name in _WITHOUT_INPUT or is_capturing():
             return
         try:
-            if _sends_nan(spec, arguments):
+            sent = [
+                arguments[index]
+                for index in spec.tensors
+                if index not in spec.writes and index < len(arguments)
+            ]
+            if _is_sender(spec, arguments) and _any_has_nan(sent):
                 self.event = NanEvent(self.step, self._number, op=spec.name.rstrip("_"))
         except Exception as error:
             self._fail(error)
-
-    def returned(self, token: Any, result: Any) -> None:
-        """Do nothing."""
-
-    def raised(self, token: Any, error: BaseException) -> None:
-        """Do nothing."""
 
     # --- called by torch
 
@@ -91,17 +90,11 @@ def has_nan_parameter(optimizer: Any) -> bool:
     return _any_has_nan([group["params"] for group in optimizer.param_groups])
 
 
-def _sends_nan(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
-    """Return whether any tensor that this rank sends has NaN."""
-    if spec.name in _FROM_ROOT and not _is_root(spec, arguments):
-        return False
-    return _any_has_nan(
-        [
-            arguments[index]
-            for index in spec.tensors
-            if index not in spec.writes and index < len(arguments)
-        ]
-    )
+def _is_sender(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
+    if spec.name not in _FROM_ROOT:
+        return True
+    group = tap.unbox_group(arguments[spec.process_group])
+    return bool(spec.root >= 0 and group.rank() == arguments[spec.root])
 
 
 def _any_has_nan(values: Any) -> bool:
@@ -116,11 +109,6 @@ def _has_nan(tensor: Any) -> bool:
     tensor = tensor.detach()
     # A sum is finite in almost all cases, and is computed much faster.
     return bool(torch.isnan(tensor.sum())) and bool(torch.isnan(tensor).any())
-
-
-def _is_root(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
-    group = tap.unbox_group(arguments[spec.process_group])
-    return bool(spec.root >= 0 and group.rank() == arguments[spec.root])
 
 
 def _name_of(module: torch.nn.Module) -> str:

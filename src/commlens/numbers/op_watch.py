@@ -10,6 +10,7 @@ present one.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from bisect import bisect_right
@@ -20,17 +21,24 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from commlens.model.numbers import Key, OpPlace, OpRun
-from commlens.numbers.inspection import Looked
+from commlens.model.cause import TensorKind
+from commlens.model.numbers import CheckId, Key, OpLog, OpPlace, OpRun
+from commlens.numbers.comparison import EVERY_OP
+from commlens.numbers.exchange import Exchange
+from commlens.numbers.inspection import Inspection, Looked, look_at
 from commlens.numbers.measuring import hash_without_nan, reason_to_skip
-from commlens.numbers.replicas import plain_name
+from commlens.numbers.model_inputs import is_training
+from commlens.numbers.replicas import Model, find_roots, plain_name
 from commlens.tap.running_frames import user_line
+
+log = logging.getLogger("commlens")
 
 RUNS_MAX: Final = 100_000
 """Ops of one step; a longer step is not compared."""
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _UNFILLED: Final = ("empty", "new_empty", "_empty", "resize", "set_", "record_stream")
+_NAMED: Final[tuple[TensorKind, ...]] = ("parameter", "buffer", "optimizer-state")
 # their further outputs are scratch memory
 _WITH_SCRATCH: Final = ("rnn", "flash", "efficient", "cudnn", "miopen", "fused_sdp")
 
@@ -220,7 +228,12 @@ class OpWatch:
             self._after = f"{func._schema.name.partition('::')[2].strip('_')}" + (
                 f" at {place[2]}" if place[2] else ""
             )
-            self._know_no_more(self._written(about, args, kwargs))
+            # it writes these tensors at a time of its own
+            self._strangers |= {
+                number
+                for each in self._written(about, args, kwargs)
+                for number in self._known_in(each)
+            }
             return None
         tensors = _tensors((args, kwargs))
         inputs = [self._hash(each) for each in tensors] if about.is_function else []
@@ -302,10 +315,6 @@ class OpWatch:
                 yield number
             number += 1
 
-    def _know_no_more(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the tensors alone that a collective writes, at a time of its own."""
-        self._strangers |= {number for each in tensors for number in self._known_in(each)}
-
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
         self.is_on = False
@@ -340,9 +349,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _described(values: Any) -> tuple[str, ...]:
-    """Return the arguments of an op, with the layout of a tensor in place of its values. Kernels
-    round differently at other alignments.
-    """
+    """Return the arguments of an op, with a tensor's layout in place of its values."""
     return tuple(
         f"{str(each.dtype)[6:]}{list(each.shape)} {each.stride()} {each.data_ptr() % 64}"
         if reason_to_skip(each) is None
@@ -371,3 +378,65 @@ def _read(hashes: Sequence[torch.Tensor]) -> list[int]:
         for index, value in zip(indices, values, strict=True):
             found[index] = value
     return found
+
+
+class OpChecks:
+    """The ops of the steps of the first optimizer."""
+
+    def __init__(self) -> None:
+        self._watch = OpWatch()
+        self._models: Sequence[Model] = ()
+        self._before: Inspection | None = None  # the named tensors when the step began
+        self._told = False
+
+    def install(self, on_first: Callable[[Callable[[Any], None], Any], None]) -> None:
+        """See all ops from now on, and record those from the first forward pass on.
+
+        Args:
+            on_first: calls a function with a module, and lets no exception out.
+        """
+        self._watch.install()
+        self._watch.on_forward = lambda module: on_first(self._begin_first, module)
+
+    def _begin_first(self, module: Any) -> None:
+        is_trained = any(each.requires_grad for each in module.parameters())
+        if is_training(module) and is_trained:
+            self._watch.on_forward = None
+            self.begin([Model(find_roots(module.parameters()))], ())
+
+    def begin(self, models: Sequence[Model], optimizers: Iterable[Any]) -> None:
+        """Record the ops from now on."""
+        self._models = models
+        states = list(optimizers) or [None]
+        looked: list[Looked] = []
+        for model in models:
+            for number, optimizer in enumerate(states):
+                some = look_at(model, optimizer, buffers=not number)
+                kinds = _NAMED if not number else ("optimizer-state",)
+                looked += [each for each in some if each.named.kind in kinds]
+        self._before = Inspection(looked, nans=False)
+        self._watch.start(looked)
+
+    def stop(self) -> None:
+        """Record nothing any more."""
+        self._watch.stop()
+        self._before = None
+
+    def end(self, step: int, exchange: Exchange | None) -> None:
+        """Send the ops that were recorded in a step."""
+        self._watch.on_forward = None
+        before, self._before = self._before, None
+        roots = [root for model in self._models for root in model.alive()]
+        places, runs = self._watch.take(module_names(roots))
+        if self._watch.error is not None:
+            raise self._watch.error
+        if self._watch.too_many and not self._told:
+            self._told = True
+            log.warning(
+                "commlens: step %s has more than %s ops; those steps are not compared op by op",
+                step,
+                RUNS_MAX,
+            )
+        if before is not None and exchange is not None and not self._watch.too_many:
+            before.ops = OpLog(tuple(places), tuple(runs))
+            exchange.send(CheckId(EVERY_OP, step), before)

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from commlens.model.ops import WIRE_OPS
-from commlens.numbers.measuring import Named, Unread, reason_to_skip
+from commlens.numbers.measuring import Named, Unread, reason_to_skip, versions
 from commlens.numbers.replicas import Replicas, group_ranks
 from commlens.tap import tap, torch_patches
 from commlens.tap.cuda_graphs import is_capturing
@@ -47,8 +47,12 @@ class _Pending(NamedTuple):
     versions: list[int | None]  # of the tensors, as the call left them
     in_place: bool  # no copy of the backend counts as a version
 
+    def versions_now(self) -> list[int | None]:
+        """Return how often the outputs were written to, if only the program writes to them."""
+        return versions(self.tensors) if self.in_place else []
 
-class OutputWatch:
+
+class OutputWatch(tap.WaitSubscriber):
     """Subscriber of the tap, and listener to waits. An error of it ends it, and is kept."""
 
     def __init__(self) -> None:
@@ -98,37 +102,31 @@ class OutputWatch:
         if op not in _ALIKE or not self._is_on:
             return None
         try:
-            return self._begin(op, spec, arguments, sys._getframe(1))
+            frame = sys._getframe(1)
+            group = tap.unbox_group(arguments[spec.process_group])
+            ranks = group_ranks(group)
+            is_odd = is_coalescing(group) or is_capturing() or self._is_in_other_thread()
+            if len(ranks) < 2 or is_odd or not _is_waited_for(frame):
+                return None
+            name = unique_name(group)
+            number = self._counts[name] = self._counts.get(name, 0) + 1
+            if sum(self._counts.values()) > _COLLECTIVES_MAX:
+                self.stop()
+                return None
+            outputs = [arguments[index] for index in spec.writes or spec.tensors]
+            tensors = [
+                each
+                for each in torch.utils._pytree.tree_leaves(outputs)
+                if reason_to_skip(each) is None
+            ]
+            title = f"{op} {number}{f' of group {name}' if name else ''}"
+            return _Pending(title, user_line(frame), ranks, tensors, [], spec.name in _IN_PLACE)
         except Exception as error:
             self._fail(error)
             return None
 
-    def _begin(
-        self, op: str, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None
-    ) -> _Pending | None:
-        group = tap.unbox_group(arguments[spec.process_group])
-        ranks = group_ranks(group)
-        is_odd = is_coalescing(group) or is_capturing() or self._is_in_other_thread()
-        if len(ranks) < 2 or is_odd or not _is_waited_for(frame):
-            return None
-        name = unique_name(group)
-        number = self._counts[name] = self._counts.get(name, 0) + 1
-        if sum(self._counts.values()) > _COLLECTIVES_MAX:
-            self.stop()
-            return None
-        outputs = [arguments[index] for index in spec.writes or spec.tensors]
-        tensors = [
-            each
-            for each in torch.utils._pytree.tree_leaves(outputs)
-            if reason_to_skip(each) is None
-        ]
-        title = f"{op} {number}{f' of group {name}' if name else ''}"
-        return _Pending(title, user_line(frame), ranks, tensors, [], spec.name in _IN_PLACE)
-
     def _is_in_other_thread(self) -> bool:
-        """Return whether another thread of the program runs, at a time of its own. Threads of C++
-        belong to backward passes.
-        """
+        """Return whether another thread runs that Python made, not a backward pass."""
         here = threading.get_ident()
         if here == self._thread:
             return False
@@ -140,7 +138,7 @@ class OutputWatch:
         if pending is None:
             return
         try:
-            pending.versions.extend(_versions(pending))
+            pending.versions.extend(pending.versions_now())
             boxed = result[-1] if type(result) is tuple else result
             if boxed is None:
                 self._measure(pending)
@@ -150,9 +148,6 @@ class OutputWatch:
             self._by_address.update({each.data_ptr(): work for each in pending.tensors})
         except Exception as error:
             self._fail(error)
-
-    def raised(self, pending: _Pending | None, error: BaseException) -> None:
-        """Do nothing: a collective that was refused has no output."""
 
     # --- called by the hooks of waits
 
@@ -184,7 +179,7 @@ class OutputWatch:
     def _measure(self, pending: _Pending) -> None:
         for tensor in pending.tensors:
             self._by_address.pop(tensor.data_ptr(), None)
-        if not pending.tensors or pending.versions != _versions(pending):
+        if not pending.tensors or pending.versions != pending.versions_now():
             return  # the program has changed its output before it waited
         names = [
             f"{pending.name}, tensor {number}" if len(pending.tensors) > 1 else pending.name
@@ -206,11 +201,3 @@ def _is_waited_for(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename == tap.__file__:
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.endswith(_ENGINE)
-
-
-def _versions(pending: _Pending) -> list[int | None]:
-    """Return how often each output has been written; None where that is unknown."""
-    return [
-        each._version if pending.in_place and not each.is_inference() else None
-        for each in pending.tensors
-    ]

@@ -8,6 +8,7 @@ tensor that the ranks had alike when the step began.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from commlens.model.cause import Departure, OpSide
@@ -126,10 +127,8 @@ def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[Shared]) -> 
     for each in shared:
         present = [rank for rank in each.ranks if rank in ranks]
         lists = {rank: changes[rank].get(each.key, []) for rank in present}
-        for number in range(max((len(some) for some in lists.values()), default=0)):
-            now = {
-                rank: some[number] if number < len(some) else None for rank, some in lists.items()
-            }
+        for at_once in zip_longest(*lists.values()):
+            now = dict(zip(lists, at_once, strict=True))
             hashes = {rank: change.digest if change else None for rank, change in now.items()}
             if len(set(hashes.values())) > 1:
                 positions = {
@@ -215,9 +214,7 @@ def _op_side(side: Sequence[OpsOfRank], position: int | None) -> OpSide:
 
 
 def _origins(sides: Sequence[Sequence[OpsOfRank]], positions: Sequence[int | None]) -> list[OpSide]:
-    """Return the ops that made the first input that differs. Those of the optimizer, which has
-    computed it from a gradient, are passed over.
-    """
+    """Return the ops, but for the optimizer's, that made the first other input."""
     firsts = [side[0] for side in sides]
     at = list(positions)
     while True:
@@ -238,9 +235,7 @@ def _origins(sides: Sequence[Sequence[OpsOfRank]], positions: Sequence[int | Non
 
 
 def _made_by(firsts: Sequence[OpsOfRank], positions: Sequence[int | None]) -> list[int | None]:
-    """Return where the first input was made that differs; None for a rank on which that is not
-    known, and nothing if it is known on none.
-    """
+    """Return where the first other input was made on each rank, if known on any."""
     runs = [first.run(position) for first, position in zip(firsts, positions, strict=True)]
     inputs = [run.inputs for run in runs if run is not None]
     if len(inputs) < len(firsts) or len({len(each) for each in inputs}) > 1:

@@ -1,5 +1,9 @@
-"""Which ranks must hold the same bytes of a tensor, according to DDP and to the placements and the
-mesh of a DTensor.
+"""Which ranks must hold the same bytes of a tensor: according to DDP, to the placements and the
+mesh of a DTensor, and to Megatron's groups.
+
+Megatron trains plain tensors. It marks those of which each tensor parallel rank has its own shard,
+and keeps its groups in ``megatron.core.parallel_state``. Nothing of it is imported here. Tried with
+megatron-core 0.16.1.
 
 A model is found from its parameters. torch's private names are used here only: DDP's
 ``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, FSDP2's parameter groups and their
@@ -10,6 +14,7 @@ mesh, and a DTensor's ``_local_tensor``
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -19,11 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 from commlens.model.numbers import Relation
-from commlens.numbers.megatron import find_copies
+from commlens.tap.groups import global_ranks
 
 _WRAPPERS: Final = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # of DDP: with these, ranks train apart from each other on purpose
 _HOOKS_THAT_DIVERGE: Final = frozenset({"post_localSGD_hook", "noop_hook"})
+
+Ranks = tuple[int, ...]
 
 
 class Replicas(NamedTuple):
@@ -152,15 +159,18 @@ class Model:
             by_ddp = _replicas_by_ddp(root)
             copies = find_copies(root, group_ranks)
             untold = self._untold(root)
-            whole = _widest_mesh(root)
+            # the mesh with the most dimensions of all DTensors
+            meshes = (getattr(parameter, "device_mesh", None) for parameter in root.parameters())
+            whole = max(filter(None, meshes), key=lambda mesh: mesh.ndim, default=None)
             for name, parameter in root.named_parameters():
-                by_megatron = (Replicas(ranks, "equal") for ranks in copies.get(id(parameter), ()))
                 known = (
                     *replicas_of_dtensor(parameter),
                     *by_ddp.get(id(parameter), ()),
-                    *by_megatron,
+                    *(Replicas(ranks, "equal") for ranks in copies.get(id(parameter), ())),
                 )
-                is_part = hasattr(parameter, "placements") or _is_flat(parameter)
+                # FSDP1 makes one flat parameter of several.
+                is_flat = hasattr(parameter, "_fqns") or hasattr(parameter, "_is_flat_param")
+                is_part = hasattr(parameter, "placements") or is_flat
                 if hasattr(parameter, "placements") and whole is not None:
                     known = (*known, *replicas_beside_mesh(parameter, whole))
                 is_part = is_part or id(parameter) in copies
@@ -180,12 +190,6 @@ class Model:
         if len(meshes) == 1 and not has_fsdp(root):
             return (Replicas(tuple(sorted(meshes.pop())), "presumed"),)
         return (Replicas(everyone(), "learned"),)
-
-
-def _widest_mesh(root: nn.Module) -> Any:
-    """Return the mesh with the most dimensions of all DTensors of a model; None without any."""
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in root.parameters())
-    return max(filter(None, meshes), key=lambda mesh: mesh.ndim, default=None)
 
 
 def has_fsdp(root: nn.Module) -> bool:
@@ -284,14 +288,9 @@ def everyone() -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()))
 
 
-def _is_flat(parameter: nn.Parameter) -> bool:
-    """Return whether FSDP1 has made one flat parameter of several."""
-    return hasattr(parameter, "_fqns") or hasattr(parameter, "_is_flat_param")
-
-
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, ascending."""
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+    """Return the global ranks of a process group, ascending; empty if nothing tells them."""
+    return tuple(sorted(global_ranks(group if group is not None else dist.group.WORLD)))
 
 
 def mesh_ranks(mesh: Any, index: tuple[Any, ...] = ()) -> tuple[int, ...]:
@@ -308,7 +307,9 @@ def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
         ranks = group_ranks(module.process_group)
         if len(ranks) < 2:
             continue
-        relation: Relation = "learned" if _diverges_on_purpose(module) else "equal"
+        hooks = getattr(module, "_comm_hooks", None) or ()
+        is_apart = any(getattr(hook, "__name__", "") in _HOOKS_THAT_DIVERGE for hook, _ in hooks)
+        relation: Relation = "learned" if is_apart else "equal"
         ignored = set(module.parameters_to_ignore)
         for name, parameter in module.module.named_parameters():
             if name not in ignored and id(parameter) not in found:
@@ -316,6 +317,38 @@ def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
     return found
 
 
-def _diverges_on_purpose(ddp: Any) -> bool:
-    hooks: Iterable[tuple[Callable[..., Any], Any]] = getattr(ddp, "_comm_hooks", None) or ()
-    return any(getattr(hook, "__name__", "") in _HOOKS_THAT_DIVERGE for hook, _ in hooks)
+def _is_of_megatron(root: nn.Module) -> bool:
+    kinds = (type(module).__module__ for module in root.modules())
+    return any(kind.startswith("megatron.core.") for kind in kinds)
+
+
+def find_copies(
+    root: nn.Module, ranks_of: Callable[[Any], Ranks]
+) -> Mapping[int, tuple[Ranks, ...]]:
+    """Return the groups of ranks that hold copies of each parameter, by the parameter's id; nothing
+    if this is no model of Megatron, or it has groups of its own.
+
+    Args:
+        root: the model.
+        ranks_of: returns the global ranks of a process group.
+    """
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not (_is_of_megatron(root) and state.model_parallel_is_initialized()):
+        return {}
+    tensor = ranks_of(state.get_tensor_model_parallel_group())
+    data = ranks_of(state.get_data_parallel_group(with_context_parallel=True))
+    experts = state.get_expert_data_parallel_group(check_initialized=False)
+    of_experts = ranks_of(experts) if experts is not None else ()
+    own = {getattr(module, "tp_group", None) for module in root.modules()} - {None}
+    if any(ranks_of(group) != tensor for group in own):
+        return {}
+    found: dict[int, tuple[Ranks, ...]] = {}
+    for parameter in root.parameters():
+        if not getattr(parameter, "allreduce", True):
+            groups = [of_experts]
+        elif getattr(parameter, "tensor_model_parallel", False):
+            groups = [data]
+        else:
+            groups = [data, tensor]
+        found[id(parameter)] = tuple(ranks for ranks in groups if len(ranks) > 1)
+    return found

@@ -8,32 +8,43 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from commlens.model.number_checks import NumberChecks
+from commlens.model.number_checks import EARLY_STEPS, NumberChecks
 from commlens.model.numbers import CheckId
 from commlens.numbers import model_inputs
 from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
 from commlens.numbers.exchange import Exchange, log_stop
-from commlens.numbers.fsdp_modules import FsdpModules
 from commlens.numbers.inspection import Inspection, Looked, look_at
-from commlens.numbers.measuring import Named, reason_to_skip
+from commlens.numbers.measuring import Named, reason_to_skip, versions
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
-from commlens.numbers.op_checks import OpChecks
+from commlens.numbers.op_watch import OpChecks
 from commlens.numbers.outputs import Output, OutputWatch
-from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
+from commlens.numbers.replicas import (
+    Model,
+    Replicas,
+    everyone,
+    find_roots,
+    is_fsdp2,
+    mesh_ranks,
+    plain_name,
+)
 from commlens.tap.cuda_graphs import is_capturing
 
 log = logging.getLogger("commlens")
 
 _SEARCHES_MAX: Final = 16
+_LEFT_BY_A_STEP: Final = ("parameter", "optimizer-state")
+_ROOT: Final = "the model"
 _sampler: Sampler | None = None
 
 
@@ -82,6 +93,24 @@ class Sampler:
         else:
             self._compare(optimizer)
 
+    def end(self) -> None:
+        """Compare parameters and optimizer states after the last step. Leaves out an optimizer
+        whose parameters code has written to since, such as by loading a checkpoint on one rank.
+        Waits for no rank; after an exception, compares nothing.
+        """
+        exchange = self._exchange() if sys.exc_info()[0] is None else None
+        if exchange is None:
+            return
+        exchange.is_ending = True
+        if not self._optimizers and dist.get_rank() == 0:
+            log.warning("commlens: no numbers were compared: no optimizer of torch made a step")
+        for optimizer, followed in list(self._followed.items()):
+            parameters = _parameters(optimizer)
+            if not self._is_due(followed.steps) and followed.versions == versions(parameters):
+                looked, names = self._look_at(followed, optimizer, parameters)
+                last = [each for each in looked if each.named.kind in _LEFT_BY_A_STEP]
+                exchange.send(self._check(followed, names), Inspection(last, nans=False))
+
     def _is_first(self, optimizer: Any) -> bool:
         """Return whether this optimizer made the first step of all."""
         followed = self._followed.get(optimizer)
@@ -102,6 +131,8 @@ class Sampler:
             self._optimizers += 1
             followed = self._followed[optimizer] = Followed(self._optimizers)
         followed.steps += 1
+        parameters = _parameters(optimizer)
+        followed.versions = versions(parameters)
         outputs: list[Output] = []
         if followed.number == 1:
             outputs = self._next_step(followed.steps + 1)
@@ -111,24 +142,33 @@ class Sampler:
         exchange = self._exchange() if self._is_due(followed.steps) else None
         if exchange is None:
             return
+        looked, names = self._look_at(followed, optimizer, parameters)
+        if not names:
+            self._tell_of_copies(followed)
+        inspection = Inspection(looked, nans=not self.plan.nan, outputs=outputs)
+        exchange.send(self._check(followed, names), inspection)
+
+    def _look_at(
+        self, followed: Followed, optimizer: Any, parameters: Sequence[Any]
+    ) -> tuple[list[Looked], list[str]]:
+        """Return what to compare of an optimizer and its models, and the parameters' names."""
         looked: list[Looked] = []
         names: list[str] = []
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         only = set(map(id, parameters))
         for model in self._models_of(followed, parameters):
             names += [model.places[each].name for each in only if each in model.places]
             looked += look_at(model, optimizer, only=only, buffers=model.first_of is followed)
             if model.first_of is followed:
                 looked += [Looked(*each) for each in self._fsdp[model].take()]
-        if not names:
-            self._tell_of_copies(followed)
-        check = CheckId(
+        return looked, names
+
+    def _check(self, followed: Followed, names: Sequence[str]) -> CheckId:
+        return CheckId(
             f"{OPTIMIZER} {followed.number}",
             followed.steps,
             self.plan.tolerance,
             tensors=hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest(),
         )
-        exchange.send(check, Inspection(looked, nans=not self.plan.nan, outputs=outputs))
 
     def _tell_of_copies(self, followed: Followed) -> None:
         """Log once, on rank 0, that an optimizer trains other tensors than those of the model."""
@@ -194,14 +234,18 @@ class Sampler:
         """Return the exchange of all ranks; None if there is nobody to compare with. Where it has
         ended by an error, which it has logged, nothing is measured any more.
         """
-        exchange = exchange_of(everyone()) if _is_distributed() and not is_capturing() else None
+        exchange = (
+            exchange_of(everyone())
+            if dist.is_initialized() and dist.get_world_size() > 1 and not is_capturing()
+            else None
+        )
         if exchange is None or exchange.is_running:
             return exchange
         self.stop()
         return None
 
     def _is_due(self, step: int) -> bool:
-        return step == 1 or step % self.plan.every == 0
+        return step in EARLY_STEPS or step % self.plan.every == 0
 
     def _models_of(self, followed: Followed, parameters: Sequence[Any]) -> list[Model]:
         """Return the models that hold an optimizer's parameters; search for them if need be."""
@@ -223,10 +267,17 @@ class Followed:
     def __init__(self, number: int) -> None:
         self.number = number  # in the order of their first steps, from 1
         self.steps = 0
+        self.versions: list[int | None] = []  # of the parameters, after the last step
 
 
-def _is_distributed() -> bool:
-    return bool(dist.is_initialized() and dist.get_world_size() > 1)
+def end() -> None:
+    """Compare what the last steps changed, while there still is a default group."""
+    if _sampler is not None and not _sampler.off:
+        _safely(_sampler.end)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _safely(method: Callable[..., None], *args: Any) -> None:
@@ -248,3 +299,47 @@ def _after_step(optimizer: Any, _args: Sequence[Any], _kwargs: Mapping[str, Any]
 def _note_inputs(module: Any, ranks: Callable[[], tuple[int, ...]], inputs: Any) -> None:
     if _sampler is not None and not _sampler.off:
         _safely(_sampler.note_inputs, module, ranks, inputs)
+
+
+class FsdpModules:
+    """The modules of one model, and in which order they ran first since the last check.
+
+    FSDP2 gathers a module's parameters when it runs, and the gathers of the ranks meet in their
+    order. A rank that runs modules of equal shapes in another order computes with other parameters,
+    and nothing fails.
+
+    Args:
+        model: the model; hooks are installed on its modules.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._called: dict[str, None] = {}
+        self._ranks: tuple[int, ...] = ()
+        for root in model.alive():
+            sharded = {name: module for name, module in root.named_modules() if is_fsdp2(module)}
+            if sharded:
+                # of the widest mesh
+                meshes = (
+                    each.device_mesh for each in root.parameters() if hasattr(each, "device_mesh")
+                )
+                self._ranks = max(map(mesh_ranks, meshes), key=len, default=())
+            for name, module in sharded.items():
+                self._follow(name, module)
+
+    def take(self) -> Iterator[tuple[Named, tuple[Replicas, ...]]]:
+        """Yield the modules in their order, which must be the same on all ranks, and forget it."""
+        called, self._called = list(self._called), {}
+        if len(self._ranks) > 1:
+            kept_by = (Replicas(self._ranks, "equal"),)
+            for name in called:
+                yield Named("module", name, torch.zeros(1)), kept_by
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        ref = weakref.ref(self)
+        title = plain_name(name) if name else _ROOT
+
+        def note(_module: nn.Module, _args: Any) -> None:
+            if not torch.compiler.is_compiling() and (modules := ref()) is not None:
+                modules._called.setdefault(title)
+
+        module.register_forward_pre_hook(note)

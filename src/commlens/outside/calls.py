@@ -8,27 +8,15 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from commlens.model.collective import Frame
 from commlens.model.frames import SETUP_FUNCTIONS, FrameKind
 from commlens.model.ops import recorder_wire_op
 from commlens.outside.sample import DEFAULT_GROUP, Call
+from commlens.processes.pyspy import SeenFrame
 
 Locals = Mapping[str, str]
-
-
-class SeenFrame(NamedTuple):
-    """A frame as py-spy shows it."""
-
-    frame: Frame
-    values: dict[str, str]  # local variables: Python's literals, else "<Type at 0x...>"
-    addresses: dict[str, int]
-
-    @property
-    def name(self) -> str:
-        """The function's name without its class."""
-        return self.frame.function.rpartition(".")[2]
 
 
 _COLLECTIVES: Final[dict[str, str]] = {
@@ -68,12 +56,11 @@ _MESSAGES: Final[dict[str, str]] = {
     "irecv": "recv",
     "recv_object_list": "recv",
 }
-_FRAMES_MAX: Final = 200
 _SETUP: Final = SETUP_FUNCTIONS | {"destroy_process_group"}
 _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 _WAIT_SOURCE: Final = re.compile(r"\.wait\(")
-_STORE_SOURCE: Final = re.compile(r"\b(\w+)\.(get|multi_get|wait)\(")
+_STORE_SOURCE: Final = re.compile(r"\b(\w+)(?:\(\))?\.(get|multi_get|wait)\(")
 _DEVICE_SOURCE: Final = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\(|\.to\(")
 _DEVICE_FRAME: Final = re.compile(r"/torch/(cuda|xpu|npu|accelerator)/(__init__|streams)\.py$")
 _WAITS_FOR_DEVICE: Final = frozenset({"synchronize", "wait_stream", "wait_event", "query"})
@@ -159,12 +146,16 @@ def _elsewhere(
         return None
     if line is None or line.kind is not FrameKind.USER:
         return None
-    # A method that is written in C++ has no frame of its own: only the source line shows it.
+    return _in_source(line, values, pid, is_innermost=not inner)
+
+
+def _in_source(line: Frame, values: Locals, pid: int, *, is_innermost: bool) -> Call | None:
+    """Recognise a method that is written in C++: it has no frame, only the source line shows it."""
     source = source_line(line, pid)
-    match = _STORE_SOURCE.search(source) if not inner else None
-    if match and "Store at" in values.get(match[1], ""):
+    match = _STORE_SOURCE.search(source) if is_innermost else None
+    if match and ("Store at" in values.get(match[1], "") or match[1].lower().endswith("store")):
         return Call("store", f"store.{match[2]}", line=line)
-    if not inner and _WAIT_SOURCE.search(source):
+    if is_innermost and _WAIT_SOURCE.search(source):
         return Call("request", "wait", line=line)
     match = _DEVICE_SOURCE.search(source)
     if match and _uses_gpu(pid):
@@ -211,6 +202,15 @@ def _root(seen: SeenFrame) -> int | None:
     return next(
         (int(values[name]) for name in ("src", "dst") if values.get(name, "").isdecimal()), None
     )
+
+
+def meeting_place(frames: Sequence[SeenFrame]) -> tuple[str, str] | None:
+    """Return the host and port where torch makes a store or connects to it; None if a thread is not
+    about to.
+    """
+    values = next((seen.values for seen in frames if seen.name == "_create_c10d_store"), {})
+    host, port = values.get("hostname", ""), values.get("port", "")
+    return (host.strip("\"'"), port) if host and port else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -274,19 +274,3 @@ def fingerprint(frames: Sequence[SeenFrame]) -> int:
             for seen in frames
         )
     )
-
-
-def read_frames(frames: Sequence[Mapping[str, Any]], classify: Any) -> list[SeenFrame]:
-    """Convert the frames of a thread in py-spy's JSON."""
-    found: list[SeenFrame] = []
-    for frame in frames[:_FRAMES_MAX]:
-        file = frame.get("filename") or "?"
-        variables = frame.get("locals") or []
-        found.append(
-            SeenFrame(
-                Frame(file, int(frame.get("line") or 0), frame.get("name") or "?", classify(file)),
-                {str(one.get("name")): str(one.get("repr") or "") for one in variables},
-                {str(one.get("name")): int(one.get("addr") or 0) for one in variables},
-            )
-        )
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from commlens.diagnosis.causes.context import doing_of
 from commlens.diagnosis.index.activity import Activity
@@ -23,19 +24,11 @@ from commlens.model.cause import (
     Working,
 )
 from commlens.outside.sample import RankSample
-from commlens.outside.seen import (
-    Found,
-    FoundAbsent,
-    FoundDead,
-    FoundMoving,
-    FoundUnread,
-    SeenJob,
-    ranks_of,
-)
+from commlens.outside.seen import Found, SeenJob, ranks_of
 from commlens.outside.waits import compare_waits, needs_all
 
 
-def find_causes(job: SeenJob) -> list[Found]:
+def find_causes(job: SeenJob) -> list[Found[Any]]:
     """Return what was found, the most important first; nothing if no rank waits."""
     if job.absent:
         return [_dead(job)]
@@ -65,9 +58,10 @@ def none_waits(job: SeenJob) -> NoneWaits:
     )
 
 
-def _dead(job: SeenJob) -> Found:
+def _dead(job: SeenJob) -> Found[Dead]:
     ranks = sorted(job.absent)
-    return FoundDead(
+    return Found(
+        "dead",
         Dead(
             kind="dead",
             why="unknown",
@@ -80,11 +74,11 @@ def _dead(job: SeenJob) -> Found:
             processes=["gone" for _ in ranks],
             waits=job.waits(),
             doubt="unobserved",
-        )
+        ),
     )
 
 
-def _absent(job: SeenJob) -> list[Found]:
+def _absent(job: SeenJob) -> list[Found[Missing | Working]]:
     """Find the ranks that stand in no call while others wait, those at one place together. Leave
     out ranks that work, unless all of them do.
     """
@@ -92,7 +86,7 @@ def _absent(job: SeenJob) -> list[Found]:
     for one in job.outside:
         places[_place_of(job.doing[one.rank])].append(one)
     sure, doubt = _confidence(job, len(places))
-    found: list[Found] = [
+    found = [
         _absence(job, members, sure, doubt)
         for members in sorted(
             places.values(),
@@ -122,7 +116,7 @@ def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
 
 def _absence(
     job: SeenJob, members: Sequence[RankSample], sure: Confidence, doubt: Doubt | None
-) -> FoundAbsent:
+) -> Found[Missing | Working]:
     doing, ranks = job.doing[members[0].rank], ranks_of(members)
     frame = doing.frame or members[0].line
     if doing.works:
@@ -138,7 +132,7 @@ def _absence(
             activity=doing_of(doing),
             waits=job.waits(),
         )
-        return FoundAbsent(working, members, doubt, frame=frame)
+        return Found("absent", working, frame, [members], doubt)
     missing = Missing(
         kind="missing",
         why=doing.why,
@@ -155,12 +149,13 @@ def _absence(
         came=ranks_of(job.stuck),
         doubt=doubt,
     )
-    return FoundAbsent(missing, members, doubt, frame=frame)
+    return Found("absent", missing, frame, [members], doubt)
 
 
-def _unread(job: SeenJob) -> Found:
+def _unread(job: SeenJob) -> Found[Unrecorded]:
     ranks = ranks_of(job.unread)
-    return FoundUnread(
+    return Found(
+        "unread",
         Unrecorded(
             kind="missing",
             why="unknown",
@@ -173,12 +168,13 @@ def _unread(job: SeenJob) -> Found:
             reason="unreadable",
             waits=job.waits(),
             job_size=job.world,
-        )
+        ),
     )
 
 
-def _moving(job: SeenJob) -> Found:
-    return FoundMoving(
+def _moving(job: SeenJob) -> Found[Working]:
+    return Found(
+        "moving",
         Working(
             kind="waiting",
             why="in-collective",
@@ -189,5 +185,5 @@ def _moving(job: SeenJob) -> Found:
             ranks=ranks_of(job.moving),
             activity=Doing("in-collective", works=True, observed=True, unclear=False),
             waits=job.waits(),
-        )
+        ),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,6 +16,13 @@ from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
 from commlens.processes.process import command_line, has_torch
+from commlens.processes.ranks import (
+    RankProcess,
+    ancestors_of,
+    one_of_each,
+    python_processes,
+    rank_process,
+)
 from commlens.text import INLINE_CODE, count, ranks_phrase
 
 _SAME_JOB: Final = ("WORLD_SIZE", *launchers.PLACES, *launchers.STARTS)
@@ -30,21 +37,8 @@ NO_CAPABILITY: Final = (
     " from the host as root"
 )
 _COMMAND_MAX: Final = 80
+_JOBS_NAMED: Final = 8
 _CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
-
-
-class RankProcess(NamedTuple):
-    """A rank's process. The rank is -1 if its environment does not say it."""
-
-    rank: int
-    world_size: int
-    local_rank: int  # -1: unknown
-    pid: int
-    start_ticks: int
-    command: str
-    names: tuple[str, ...]  # by which a user may call the job
-    local_world_size: int = 0
-    restart: int = 0
 
 
 class FoundJob(NamedTuple):
@@ -80,50 +74,68 @@ def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
     """
     if wanted is not None and wanted.isdecimal():
         return _of_pid(int(wanted))
-    jobs = find_jobs()
-    if wanted is not None:
-        jobs = [job for job in jobs if any(wanted in one.command for one in job.ranks)]
-    if job_name is not None:
-        jobs = [job for job in jobs if any(job_name in one.names for one in job.ranks)]
+    jobs = [
+        job
+        for job in find_jobs()
+        if any(wanted is None or wanted in one.command for one in job.ranks)
+        and any(job_name is None or job_name in one.names for one in job.ranks)
+    ]
     if len(jobs) == 1:
         return jobs[0]
-    about = f" that match {wanted or job_name!r}" if wanted or job_name else ""
-    if not jobs:
-        raise EvidenceError(
-            f"No ranks of a distributed job{about} run on this machine{_as_this_user()}. Give the"
-            " pid of a rank or of its launcher."
-        )
-    raise CommandError(
-        f"Several jobs{about} run on this machine: {'; '.join(job.label for job in jobs[:8])}. Give"
-        " the pid of one rank."
+    name = wanted or job_name
+    about = f" that match {name!r}" if name else ""
+    if jobs:
+        raise CommandError(f"Several jobs{about} run on this machine: {_choice_among(jobs)}")
+    raise EvidenceError(
+        f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
+        " Give the pid of a rank or of its launcher."
     )
 
 
-def find_jobs(launcher: int | None = None) -> list[FoundJob]:
+def _choice_among(jobs: Sequence[FoundJob]) -> str:
+    """Return the jobs, and by what to name one of them."""
+    scripts = (script_of(job.ranks[0].command).partition(" ")[0] for job in jobs)
+    alone = [
+        script for script in scripts if sum(script in job.ranks[0].command for job in jobs) == 1
+    ]
+    by_script = f"its script, such as {alone[0]}, or by " if alone else ""
+    return f"{labels_of(jobs)}. Name one by {by_script}the pid of a rank."
+
+
+def labels_of(jobs: Sequence[FoundJob]) -> str:
+    """Return the first jobs by name: ``"ranks 0-1 of train.py (pid 41); 3 more"``."""
+    more = [f"{len(jobs) - _JOBS_NAMED} more"] if len(jobs) > _JOBS_NAMED else []
+    return "; ".join([*(job.label for job in jobs[:_JOBS_NAMED]), *more])
+
+
+def find_jobs(preferred: Collection[int] = ()) -> list[FoundJob]:
     """Return the jobs of this machine that this user may look at, oldest first.
 
     Args:
-        launcher: of two processes that are the same rank of the same job, the one below this
-            process counts.
+        preferred: pids; of several processes that are the same rank of the same job, these count.
     """
     found: dict[tuple[str, ...], list[RankProcess]] = {}
-    for pid in process.pids():
-        environ = process.environment(pid) if process.runs_python(pid) else {}
-        one = _rank_process(pid, environ)
-        if one is not None and one.rank >= 0:
+    for pid, environ in python_processes():
+        one = _rank_of_a_job(pid, environ)
+        if one is not None:
             key = tuple(environ.get(name, "") for name in _SAME_JOB)
             found.setdefault(key, []).append(one)
-    if launcher is not None:
-        for ranks in found.values():
-            near = [one for one in ranks if launcher in ancestors_of(one.pid)]
-            ranks[:] = near + [
-                one for one in ranks if one.rank not in {other.rank for other in near}
-            ]
-    jobs = [FoundJob(_one_of_each(ranks), []) for ranks in found.values()]
-    return sorted(
-        (_with_expected(job) for job in jobs if job.ranks),
-        key=lambda job: min(one.start_ticks for one in job.ranks),
-    )
+    for ranks in found.values():
+        known = {one.rank for one in ranks if one.pid in preferred}
+        ranks[:] = [one for one in ranks if one.pid in preferred or one.rank not in known]
+    jobs = [_with_expected(one_of_each(ranks)) for ranks in found.values()]
+    return sorted(jobs, key=lambda job: min(one.start_ticks for one in job.ranks))
+
+
+def _rank_of_a_job(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
+    """Return the rank that a process is; None if it is none, or only started or helps one."""
+    one = rank_process(pid, environ)
+    command = command_line(pid) if one is not None else ""
+    is_launcher = _LAUNCHERS.search(command) and not has_torch(pid)
+    if one is None or is_launcher or _OUR_OWN.search(command):
+        return None
+    names = filter(None, (environ.get(name, "") for name in launchers.JOB_NAMES))
+    return one._replace(command=command, names=tuple(names))
 
 
 def _of_pid(pid: int) -> FoundJob:
@@ -132,7 +144,7 @@ def _of_pid(pid: int) -> FoundJob:
         raise EvidenceError(f"There is no process {pid} on this machine.")
     refuse_foreign(pid)
     below = set(process.descendants(pid, ()))
-    jobs = find_jobs(launcher=pid if below else None)
+    jobs = find_jobs({pid, *below} if below else ())
     # A rank itself or a child of a rank decides before a launcher: two jobs may be children of one
     # shell.
     for family in (ancestors_of(pid), below):
@@ -140,10 +152,7 @@ def _of_pid(pid: int) -> FoundJob:
         if len(matching) == 1:
             return matching[0]
         if matching:
-            raise CommandError(
-                f"The process {pid} started several jobs:"
-                f" {'; '.join(job.label for job in matching[:8])}. Give a rank's pid."
-            )
+            raise CommandError(f"The process {pid} started several jobs: {_choice_among(matching)}")
     return _spawned(pid, below)
 
 
@@ -151,7 +160,13 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
     """Return the processes with torch below a process: torch.multiprocessing's ranks have no rank
     in their environment.
     """
-    with_torch = sorted(one for one in below if has_torch(one) and not _is_a_helper(one))
+    # multiprocessing's own processes, and workers of a data loader: their parent is a rank
+    helpers = ("resource_tracker", "forkserver", "compile_worker")
+    with_torch = sorted(
+        one
+        for one in below
+        if has_torch(one) and not any(name in command_line(one) for name in helpers)
+    )
     if not with_torch and has_torch(pid):
         with_torch = [pid]
     if not with_torch:
@@ -159,21 +174,12 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
             f"Neither the process {pid} ({short_command_of(pid)}) nor its children are ranks: none"
             " of them has loaded torch."
         )
+    size, command = len(with_torch), command_line(pid)
     ranks = [
-        RankProcess(
-            -1, 0, -1, one, job_dirs.start_ticks(one), command_line(pid), (), len(with_torch)
-        )
+        RankProcess(-1, one, job_dirs.start_ticks(one), local_size=size, command=command)
         for one in with_torch
     ]
     return FoundJob(ranks, [])
-
-
-def _is_a_helper(pid: int) -> bool:
-    """Return whether a process is multiprocessing's own, or a worker of a data loader: its parent
-    is a rank, not it.
-    """
-    command = command_line(pid)
-    return "resource_tracker" in command or "forkserver" in command or "compile_worker" in command
 
 
 def refuse_foreign(pid: int) -> None:
@@ -206,82 +212,24 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
+def _with_expected(ranks: list[RankProcess]) -> FoundJob:
+    """Return a job with the ranks that this machine should have, from torchrun's environment: its
+    ranks on one node follow each other.
+    """
+    first = ranks[0]
+    is_one_node = len({job_dirs.parent_of(one.pid) for one in ranks}) == 1
+    if not first.local_size or first.local_rank is None or not is_one_node:
+        return FoundJob(ranks, [])
+    start = first.rank - first.local_rank
+    return FoundJob(ranks, list(range(start, start + first.local_size)))
+
+
 def _as_this_user() -> str:
     return (
         ""
         if os.geteuid() == 0
         else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
     )
-
-
-def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
-    rank = launchers.number(environ, launchers.RANK)
-    stat = process.read_stat(pid)
-    if rank < 0 or stat is None or stat.ended:
-        return None
-    command = command_line(pid)
-    if _OUR_OWN.search(command) or (_LAUNCHERS.search(command) and not has_torch(pid)):
-        return None
-    return RankProcess(
-        rank,
-        launchers.number(environ, launchers.WORLD_SIZE, 0),
-        launchers.number(environ, launchers.LOCAL_RANK),
-        pid,
-        stat.start_ticks,
-        command,
-        tuple(filter(None, (environ.get(name, "") for name in launchers.JOB_NAMES))),
-        launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0),
-        launchers.number(environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
-    )
-
-
-def _one_of_each(candidates: list[RankProcess]) -> list[RankProcess]:
-    """Return one process for each rank.
-
-    A rank's children and the program that started it have its environment, too. A process of an
-    earlier job that met at the same port may still be there: the newest one counts.
-    """
-    newest = max(one.restart for one in candidates)
-    with_torch = {one.pid for one in candidates if has_torch(one.pid)}
-    best: dict[int, RankProcess] = {}
-    for one in sorted(
-        (one for one in candidates if one.restart == newest), key=lambda one: one.start_ticks
-    ):
-        known = best.get(one.rank)
-        if (
-            known is not None
-            and known.pid in with_torch
-            and (one.pid not in with_torch or is_below(one.pid, known.pid))
-        ):
-            continue
-        best[one.rank] = one
-    return [best[rank] for rank in sorted(best)]
-
-
-def is_below(pid: int, ancestor: int) -> bool:
-    """Return whether a process is a child of another one, or of a child of it."""
-    return ancestor in ancestors_of(pid)[1:]
-
-
-def ancestors_of(pid: int) -> list[int]:
-    """Return a process and its parents, without the init process."""
-    found = [pid]
-    while (parent := job_dirs.parent_of(found[-1])) > 1 and parent not in found:
-        found.append(parent)
-    return found
-
-
-def _with_expected(job: FoundJob) -> FoundJob:
-    """Add the ranks that this machine should have, from torchrun's environment: its ranks on one
-    node follow each other.
-    """
-    first = job.ranks[0]
-    if not first.local_world_size or first.local_rank < 0:
-        return job
-    start = first.rank - first.local_rank
-    if len({job_dirs.parent_of(one.pid) for one in job.ranks}) > 1:  # several nodes on one machine
-        return job
-    return job._replace(expected=list(range(start, start + first.local_world_size)))
 
 
 def short_command_of(pid: int) -> str:

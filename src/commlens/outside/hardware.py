@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from commlens.health.monitor import Monitor
-from commlens.health.places import RankProcess
+from commlens.health.places import RankOfNode
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
 from commlens.outside.find_ranks import FoundJob
@@ -20,60 +21,53 @@ from commlens.processes import process
 _WAIT_S: Final = 10.0  # NCCL's RAS service may take so long
 
 
-class HardwareLook:
-    """Two looks at the hardware of this node, and one question to NCCL's RAS service.
-
-    The first look and the question begin at once, in a thread.
+@contextlib.contextmanager
+def look_at_hardware(
+    job: FoundJob, root: Path, topology: Path | None = None
+) -> Iterator[Callable[[Sequence[RankLog]], NodeHealth]]:
+    """Look at the hardware of this node, and ask NCCL's RAS service, in a thread. The function that
+    this yields looks a second time, and returns what was found since the job began; it takes the
+    logs of the ranks on this node.
 
     Args:
         job: the ranks on this node.
         root: the folder below which the node's files are.
         topology: the user's inventory of hosts.
     """
+    environments = {one.pid: process.environment(one.pid) for one in job.ranks}
+    monitor = Monitor(root, past=True, topology=topology)
+    environment = next(iter(environments.values()), {})
+    monitor.learn_places(environment)
+    monitor.look_now(environment)
 
-    def __init__(self, job: FoundJob, root: Path, topology: Path | None = None) -> None:
-        self._job = job
-        self._environments = {one.pid: process.environment(one.pid) for one in job.ranks}
-        self._monitor = Monitor(root, past=True, topology=topology)
-        environment = next(iter(self._environments.values()), {})
-        self._monitor.learn_places(environment)
-        self._monitor.look_now(environment)
-
-    def finish(self, logs: Sequence[RankLog]) -> NodeHealth:
-        """Look a second time, and return what was found since the job began.
-
-        Args:
-            logs: of the ranks on this node.
-        """
-        self._monitor.look_now()
-        health = self._monitor.report(self._ranks(logs), wait_s=_WAIT_S)
-        began_ns = min((_started_ns(one.start_ticks) for one in self._job.ranks), default=0)
-        events = [event for event in health.events if event.at_ns >= began_ns]
-        return msgspec.structs.replace(health, began_ns=began_ns, events=events)
-
-    def _ranks(self, logs: Sequence[RankLog]) -> list[RankProcess]:
-        """Return the ranks with their processes, and those that should be here and have none."""
-        found = [
-            RankProcess(
+    def finish(logs: Sequence[RankLog]) -> NodeHealth:
+        monitor.look_now()
+        here = [
+            RankOfNode(
                 log.rank,
                 log.pid,
                 log.local_rank,
-                self._environments.get(log.pid, {}),
+                environments.get(log.pid, {}),
                 process.swapped_bytes(log.pid),
             )
             for log in logs
         ]
-        here = {log.rank for log in logs}
-        return [*found, *_absent(self._job.expected, here)]
+        absent = _absent(job.expected, {log.rank for log in logs})
+        health = monitor.report([*here, *absent], wait_s=_WAIT_S)
+        began_ns = min((_started_ns(one.start_ticks) for one in job.ranks), default=0)
+        events = [event for event in health.events if event.at_ns >= began_ns]
+        return msgspec.structs.replace(health, began_ns=began_ns, events=events)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._monitor.close()
+    try:
+        yield finish
+    finally:
+        monitor.close()
 
 
-def _absent(expected: Sequence[int], here: Collection[int]) -> list[RankProcess]:
+def _absent(expected: Sequence[int], here: Collection[int]) -> list[RankOfNode]:
+    """Return the ranks that should be here and have no process."""
     return [
-        RankProcess(rank, 0, local_rank, {})
+        RankOfNode(rank, 0, local_rank, {})
         for local_rank, rank in enumerate(sorted(expected))
         if rank not in here
     ]

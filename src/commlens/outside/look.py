@@ -9,19 +9,28 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from commlens.errors import EvidenceError, MissingDependency
+from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind, frame_kind
-from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
-from commlens.outside.calls import SeenFrame, counters, find_call, fingerprint, read_frames
-from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, RankProcess, script_of
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.outside.calls import (
+    counters,
+    find_call,
+    fingerprint,
+    meeting_place,
+)
+from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, script_of
 from commlens.outside.sample import Call, HostSamples, RankSample
 from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
 from commlens.processes.observer import Observer, Pulse
+from commlens.processes.pyspy import SeenFrame, SeenThread, Stacks
+from commlens.processes.ranks import RankProcess
+from commlens.processes.store_address import look_at_store
 
 WINDOW_S: Final = 2.5
 _LOOKS: Final = 3
@@ -29,21 +38,6 @@ _STATE_EVERY_S: Final = 0.1
 _PY_SPY_AT_ONCE: Final = 4
 _PY_SPY_TIMEOUT_S: Final = 8.0
 _SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
-
-
-class Thread(NamedTuple):
-    """A thread as py-spy saw it."""
-
-    stack: ThreadStack
-    seen: list[SeenFrame]
-    owns_gil: bool
-
-
-class Look(NamedTuple):
-    """The threads of a rank at one moment, the main one first; or why they could not be read."""
-
-    threads: list[Thread]
-    note: str | None
 
 
 def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) -> HostSamples:
@@ -65,35 +59,20 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) 
     observer = Observer(window_s + 5.0, use_py_spy=False)
     for one in job.ranks:
         observer.add(one.pid, one.start_ticks)
-    looks: list[list[Look]] = []
     began = time.monotonic()
-    with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
-        for number in range(_LOOKS):
-            # Local variables show the group, the peer and whether a loop moves.
-            looks.append(list(pool.map(lambda one: look(one.pid, values=True), job.ranks)))
-            if number + 1 < _LOOKS:
-                _observe(job.ranks, observer, began + window_s * (number + 1) / (_LOOKS - 1))
-        if native:
-            looks[-1] = list(pool.map(lambda one: look(one.pid, native=True), job.ranks))
+    looks = _look_repeatedly(job.ranks, observer, window_s, native=native)
     spent = time.monotonic() - began
     samples = [
-        _sample(one, [each[index] for each in looks], observer, native=native)
-        for index, one in enumerate(job.ranks)
+        _sample(one, of_rank, observer, native=native)
+        for one, of_rank in zip(job.ranks, zip(*looks, strict=True), strict=True)
     ]
     notes = sorted({sample.log.observation.stacks_note or "" for sample in samples} - {""})
     if notes and not any(sample.log.observation.stacks for sample in samples):
         raise EvidenceError(
             f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}."
         )
-    if any(one.rank < 0 for one in job.ranks) and any(sample.log.rank >= 0 for sample in samples):
-        # the others are the program that spawned them, and helpers
-        samples = [sample for sample in samples if sample.log.rank >= 0]
-    _number_ranks(samples)
     world = max((one.world_size for one in job.ranks), default=0)
-    for sample in samples:
-        sample.log.world_size = sample.log.world_size or world
-        if note := sample.log.observation.stacks_note:
-            sample.log.problems.append(f"its stacks could not be read: {note}")
+    samples = _complete(samples, job.ranks, world)
     dumps = take_dumps(job.ranks)
     lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in error_lines(one)]
     size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
@@ -109,6 +88,23 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) 
     )
 
 
+def _look_repeatedly(
+    ranks: Sequence[RankProcess], observer: Observer, window_s: float, *, native: bool
+) -> list[list[Stacks]]:
+    """Return each look at all ranks, and observe their processes in between."""
+    looks: list[list[Stacks]] = []
+    began = time.monotonic()
+    with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
+        for number in range(_LOOKS):
+            # Local variables show the group, the peer and whether a loop moves.
+            looks.append(list(pool.map(lambda one: look(one.pid, values=True), ranks)))
+            if number + 1 < _LOOKS:
+                _observe(ranks, observer, began + window_s * (number + 1) / (_LOOKS - 1))
+        if native:
+            looks[-1] = list(pool.map(lambda one: look(one.pid, native=True), ranks))
+    return looks
+
+
 def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> None:
     while True:
         for one in ranks:
@@ -119,7 +115,7 @@ def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> 
         time.sleep(min(_STATE_EVERY_S, left))
 
 
-def look(pid: int, *, native: bool = False, values: bool = False) -> Look:
+def look(pid: int, *, native: bool = False, values: bool = False) -> Stacks:
     """Read the threads of a process once.
 
     Args:
@@ -128,36 +124,13 @@ def look(pid: int, *, native: bool = False, values: bool = False) -> Look:
         values: also local variables.
     """
     options = [*(["--native"] if native else ["--nonblocking"]), *(["--locals"] if values else [])]
-    answer, note = pyspy.dump(
+    return pyspy.take(
         pid,
+        classifier(pid),
         *options,
         timeout_s=_PY_SPY_TIMEOUT_S,
         why_refused=lambda message: why_refused(pid, message),
     )
-    return _parse(answer, pid) if answer is not None else Look([], note)
-
-
-def _parse(answer: Any, pid: int) -> Look:
-    now = time.time_ns()
-    threads: list[Thread] = []
-    classify = classifier(pid)
-    try:
-        for thread in answer:
-            number = int(thread.get("os_thread_id") or 0)
-            seen = read_frames(thread["frames"], classify)
-            name = thread.get("thread_name") or ("MainThread" if number == pid else "")
-            stack = ThreadStack(
-                number,
-                name,
-                tuple(one.frame for one in seen),
-                now,
-                is_main=number == pid or name == "MainThread",
-            )
-            threads.append(Thread(stack, seen, bool(thread.get("owns_gil"))))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Look([], pyspy.NO_JSON)
-    threads.sort(key=lambda one: not one.stack.is_main)
-    return Look(threads, None if threads else "py-spy found no Python thread")
 
 
 def classifier(pid: int) -> Callable[[str], FrameKind]:
@@ -202,7 +175,7 @@ def why_refused(pid: int, message: str) -> str:
 
 
 def _sample(
-    one: RankProcess, looks: Sequence[Look], observer: Observer, *, native: bool
+    one: RankProcess, looks: Sequence[Stacks], observer: Observer, *, native: bool
 ) -> RankSample:
     """Combine the looks at one rank."""
     good = [look for look in looks if look.threads]
@@ -214,7 +187,7 @@ def _sample(
         world_size=one.world_size,
         host=os.uname().nodename,
         pid=one.pid,
-        local_rank=one.local_rank if one.local_rank >= 0 else None,
+        local_rank=one.local_rank,
         restart=one.restart,
         captured_ns=time.time_ns(),
         script=script_of(one.command),
@@ -222,33 +195,36 @@ def _sample(
         initialised=True,
         observation=seen,
     )
-    sample = RankSample(log, python=_interpreter(one.pid))
+    sample = RankSample(log)
     if not good:
         seen.stacks_note = looks[-1].note
         return sample
-    last = good[-1]
-    seen.stacks = [thread.stack for thread in last.threads]
-    compared = [look for look in good if not native or look is not good[-1]]
+    seen.stacks = [thread.stack for thread in good[-1].threads]
+    compared = good[:-1] if native else good
     if len(compared) > 1:
         # A loop around a sleep changes its variables: that moves a rank, but it is no work.
         sample.moved = len({fingerprint(look.threads[0].seen) for look in compared}) > 1
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
-    values = compared[-1] if compared else last
+    values = (compared or good)[-1]
     sample.call = _call(values.threads, one.pid)
     main = values.threads[0]
+    place = meeting_place(main.seen)
+    seen.store = look_at_store(one.pid, *place) if place is not None else None
     sample.counters = counters(main.seen)
-    sample.holds_gil = _holds_gil(good, seen)
-    seen.holds_gil = sample.holds_gil
+    seen.holds_gil = _holds_gil(good, seen)
     if one.rank < 0:
         log.rank = _rank_in(main.seen)
-    if any(frame.function in _SHUTDOWN for frame in main.stack.frames[:4]) and not any(
-        frame.kind is FrameKind.USER for frame in main.stack.frames
-    ):
-        log.left = True
+    log.left = _is_at_exit(main.stack.frames)
     return sample
 
 
-def _call(threads: Sequence[Thread], pid: int) -> Call | None:
+def _is_at_exit(frames: Sequence[Frame]) -> bool:
+    """Return whether the interpreter shuts down, with no user code left to run."""
+    is_shutdown = any(frame.function in _SHUTDOWN for frame in frames[:4])
+    return is_shutdown and not any(frame.kind is FrameKind.USER for frame in frames)
+
+
+def _call(threads: Sequence[SeenThread], pid: int) -> Call | None:
     """Return the call that a rank waits in. In backward, autograd's own threads run Python hooks
     that may issue collectives.
     """
@@ -261,7 +237,7 @@ def _call(threads: Sequence[Thread], pid: int) -> Call | None:
     return call
 
 
-def _holds_gil(looks: Sequence[Look], seen: Observation) -> bool:
+def _holds_gil(looks: Sequence[Stacks], seen: Observation) -> bool:
     """Return whether the main thread held the GIL in all looks and used no CPU: it waits in C code
     that does not release the GIL.
     """
@@ -294,10 +270,13 @@ def _rank_in(frames: Sequence[SeenFrame]) -> int:
     return -1
 
 
-def _number_ranks(samples: list[RankSample]) -> None:
-    """Number ranks whose number is unknown by their pids, if no other rank would have the same
-    number.
-    """
+def _complete(
+    samples: list[RankSample], processes: Sequence[RankProcess], world_size: int
+) -> list[RankSample]:
+    """Return the samples of ranks alone, with the rank and the world size where they lack it."""
+    if any(one.rank < 0 for one in processes) and any(each.log.rank >= 0 for each in samples):
+        # the others are the program that spawned them, and helpers
+        samples = [sample for sample in samples if sample.log.rank >= 0]
     ranks = [sample.log.rank for sample in samples]
     if -1 in ranks or len(set(ranks)) < len(ranks):
         for number, sample in enumerate(sorted(samples, key=lambda one: one.log.pid)):
@@ -306,10 +285,8 @@ def _number_ranks(samples: list[RankSample]) -> None:
                 "its rank is not known: the ranks are numbered in the order of their pids"
             )
         samples.sort(key=lambda one: one.log.rank)
-
-
-def _interpreter(pid: int) -> str:
-    try:
-        return str(Path(f"/proc/{pid}/exe").readlink())
-    except OSError:
-        return ""
+    for sample in samples:
+        sample.log.world_size = sample.log.world_size or world_size
+        if note := sample.log.observation.stacks_note:
+            sample.log.problems.append(f"its stacks could not be read: {note}")
+    return samples

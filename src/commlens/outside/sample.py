@@ -59,8 +59,6 @@ class RankSample(msgspec.Struct):
     # whether its stack or a value on it changed between two looks; None: unknown
     moved: bool | None = None
     counters: dict[str, int] = {}  # loop variables on its stack, by "function.name"
-    holds_gil: bool = False
-    python: str = ""  # its interpreter
 
     @property
     def rank(self) -> int:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Generic, Literal
 
+from commlens.diagnosis.causes.context import C
 from commlens.diagnosis.index.activity import Activity, activity_of
 from commlens.diagnosis.index.process_exit import process_exit_of
-from commlens.model.cause import (
-    AnyCause,
-    CollectiveRef,
-    Cycle,
-    Dead,
-    Doubt,
-    GroupRef,
-    LoopRound,
-    Mismatch,
-    Missing,
-    StuckInside,
-    Unrecorded,
-    Wait,
-    Working,
-)
+from commlens.model.cause import CollectiveRef, Doubt, GroupRef, Wait
 from commlens.model.collective import Frame
 from commlens.model.ranklog import End
 from commlens.outside.sample import DEFAULT_GROUP, Call, HostSamples, RankSample
@@ -103,79 +90,27 @@ def source_of(one: RankSample) -> str | None:
     return one.line.where if one.line is not None else None
 
 
+Seen = Literal[
+    "dead", "absent", "unread", "moving", "ring", "unmet", "sides", "out-of-round", "inside"
+]
+"""What the samples show.
+
+``dead``: ranks whose launcher started them have no process. ``absent``: ranks are outside of calls
+while others wait. ``unread``: the stacks of some ranks are unknown, and all others wait.
+``moving``: ranks move on in calls while others wait. ``ring``: messages wait for each other.
+``unmet``: the other rank of a message waits in a collective. ``sides``: ranks wait in different
+calls. ``out-of-round``: one of the ranks that wait at one line is in another round of its loop.
+``inside``: all ranks wait at one line.
+"""
+
+
 @dataclass
-class Found:
+class Found(Generic[C]):
     """A cause, and the samples that words are made of."""
 
-    cause: AnyCause
-    frame: Frame | None = field(default=None, kw_only=True)  # the line to look at
-
-
-@dataclass
-class FoundDead(Found):
-    """Ranks whose launcher started them, and that have no process."""
-
-    cause: Dead
-
-
-@dataclass
-class FoundAbsent(Found):
-    """Ranks at one place outside of calls while others wait."""
-
-    cause: Missing | Working
-    members: Sequence[RankSample]
-    doubt: Doubt | None
-
-
-@dataclass
-class FoundUnread(Found):
-    """Ranks whose stacks could not be read, while all others wait."""
-
-    cause: Unrecorded
-
-
-@dataclass
-class FoundMoving(Found):
-    """Ranks that move on in calls while others wait."""
-
-    cause: Working
-
-
-@dataclass
-class FoundRing(Found):
-    """Ranks whose messages wait for each other."""
-
-    cause: Cycle
-    members: Sequence[RankSample]
-
-
-@dataclass
-class FoundUnmet(Found):
-    """A message whose other rank waits in a collective."""
-
-    cause: Missing
-    waiting: RankSample
-    other: RankSample
-
-
-@dataclass
-class FoundSides(Found):
-    """Ranks that wait in different calls."""
-
-    cause: Mismatch | Cycle
-    sides: Sequence[Sequence[RankSample]]  # that wait in one call, the fewest ranks first
-
-
-@dataclass
-class FoundOutOfRound(Found):
-    """Ranks that wait at one line, one of them in another round of its loop."""
-
-    cause: Mismatch
-    ahead: LoopRound
-
-
-@dataclass
-class FoundInside(Found):
-    """Ranks that all wait at one line."""
-
-    cause: StuckInside
+    seen: Seen
+    cause: C
+    frame: Frame | None = None  # the line to look at
+    # those that stand in one place or call together, the fewest ranks first
+    sides: Sequence[Sequence[RankSample]] = ()
+    doubt: Doubt | None = None

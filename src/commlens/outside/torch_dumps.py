@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from commlens.outside.find_ranks import RankProcess
 from commlens.processes import process
+from commlens.processes.ranks import RankProcess
 from commlens.text import clean
 
 _PIPE: Final = re.compile(r"^(TORCH_)?\w+_DEBUG_INFO_PIPE_FILE$")

@@ -6,18 +6,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from commlens.diagnosis.causes.circumstances import (
+    add_init_meeting,
+    affected_by,
+    ask_witness,
+    shared_place,
+)
 from commlens.diagnosis.causes.hardware import add_hardware_seen
-from commlens.diagnosis.causes.ras import ask_witness
-from commlens.diagnosis.causes.shared_place import affected_by, shared_place
-from commlens.diagnosis.index.node_health import Node
-from commlens.diagnosis.index.whereabouts import whereabouts
+from commlens.diagnosis.index.nodes import Node, whereabouts
 from commlens.model.cause import AnyCause, Dead, StuckInside
 from commlens.model.verdict import Verdict
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples
 from commlens.outside.seen import SeenJob
 from commlens.outside.words import describe, describe_none_waits
-from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase, sentence
+from commlens.text import capital, count, duration, joined, ranks_and_verb, ranks_phrase, sentence
 
 _MOST_PIDS: Final = 8
 
@@ -30,7 +33,7 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
     """
     job = SeenJob(hosts)
     missing = _missing_evidence(hosts, job)
-    looked = f"{_job_words(job)} from outside, for {job.window_s:.1f} s"
+    looked = f"{_job_words(job)} from outside, for {duration(job.window_s * 1e9)}"
     if job.absent and len(job.absent) == len(job.samples):
         return Verdict(
             summary="the job has ended while it was looked at",
@@ -40,6 +43,7 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
         )
     causes = find_causes(job)
     for found in causes:
+        _add_init_meeting(found.cause, job)
         _add_hardware(found.cause, hosts, job)
     findings = [describe(job, found) for found in causes]
     if findings:
@@ -48,6 +52,17 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked)
     verdict.findings = []
     return verdict
+
+
+def _add_init_meeting(cause: AnyCause, job: SeenJob) -> None:
+    """Add to a cause in ``init_process_group`` how far the ranks have come there."""
+    came = {
+        one.rank: one.log.observation.store
+        for one in job.samples
+        if one.call is not None and one.call.op == "init_process_group"
+    }
+    if came and all(one.rank in came for one in job.stuck):
+        add_init_meeting(cause, job.world, came)
 
 
 def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -> None:

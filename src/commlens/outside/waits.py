@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from commlens.model.cause import (
     Arguments,
@@ -21,24 +21,13 @@ from commlens.model.cause import (
     StuckInside,
 )
 from commlens.outside.sample import DEFAULT_GROUP, Call, RankSample
-from commlens.outside.seen import (
-    Found,
-    FoundInside,
-    FoundOutOfRound,
-    FoundRing,
-    FoundSides,
-    FoundUnmet,
-    SeenJob,
-    collective_of,
-    ranks_of,
-    source_of,
-)
+from commlens.outside.seen import Found, SeenJob, collective_of, ranks_of, source_of
 
 _BLIND: Final = frozenset({"request", "device"})
 """Calls that do not show which ranks they wait for."""
 
 
-def compare_waits(job: SeenJob) -> Found:
+def compare_waits(job: SeenJob) -> Found[Any]:
     """Find the cause if all ranks of a job wait in calls."""
     return _ring(job) or _unmet(job) or _sides(job)
 
@@ -48,7 +37,7 @@ def needs_all(call: Call | None) -> bool:
     return call is not None and (call.group == DEFAULT_GROUP or call.op == "init_process_group")
 
 
-def _ring(job: SeenJob) -> Found | None:
+def _ring(job: SeenJob) -> Found[Cycle] | None:
     """Find ranks whose messages wait for each other."""
     peer = {
         one.rank: one.call.peer
@@ -65,8 +54,8 @@ def _ring(job: SeenJob) -> Found | None:
     return None
 
 
-def _ring_of(job: SeenJob, members: Sequence[RankSample]) -> Found:
-    ahead = _ahead(*members) if len(members) == 2 else None
+def _ring_of(job: SeenJob, members: Sequence[RankSample]) -> Found[Cycle]:
+    ahead = _odd_round(members) if len(members) == 2 else None
     # which of them called in the wrong order cannot be seen
     culprits = [ahead.rank] if ahead is not None else []
     first = next((one for one in members if one.rank in culprits), members[0])
@@ -86,10 +75,10 @@ def _ring_of(job: SeenJob, members: Sequence[RankSample]) -> Found:
         ],
         other_round=ahead,
     )
-    return FoundRing(cause, members, frame=first.line)
+    return Found("ring", cause, first.line, [members])
 
 
-def _unmet(job: SeenJob) -> Found | None:
+def _unmet(job: SeenJob) -> Found[Missing] | None:
     """Find a message whose other rank is in a collective: that rank left out its part, or the
     message is one too many.
     """
@@ -99,7 +88,7 @@ def _unmet(job: SeenJob) -> Found | None:
             continue
         other = by_rank.get(one.call.peer)
         if other is not None and other.call is not None and other.call.kind != "message":
-            return FoundUnmet(_unmet_cause(job, one, other), one, other, frame=one.line)
+            return Found("unmet", _unmet_cause(job, one, other), one.line, [[one], [other]])
     return None
 
 
@@ -123,7 +112,7 @@ def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
     )
 
 
-def _sides(job: SeenJob) -> Found:
+def _sides(job: SeenJob) -> Found[Any]:
     """Compare the calls in which all ranks wait. The majority decides if every rank must reach one
     of the two calls.
     """
@@ -134,12 +123,12 @@ def _sides(job: SeenJob) -> Found:
     sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
     if len(sides) == 1:
         return _out_of_round(job) or _inside(job)
-    return FoundSides(_disagreement(job, sides), sides, frame=sides[0][0].line)
+    return Found("sides", _disagreement(job, sides), sides[0][0].line, sides)
 
 
 def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismatch | Cycle:
     odd, most = sides[0], sides[-1]
-    ahead = _ahead(odd[0], most[0])
+    other_round = _odd_round(job.stuck)
     decided = _is_decided(sides)
     kind = _kind_of(odd[0], most[0], decided=decided)
     if kind == "cycle":
@@ -152,7 +141,7 @@ def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismat
             confidence="low",
             ranks=ranks_of(job.stuck),
             waits=job.waits(),
-            other_round=ahead,
+            other_round=other_round,
         )
     call = odd[0].call
     return Mismatch(
@@ -175,7 +164,7 @@ def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismat
             for side in sides[:-9:-1]
             if side[0].call is not None
         ],
-        other_round=ahead,
+        other_round=other_round,
         doubt="groups-may-differ" if decided else "undecided",
     )
 
@@ -208,9 +197,9 @@ def _kind_of(odd: RankSample, most: RankSample, *, decided: bool) -> Kind:
     return "missing" if decided else "cycle"
 
 
-def _out_of_round(job: SeenJob) -> Found | None:
+def _out_of_round(job: SeenJob) -> Found[Mismatch] | None:
     """Find the rank that waits at the same line as all others, in another round of its loop."""
-    ahead = _odd_counter(job.stuck)
+    ahead = _odd_round(job.stuck) if len(job.stuck) > 2 else None
     if ahead is None:
         return None
     odd = next(one for one in job.stuck if one.rank == ahead.rank)
@@ -233,12 +222,16 @@ def _out_of_round(job: SeenJob) -> Found | None:
         other_round=ahead,
         doubt="groups-may-differ",
     )
-    return FoundOutOfRound(cause, ahead, frame=odd.line)
+    return Found("out-of-round", cause, odd.line)
 
 
-def _inside(job: SeenJob) -> Found:
+def _inside(job: SeenJob) -> Found[StuckInside]:
     """Report ranks that all wait at the same line: the call itself does not complete."""
-    busy = [one.rank for one in job.stuck if job.doing[one.rank].works]
+    busy = [
+        one.rank
+        for one in job.stuck
+        if job.doing[one.rank].works and not job.doing[one.rank].unclear
+    ]
     cause = StuckInside(
         kind="waiting" if busy else "stuck-inside",
         why="in-collective",
@@ -251,32 +244,22 @@ def _inside(job: SeenJob) -> Found:
         waits=job.waits(),
         busy=busy,
     )
-    return FoundInside(cause, frame=job.stuck[0].line)
+    return Found("inside", cause, job.stuck[0].line)
 
 
-def _ahead(first: RankSample, other: RankSample) -> LoopRound | None:
-    """Return the one of two ranks whose loop is ahead; None if neither is, or no loop variable is
-    on both stacks.
+def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:
+    """Return the only rank whose loop variable differs from the value that all others have, of two
+    ranks the one that is ahead; None if there is none.
     """
-    for name, value in first.counters.items():
-        theirs = other.counters.get(name)
-        if theirs is not None and theirs != value:
-            rank = first.rank if value > theirs else other.rank
-            return LoopRound(rank, _variable(name), max(value, theirs), min(value, theirs))
-    return None
-
-
-def _odd_counter(members: Sequence[RankSample]) -> LoopRound | None:
-    """Return the only rank whose loop variable differs from the value that all others have; None if
-    there is none.
-    """
-    for name in members[0].counters if len(members) > 2 else ():
-        values = {one.rank: one.counters[name] for one in members if name in one.counters}
-        counts = Counter(values.values()).most_common()
-        if len(values) == len(members) and len(counts) == 2 and counts[1][1] == 1:
-            (usual, _), (odd, _) = counts
-            rank = next(rank for rank, value in values.items() if value == odd)
-            return LoopRound(rank, _variable(name), odd, usual)
+    for name in members[0].counters:
+        values = {one.counters[name]: one.rank for one in members if name in one.counters}
+        counts = Counter(one.counters.get(name) for one in members)
+        if None in counts or len(counts) != 2:
+            continue
+        odd = max(values) if len(members) == 2 else min(values, key=lambda value: counts[value])
+        if counts[odd] == 1:
+            others = sum(values) - odd
+            return LoopRound(values[odd], _variable(name), odd, others)
     return None
 
 

@@ -8,27 +8,27 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from commlens.diagnosis.words.activities import activity_words, sign_words
+from commlens.diagnosis.words.circumstances import with_init_meeting
 from commlens.diagnosis.words.finding import Words, finding_of, locate
 from commlens.diagnosis.words.hardware import add_hardware
 from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN
-from commlens.model.cause import Doubt, LoopRound, NoneWaits
+from commlens.diagnosis.words.next_steps import step_without_tensors
+from commlens.diagnosis.words.phrases import activity_words, sign_words
+from commlens.model.cause import (
+    Cycle,
+    Dead,
+    Doubt,
+    LoopRound,
+    Mismatch,
+    Missing,
+    NoneWaits,
+    StuckInside,
+    Unrecorded,
+    Working,
+)
 from commlens.model.verdict import Finding
 from commlens.outside.sample import RankSample
-from commlens.outside.seen import (
-    Found,
-    FoundAbsent,
-    FoundDead,
-    FoundInside,
-    FoundMoving,
-    FoundOutOfRound,
-    FoundRing,
-    FoundSides,
-    FoundUnmet,
-    FoundUnread,
-    SeenJob,
-    ranks_of,
-)
+from commlens.outside.seen import Found, Seen, SeenJob, ranks_of
 from commlens.text import (
     capital,
     count,
@@ -50,10 +50,10 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
 }
 
 
-def describe(job: SeenJob, found: Found) -> Finding:
+def describe(job: SeenJob, found: Found[Any]) -> Finding:
     """Return the finding of what was found. Its evidence ends with where all ranks stand."""
-    words = _WORDS[type(found)](job, found)
-    words = add_hardware(words, found.cause)
+    words = _WORDS[found.seen](job, found)
+    words = add_hardware(with_init_meeting(words, found.cause), found.cause)
     words = words._replace(evidence=[*words.evidence, *_places(job)])
     return locate(finding_of(found.cause, words), None, found.frame)
 
@@ -74,7 +74,7 @@ def _no_wait(job: SeenJob, cause: NoneWaits) -> str:
         unread = ranks_phrase(cause.unreadable)
         return f"the stack of {unread} could not be read; the other ranks do not wait"
     if not cause.moving:
-        return f"no rank waits for another, and none moved within {job.window_s:.1f} s"
+        return f"no rank waits for another, and none moved within {duration(job.window_s * 1e9)}"
     if cause.moving != cause.ranks:
         return f"nothing is wrong: no rank waits for another, and {moving}"
     if cause.whole_job:
@@ -93,7 +93,7 @@ def _steps(job: SeenJob) -> str:
     return f"steps {min(values)} to {max(values)}" if values else ""
 
 
-def _dead(job: SeenJob, found: FoundDead) -> Words:
+def _dead(job: SeenJob, found: Found[Dead]) -> Words:
     ranks = found.cause.ranks
     one = verb(ranks, "process", "processes")
     it, its = verb(ranks, "it", "they"), verb(ranks, "its", "their")
@@ -110,8 +110,9 @@ def _dead(job: SeenJob, found: FoundDead) -> Words:
     )
 
 
-def _absent(job: SeenJob, found: FoundAbsent) -> Words:
-    ranks, doing = found.cause.ranks, job.doing[found.members[0].rank]
+def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
+    ranks, one = found.cause.ranks, found.sides[0][0]
+    doing = job.doing[one.rank]
     at = frame_phrase(found.frame)
     if found.cause.kind == "waiting":
         did = f"{ranks_and_verb(ranks, 'works', 'work')} in {at or 'code without a Python frame'}"
@@ -124,7 +125,7 @@ def _absent(job: SeenJob, found: FoundAbsent) -> Words:
         it = verb(ranks, "it works, so it", "they work, so they")
         doubt = f"{capital(it)} may still arrive."
     are = capital(ranks_and_verb(ranks, "is", "are"))
-    first = verb(ranks, "", f". Rank {found.members[0].rank}")
+    first = verb(ranks, "", f". Rank {one.rank}")
     return Words(
         summary=f"{did}{_waiting(job, '; ')}",
         explanation=(
@@ -135,8 +136,8 @@ def _absent(job: SeenJob, found: FoundAbsent) -> Words:
     )
 
 
-def _absence_step(job: SeenJob, found: FoundAbsent) -> str:
-    one = found.members[0]
+def _absence_step(job: SeenJob, found: Found[Missing | Working]) -> str:
+    one = found.sides[0][0]
     doing, log = job.doing[one.rank], one.log
     if doing.why == "stopped":
         them = verb(found.cause.ranks, "it", "them")
@@ -153,7 +154,7 @@ def _absence_step(job: SeenJob, found: FoundAbsent) -> str:
     )
 
 
-def _unread(job: SeenJob, found: FoundUnread) -> Words:
+def _unread(job: SeenJob, found: Found[Unrecorded]) -> Words:
     return Words(
         summary=(
             f"the stack of {ranks_phrase(found.cause.ranks)} could not be read{_waiting(job, '; ')}"
@@ -167,7 +168,7 @@ def _unread(job: SeenJob, found: FoundUnread) -> Words:
     )
 
 
-def _moving(job: SeenJob, found: FoundMoving) -> Words:
+def _moving(job: SeenJob, found: Found[Working]) -> Words:
     return Words(
         summary=(
             f"{ranks_and_verb(found.cause.ranks, 'moves', 'move')} on{_waiting(job, ', while ')}"
@@ -177,13 +178,16 @@ def _moving(job: SeenJob, found: FoundMoving) -> Words:
     )
 
 
-def _ring(job: SeenJob, found: FoundRing) -> Words:
+def _ring(job: SeenJob, found: Found[Cycle]) -> Words:
     ahead = found.cause.other_round
-    skipped = f"{capital(_round(ahead))}: it has left out a message. " if ahead is not None else ""
+    skipped = ""
+    if ahead is not None:
+        other = ranks_phrase(rank for rank in found.cause.ranks if rank != ahead.rank)
+        skipped = f"{capital(_round(ahead, other))}: it has left out a message. "
     return Words(
         summary=(
             f"{ranks_phrase(found.cause.ranks)} wait for each other:"
-            f" {joined(_stand(one) for one in found.members)}"
+            f" {joined(_stand(one) for one in found.sides[0])}"
         ),
         explanation=f"{skipped}{_unmoved(job)}",
         next_step=f"compare the order of sends and receives up to {frame_phrase(found.frame)}",
@@ -191,8 +195,8 @@ def _ring(job: SeenJob, found: FoundRing) -> Words:
     )
 
 
-def _unmet(job: SeenJob, found: FoundUnmet) -> Words:
-    one, other = found.waiting, found.other
+def _unmet(job: SeenJob, found: Found[Missing]) -> Words:
+    [one], [other] = found.sides
     op = one.call.op if one.call is not None else "the message"
     part = "recv" if op == "send" else "send"
     return Words(
@@ -209,7 +213,7 @@ def _unmet(job: SeenJob, found: FoundUnmet) -> Words:
     )
 
 
-def _sides(job: SeenJob, found: FoundSides) -> Words:
+def _sides(job: SeenJob, found: Found[Mismatch | Cycle]) -> Words:
     sides = found.sides
     odd, most = sides[0], sides[-1]
     if found.cause.blamed_by == "majority":
@@ -240,43 +244,49 @@ def _sides(job: SeenJob, found: FoundSides) -> Words:
     )
 
 
-def _out_of_round(job: SeenJob, found: FoundOutOfRound) -> Words:
+def _out_of_round(job: SeenJob, found: Found[Mismatch]) -> Words:
+    ahead = found.cause.other_round
+    assert ahead is not None
     return Words(
-        summary=f"{_round(found.ahead)}; {_stands(job.stuck)}",
+        summary=f"{_round(ahead)}; {_stands(job.stuck)}",
         explanation=f"Its loop is not in step with the others'. {_unmoved(job)}",
-        next_step=f"find out which round of its loop rank {found.ahead.rank} left out or added",
+        next_step=f"find out which round of its loop rank {ahead.rank} left out or added",
         would_raise_confidence=_MORE,
     )
 
 
-def _inside(job: SeenJob, found: FoundInside) -> Words:
+def _inside(job: SeenJob, found: Found[StuckInside]) -> Words:
     busy = found.cause.busy
     work = []
     if busy:
         uses = capital(ranks_and_verb(busy, "uses", "use"))
         work.append(f"{uses} CPU or the network: the call may be at work.")
     return Words(
-        summary=f"{_stands(job.stuck)}, and none has left it within {job.window_s:.1f} s",
+        summary=f"{_stands(job.stuck)}, and none has left it within {duration(job.window_s * 1e9)}",
         explanation="All ranks stand at the same line.",
-        next_step=(
-            "look again with --window 30; if they still stand there, compare the tensors' shapes,"
-            " and look at the network"
-        ),
+        next_step=f"look again with --window 30; if they still stand there, {_compare(job, found)}",
         evidence=work,
         would_raise_confidence=_MORE,
     )
 
 
-_WORDS: Final[Mapping[type, Callable[[SeenJob, Any], Words]]] = {
-    FoundAbsent: _absent,
-    FoundDead: _dead,
-    FoundInside: _inside,
-    FoundMoving: _moving,
-    FoundOutOfRound: _out_of_round,
-    FoundRing: _ring,
-    FoundSides: _sides,
-    FoundUnmet: _unmet,
-    FoundUnread: _unread,
+def _compare(job: SeenJob, found: Found[StuckInside]) -> str:
+    call = job.stuck[0].call
+    at = f" at {frame_phrase(found.frame)}" if found.frame is not None else ""
+    step = step_without_tensors(call.op, at) if call is not None else ""
+    return step or "compare the tensors' shapes, and look at the network"
+
+
+_WORDS: Final[Mapping[Seen, Callable[[SeenJob, Any], Words]]] = {
+    "dead": _dead,
+    "absent": _absent,
+    "unread": _unread,
+    "moving": _moving,
+    "ring": _ring,
+    "unmet": _unmet,
+    "sides": _sides,
+    "out-of-round": _out_of_round,
+    "inside": _inside,
 }
 
 
@@ -320,10 +330,10 @@ def _unmoved(job: SeenJob) -> str:
     return f"{ranks} did not move for {duration(job.window_s * 1e9)}."
 
 
-def _round(ahead: LoopRound) -> str:
+def _round(ahead: LoopRound, others: str = "the others") -> str:
     """``"rank 2 is in step 7, the others in step 6"``."""
     name = ahead.variable
-    return f"rank {ahead.rank} is in {name} {ahead.value}, the others in {name} {ahead.others}"
+    return f"rank {ahead.rank} is in {name} {ahead.value}, {others} in {name} {ahead.others}"
 
 
 def _stands(members: Sequence[RankSample]) -> str:

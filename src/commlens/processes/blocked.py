@@ -12,7 +12,13 @@ import re
 import socket
 from typing import Final, NamedTuple
 
-from commlens.processes.process import children, command_line, descendants, read_text
+from commlens.processes.process import (
+    children,
+    command_line,
+    descendants,
+    read_lines,
+    read_text,
+)
 from commlens.text import printable
 
 _CALLS: Final = {
@@ -66,7 +72,6 @@ _CALLS: Final = {
 """Numbers of system calls that wait for one thing, by machine."""
 _WAIT4: Final = {61, 260}  # its first argument is the pid; the second one of waitid
 _COMMAND_MAX: Final = 80
-_FILE_MAX: Final = 1 << 24
 
 
 class Wait(NamedTuple):
@@ -114,7 +119,7 @@ def _lock(pid: int, descriptor: int) -> Wait:
     """
     path = _target(pid, descriptor)
     holder, number, waits = 0, "", False
-    for line in _lines("/proc/locks"):
+    for line in read_lines("/proc/locks"):
         found = re.match(r"(\d+): (-> )?(?:\S+\s+){3}(-?\d+) ", line)
         if found is None:
             continue
@@ -178,7 +183,7 @@ def _target(pid: int, descriptor: int) -> str:
 def _peer(pid: int, inode: int) -> str:
     """Return the address of the other side of a TCP socket; empty for other sockets."""
     for table in ("tcp", "tcp6"):
-        for line in _lines(f"/proc/{pid}/net/{table}")[1:]:
+        for line in read_lines(f"/proc/{pid}/net/{table}")[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[9] == str(inode):
                 return _address(fields[2])
@@ -194,15 +199,6 @@ def _address(text: str) -> str:
     if len(raw) == 4:
         return f"{socket.inet_ntop(socket.AF_INET, raw)}:{int(port, 16)}"
     return f"[{socket.inet_ntop(socket.AF_INET6, raw)}]:{int(port, 16)}".replace("[::ffff:", "[")
-
-
-def _lines(path: str) -> list[str]:
-    """Return the lines of a file that may be larger than one read returns."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as in process.read_text
-            return file.read(_FILE_MAX).splitlines()
-    except OSError:
-        return []
 
 
 def _named(pid: int) -> str:

@@ -4,7 +4,9 @@ read is None.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,30 +38,26 @@ class Cgroup:
         """
         found = cls()
         for line in (read_text(f"/proc/{pid}/cgroup") or "").splitlines():
-            parts = line.split(":", 2)
-            if len(parts) != 3:
-                continue
-            _, controllers, inside = parts
+            _, controllers, inside = line.split(":", 2)
             names = controllers.split(",")
-            if not controllers:
-                bases = [root, root / "unified"]
-            elif "cpu" in names or "memory" in names:
-                bases = [root / controllers, *(root / name for name in names)]
-            else:
+            if controllers and not {"cpu", "memory"}.intersection(names):
                 continue
+            bases = (
+                [root / controllers, *(root / name for name in names)]
+                if controllers
+                else [root, root / "unified"]
+            )
             candidates = (folder for base in bases for folder in (base / inside.lstrip("/"), base))
-            folder = next((each for each in candidates if (each / "cgroup.procs").exists()), None)
-            if folder is None:
-                continue
+            here = [each for each in candidates if (each / "cgroup.procs").exists()][:1]
             # v1 first: where both are mounted, the controllers are v1's, and v2's files lack their
             # counters.
-            if "cpu" in names:
-                found.cpu.insert(0, folder)
-            if "memory" in names:
-                found.memory.insert(0, folder)
             if not controllers:
-                found.cpu.append(folder)
-                found.memory.append(folder)
+                found.cpu += here
+                found.memory += here
+            if "cpu" in names:
+                found.cpu[:0] = here
+            if "memory" in names:
+                found.memory[:0] = here
         return found
 
     def read(self) -> Counters:
@@ -96,3 +94,44 @@ def _counters(path: Path) -> dict[str, int]:
 def _full_avg10(path: Path) -> float | None:
     found = re.search(r"^full .*?avg10=(\d+(?:\.\d+)?)", read_text(path) or "", re.MULTILINE)
     return float(found[1]) if found else None
+
+
+def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes that are free, page cache included; None if neither the machine nor a
+    control group tells.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
+    known = [int(found[1]) * 1024] if found else []
+    known += [left for folder in _limiting(root) if (left := _left(folder)) is not None]
+    return min(known, default=None)
+
+
+def _limiting(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, and those that contain them: each may
+    have a limit.
+    """
+    for folder in Cgroup.of(os.getpid(), root).memory:
+        while folder != root and root in folder.parents:
+            yield folder
+            folder = folder.parent
+        yield root
+
+
+def _left(folder: Path) -> int | None:
+    """Return what a control group (v2, else v1) may still take. Its page cache that is not in use
+    counts as free.
+    """
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and used is not None:
+            reclaimable = _counters(folder / "memory.stat").get(cache_name, 0)
+            return max(0, limit - used + reclaimable)
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = (read_text(path) or "").strip()
+    return int(text) if text.isdigit() else None  # "max": no limit

@@ -54,17 +54,12 @@ class EarlyHandles:
             for pid in map(job_dirs.box_pid, job_dirs.boxes(self._folder)):
                 if pid not in self._handles:
                     self._handles[pid] = Handle(pid, job_dirs.start_ticks(pid))
-            self._note_ends()
+            # On Linux before 6.15, how a process ended is known only until its parent reaps it.
+            running = [pid for pid, handle in self._handles.items() if not handle.ended_ns]
+            ended = [pid for pid in running if self._handles[pid].ending() is not None]
+            if len(ended) == 1:
+                others = [pid for pid in running if pid not in ended]
+                self._handles[ended[0]].ended_alone = len(running) == len(
+                    self._handles
+                ) and are_running_under_torchrun(others)
             self._stopped.wait(_PERIOD_S)
-
-    def _note_ends(self) -> None:
-        """Note who has ended. On Linux before 6.15, how a process ended is known only until its
-        parent has reaped it.
-        """
-        running = [pid for pid, handle in self._handles.items() if not handle.ended_ns]
-        ended = [pid for pid in running if self._handles[pid].ending() is not None]
-        if len(ended) == 1:
-            others = [pid for pid in running if pid not in ended]
-            self._handles[ended[0]].ended_alone = len(running) == len(
-                self._handles
-            ) and are_running_under_torchrun(others)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import End, Observation
-from commlens.processes import blocked, process
+from commlens.processes import blocked, process, pyspy
 from commlens.processes.cgroup import Cgroup
-from commlens.processes.pyspy import TIMEOUT_S, Classify, Pending, Stacks
+from commlens.processes.pyspy import TIMEOUT_S, Classify, InBackground, Stacks
 
 WINDOW_S: Final = 10.0
 SILENT_S: Final = 1.5
@@ -41,8 +43,7 @@ class Pulse:
     closed: bool = False
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     at_ns: int  # CLOCK_MONOTONIC
     state: str
     cpu_s: float
@@ -65,6 +66,8 @@ class _Subject:
     pid: int
     start_ticks: int
     classify: Classify
+    cgroup: Cgroup
+    oom_kills_before: int | None
     samples: deque[_Sample] = field(default_factory=deque)
     counts: deque[_Counts] = field(default_factory=deque)
     # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and for how long each thread was
@@ -74,10 +77,8 @@ class _Subject:
     unsent: int = 0
     # (CLOCK_MONOTONIC ns, seconds so far)
     throttled: deque[tuple[int, float]] = field(default_factory=deque)
-    cgroup: Cgroup | None = None
     pressure: float | None = None
-    oom_kills_before: int | None = None
-    pending: Pending | None = None
+    pending: InBackground[Stacks] | None = None
     stacks: Stacks | None = None
     stacks_at: float = 0.0  # time.monotonic()
     end: Observation | None = None
@@ -107,10 +108,8 @@ class Observer:
         """Observe a process. ``classify`` returns the kind of code in a file, for stacks that
         py-spy reads.
         """
-        subject = _Subject(pid, start_ticks, classify)
-        subject.cgroup = Cgroup.of(pid)
-        subject.oom_kills_before = subject.cgroup.read().oom_kills
-        self._subjects[pid] = subject
+        cgroup = Cgroup.of(pid)
+        self._subjects[pid] = _Subject(pid, start_ticks, classify, cgroup, cgroup.read().oom_kills)
 
     def sample(self, pid: int, pulse: Pulse) -> None:
         """Sample a process now. State changes between two samples are not seen."""
@@ -121,32 +120,34 @@ class Observer:
         seen = process.read_stat(subject.pid)
         if seen is None or (subject.start_ticks and seen.start_ticks != subject.start_ticks):
             return
+        kept_ns = now - self._window_ns
         subject.samples.append(_Sample(now, seen.state, seen.cpu_s, pulse))
-        while len(subject.samples) > 2 and subject.samples[1].at_ns < now - self._window_ns:
-            subject.samples.popleft()
-        if not subject.counts or now - subject.counts[-1].at_ns > _COUNTS_EVERY_S * 1e9:
+        _forget(subject.samples, kept_ns)
+        if _is_due(subject.counts, now, _COUNTS_EVERY_S):
             subject.counts.append(self._count(subject, seen.reaped_cpu_s, now))
-            _forget(subject.counts, now - self._window_ns)
-        if subject.cgroup is not None and (
-            not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9
-        ):
-            # A process may move to another cgroup; the counters of two cgroups cannot be compared.
-            cgroup = Cgroup.of(subject.pid)
-            if cgroup.cpu != subject.cgroup.cpu:
-                subject.throttled.clear()
-            subject.cgroup = cgroup
-            counters = cgroup.read()
-            subject.pressure = counters.memory_pressure
-            subject.throttled.append(
-                (now, counters.throttled_s if counters.throttled_s is not None else -1.0)
-            )
-            _forget(subject.throttled, now - self._window_ns)
+            _forget(subject.counts, kept_ns)
+        if _is_due(subject.throttled, now, _CGROUP_EVERY_S):
+            self._read_cgroup(subject, now)
+            _forget(subject.throttled, kept_ns)
         if self._watchdog_is_silent(subject):
-            if not subject.core_waits or now - subject.core_waits[-1][0] > _COUNTS_EVERY_S * 1e9:
+            if _is_due(subject.core_waits, now, _COUNTS_EVERY_S):
                 subject.core_waits.append((now, process.cpu_waits_ns(subject.pid)))
-                _forget(subject.core_waits, now - self._window_ns)
-            if self._use_py_spy:
-                self._start_py_spy(subject)
+                _forget(subject.core_waits, kept_ns)
+            self._start_py_spy(subject)
+
+    @staticmethod
+    def _read_cgroup(subject: _Subject, now: int) -> None:
+        """Read the counters of a process's cgroup. It may move to another one; the counters of two
+        cgroups cannot be compared.
+        """
+        cgroup = Cgroup.of(subject.pid)
+        if cgroup.cpu != subject.cgroup.cpu:
+            subject.throttled.clear()
+        subject.cgroup = cgroup
+        counters = cgroup.read()
+        subject.pressure = counters.memory_pressure
+        throttled_s = counters.throttled_s if counters.throttled_s is not None else -1.0
+        subject.throttled.append((now, throttled_s))
 
     def _count(self, subject: _Subject, reaped_cpu_s: float, now: int) -> _Counts:
         """Read the counters of a process, its children and their connections."""
@@ -155,24 +156,29 @@ class Observer:
         children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
         stats = [stat for child in children if (stat := process.read_stat(child)) is not None]
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
-        io_bytes = process.io_bytes(subject.pid)
-        if io_bytes is not None:
-            calls, disks = zip(
-                io_bytes, *filter(None, map(process.io_bytes, children)), strict=True
-            )
+        counted = [process.io_bytes(each) for each in (subject.pid, *children)]
+        io_bytes = None
+        if counted[0] is not None:
+            calls, disks = zip(*filter(None, counted), strict=True)
             io_bytes = sum(calls), sum(disks)
+        runs = any(stat.state == "R" for stat in stats)
+        return _Counts(now, io_bytes, cpu_s, runs, self._count_traffic(subject, children, now))
+
+    def _count_traffic(self, subject: _Subject, children: Sequence[int], now: int) -> int:
+        """Return the bytes that the connections of a process and its children have moved so far,
+        without those of an idle conversation.
+        """
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
         tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp}
         moved = 0
         if subject.counts:
             before = subject.counts[-1]
-            steps = [one.moved - subject.sockets.get(inode, 0) for inode, one in tcp.items()]
-            moved = before.net_bytes + sum(
-                step for step in steps if step >= _CHATTER * (now - before.at_ns) / 1e9
-            )
+            least = _CHATTER * (now - before.at_ns) / 1e9
+            steps = (one.moved - subject.sockets.get(inode, 0) for inode, one in tcp.items())
+            moved = before.net_bytes + sum(step for step in steps if step >= least)
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
         subject.unsent = sum(one.unsent for one in tcp.values())
-        return _Counts(now, io_bytes, cpu_s, any(stat.state == "R" for stat in stats), moved)
+        return moved
 
     def is_stopped(self, pid: int) -> bool:
         """Return whether the last sample found a process stopped, by SIGSTOP or a debugger."""
@@ -204,27 +210,20 @@ class Observer:
         subject = self._subjects[pid]
         if subject.end is not None:
             return subject.end
-        end = End.GONE
-        if ending.signal is not None:
-            end = End.KILLED
-        elif ending.exit_code is not None:
-            end = End.CLEAN if ending.exit_code == 0 else End.FAILED
-        elif clean is not None:
-            end = End.CLEAN if clean else End.FAILED
-        oom: bool | None = None
-        if subject.cgroup is not None and subject.oom_kills_before is not None:
-            kills = subject.cgroup.read().oom_kills
-            if kills is not None:
-                oom = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
+        if ending.exit_code is not None:
+            clean = ending.exit_code == 0
         last = self._window(subject, time.monotonic_ns())
-        last.end, last.exit_code, last.signal, last.oom_killed = (
-            end,
-            ending.exit_code,
-            ending.signal,
-            oom,
-        )
-        last.ended_ns = at_ns or time.time_ns()
-        last.seen_ns = last.ended_ns
+        if ending.signal is not None:
+            last.end = End.KILLED
+        elif clean is None:
+            last.end = End.GONE
+        else:
+            last.end = End.CLEAN if clean else End.FAILED
+        last.exit_code, last.signal = ending.exit_code, ending.signal
+        kills = subject.cgroup.read().oom_kills
+        if subject.oom_kills_before is not None and kills is not None:
+            last.oom_killed = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
+        last.ended_ns = last.seen_ns = at_ns or time.time_ns()
         last.holds_gil = None
         subject.end = last
         return last
@@ -239,11 +238,12 @@ class Observer:
         if subject.end is not None:
             return subject.end
         seen = self._window(subject, time.monotonic_ns())
-        if self._use_py_spy and self._watchdog_is_silent(subject):
+        if self._watchdog_is_silent(subject):
             self._start_py_spy(subject)
         self._collect(subject, wait_s)
         if subject.stacks is not None:
-            seen.stacks, seen.stacks_note = subject.stacks.threads, subject.stacks.note
+            seen.stacks = [thread.stack for thread in subject.stacks.threads]
+            seen.stacks_note = subject.stacks.note
         return seen
 
     def _window(self, subject: _Subject, now: int) -> Observation:
@@ -254,31 +254,14 @@ class Observer:
             seen.proc_state = last.state if last else None
             return seen
         first, last_sample = subject.samples[0], subject.samples[-1]
-        span = (last_sample.at_ns - first.at_ns) / 1e9
-        seen.window_s = round(span, 3)
+        seen.window_s = round((last_sample.at_ns - first.at_ns) / 1e9, 3)
         seen.proc_state = last_sample.state
-        if span > 0:
+        if last_sample.at_ns > first.at_ns:
             seen.cpu_s = round(max(0.0, last_sample.cpu_s - first.cpu_s), 3)
-        seen.stopped_fraction = round(
-            sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3
-        )
-        seen.running_fraction = round(
-            sum(s.state == "R" for s in subject.samples) / len(subject.samples), 3
-        )
+        seen.stopped_fraction = _fraction(each.state in "Tt" for each in subject.samples)
+        seen.running_fraction = _fraction(each.state == "R" for each in subject.samples)
         if len(subject.counts) > 1:
-            before, after = subject.counts[0], subject.counts[-1]
-            if before.io_bytes is not None and after.io_bytes is not None:
-                # then pages are read again and again, and that is no work
-                swaps = (subject.pressure or 0.0) >= _SWAPS
-                kinds = zip(before.io_bytes, after.io_bytes, strict=True)
-                seen.io_bytes = max(
-                    0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2]
-                )
-            seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
-            seen.children_running_fraction = round(
-                sum(one.children_run for one in subject.counts) / len(subject.counts), 3
-            )
-            seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
+            self._add_counts(subject, seen)
         throttled = _throttled_fraction(subject)
         # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
         seen.throttled_fraction = (
@@ -291,6 +274,21 @@ class Observer:
             seen.waits_for, seen.waits_for_pid = blocked.waits_for(subject.pid)
         return seen
 
+    @staticmethod
+    def _add_counts(subject: _Subject, seen: Observation) -> None:
+        """Add how much the counters of the process and its children rose."""
+        before, after = subject.counts[0], subject.counts[-1]
+        if before.io_bytes is not None and after.io_bytes is not None:
+            # then pages are read again and again, and that is no work
+            swaps = (subject.pressure or 0.0) >= _SWAPS
+            kinds = zip(before.io_bytes, after.io_bytes, strict=True)
+            seen.io_bytes = max(
+                0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2]
+            )
+        seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
+        seen.children_running_fraction = _fraction(one.children_run for one in subject.counts)
+        seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
+
     def _watchdog_is_silent(self, subject: _Subject) -> bool:
         """Return whether no watchdog thread runs, so that the stacks in the box are old, or there
         is no box.
@@ -302,10 +300,14 @@ class Observer:
 
     def _start_py_spy(self, subject: _Subject) -> None:
         self._collect(subject, 0.0)
-        if subject.pending is None and (
-            subject.stacks is None or time.monotonic() - subject.stacks_at > _STACKS_FRESH_S
-        ):
-            subject.pending = Pending(subject.pid, subject.classify)
+        is_fresh = (
+            subject.stacks is not None and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S
+        )
+        if self._use_py_spy and subject.pending is None and not is_fresh:
+            subject.pending = InBackground(
+                partial(pyspy.take, subject.pid, subject.classify),
+                lambda error: Stacks([], f"py-spy failed: {error}"),
+            )
 
     def _collect(self, subject: _Subject, wait_s: float) -> None:
         if subject.pending is None:
@@ -397,6 +399,15 @@ def _stack_moved(subject: _Subject, now: int) -> bool | None:
     ):
         return None
     return False
+
+
+def _fraction(flags: Iterable[bool]) -> float:
+    known = list(flags)
+    return round(sum(known) / len(known), 3)
+
+
+def _is_due(series: deque[_Counted], now: int, every_s: float) -> bool:
+    return not series or now - series[-1][0] > every_s * 1e9
 
 
 def _forget(samples: deque[_Counted], before_ns: int) -> None:

@@ -32,6 +32,7 @@ _PIDFD_INFO_EXIT: Final = 1 << 3
 _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
 _DESCENDANTS_MAX: Final = 256
+_FILE_MAX: Final = 1 << 24
 _NETLINK_SOCK_DIAG: Final = 4
 _SOCK_DIAG_BY_FAMILY: Final = 20
 # nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
@@ -79,6 +80,17 @@ def read_text(path: str | Path) -> str | None:
             return file.read(65536).decode("utf-8", "replace")
     except OSError:
         return None
+
+
+def read_lines(path: str) -> list[str]:
+    """Return the lines of a file that may be larger than one read returns; none if it cannot be
+    read.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as in read_text
+            return file.read(_FILE_MAX).splitlines()
+    except OSError:
+        return []
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -189,16 +201,15 @@ def has_torch(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """Return the child processes, including zombies."""
-    found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
     except OSError:
-        return found
-    for thread in threads:
-        found += [
-            int(child) for child in (read_text(f"/proc/{pid}/task/{thread}/children") or "").split()
-        ]
-    return found
+        return []
+    return [
+        int(child)
+        for thread in threads
+        for child in (read_text(f"/proc/{pid}/task/{thread}/children") or "").split()
+    ]
 
 
 def descendants(pid: int, besides: Collection[int]) -> list[int]:
@@ -317,11 +328,11 @@ class Handle:
         known.
         """
         if self._ending is None:
-            self._ending = self._look()
+            self._ending = self._read_ending()
             self.ended_ns = time.time_ns() if self._ending is not None else 0
         return self._ending
 
-    def _look(self) -> Ending | None:
+    def _read_ending(self) -> Ending | None:
         if not self.exists:
             return Ending()
         child = self._as_child()

@@ -8,21 +8,22 @@ anyway, and a running one must not be disturbed.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from commlens.model.collective import Frame, FrameKind
+from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import ThreadStack
 
 TIMEOUT_S: Final = 5.0
 _FRAMES_MAX: Final = 200
-NO_JSON: Final = "py-spy printed something that is not its JSON"
 
 Classify = Callable[[str], FrameKind]
 
@@ -33,85 +34,32 @@ def find() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
+class SeenFrame(NamedTuple):
+    """A frame as py-spy shows it."""
+
+    frame: Frame
+    values: dict[str, str]  # local variables: Python's literals, else "<Type at 0x...>"
+    addresses: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        """The function's name without its class."""
+        return self.frame.function.rpartition(".")[2]
+
+
+class SeenThread(NamedTuple):
+    """A thread as py-spy shows it."""
+
+    stack: ThreadStack
+    seen: list[SeenFrame]
+    owns_gil: bool
+
+
 class Stacks(NamedTuple):
-    """py-spy's answer for one process."""
+    """py-spy's answer for one process: its threads, the main one first."""
 
-    threads: list[ThreadStack]
+    threads: list[SeenThread]
     note: str | None  # why there are none
-
-
-def dump(
-    pid: int, *options: str, timeout_s: float, why_refused: Callable[[str], str]
-) -> tuple[Any, str | None]:
-    """Run ``py-spy dump``.
-
-    Args:
-        pid: the process.
-        options: more than ``--json`` and whole file names.
-        timeout_s: when to kill py-spy.
-        why_refused: returns a clause about py-spy's error message.
-
-    Returns:
-        The threads as py-spy's JSON has them, or None and why there are none.
-    """
-    program = find()
-    if program is None:
-        return None, "py-spy is not installed: `pip install py-spy`"
-    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid), *options]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"py-spy did not answer within {timeout_s:.0f} s"
-    except OSError as error:
-        return None, f"py-spy could not be started: {error}"
-    if done.returncode:
-        return None, why_refused(done.stderr.decode("utf-8", "replace"))
-    try:
-        return json.loads(done.stdout), None
-    except ValueError:
-        return None, NO_JSON
-
-
-def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stacks:
-    """Read the stacks of all threads of a process.
-
-    Args:
-        pid: the process.
-        classify: returns the kind of code in a file.
-        timeout_s: when to kill py-spy.
-    """
-    answer, note = dump(pid, "--nonblocking", timeout_s=timeout_s, why_refused=_reason)
-    if answer is None:
-        return Stacks([], note)
-    try:
-        return parse(answer, pid, classify, time.time_ns())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Stacks([], NO_JSON)
-
-
-def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
-    """Convert py-spy's JSON: a list of threads, each with its frames, innermost first."""
-    threads: list[ThreadStack] = []
-    for thread in answer:
-        native = int(thread.get("os_thread_id") or 0)
-        frames = tuple(
-            Frame(
-                file=frame.get("filename") or "?",
-                line=int(frame.get("line") or 0),
-                function=frame.get("name") or "?",
-                kind=classify(frame.get("filename") or ""),
-            )
-            for frame in thread["frames"][:_FRAMES_MAX]
-        )
-        main = native == pid
-        name = thread.get("thread_name") or ("MainThread" if main else "")
-        threads.append(
-            ThreadStack(thread=native, name=name, frames=frames, taken_ns=taken_ns, is_main=main)
-        )
-    threads.sort(key=lambda stack: not stack.is_main)
-    return Stacks(threads, None if threads else "py-spy found no Python thread")
 
 
 def failed(stderr: str) -> str:
@@ -134,24 +82,174 @@ def _reason(stderr: str) -> str:
     return failed(stderr)
 
 
-class Pending:
-    """A run of py-spy in a thread of its own, so that the watcher does not wait for it."""
+def take(
+    pid: int,
+    classify: Classify,
+    *options: str,
+    timeout_s: float = TIMEOUT_S,
+    why_refused: Callable[[str], str] = _reason,
+) -> Stacks:
+    """Read the stacks of all threads of a process.
 
-    def __init__(self, pid: int, classify: Classify) -> None:
-        self.started_at = time.monotonic()
-        self.result: Stacks | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(pid, classify), name="commlens-py-spy", daemon=True
+    Args:
+        pid: the process.
+        classify: returns the kind of code in a file.
+        options: of ``py-spy dump``, by default ``--nonblocking``.
+        timeout_s: when to kill py-spy.
+        why_refused: returns a clause about py-spy's error message.
+    """
+    program = find()
+    if program is None:
+        return Stacks([], "py-spy is not installed: `pip install py-spy`")
+    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid)]
+    command += options or ("--nonblocking",)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
+    except subprocess.TimeoutExpired:
+        return Stacks([], f"py-spy did not answer within {timeout_s:.0f} s")
+    except OSError as error:
+        return Stacks([], f"py-spy could not be started: {error}")
+    if done.returncode:
+        return Stacks([], why_refused(done.stderr.decode("utf-8", "replace")))
+    try:
+        return parse(json.loads(done.stdout), pid, classify, time.time_ns())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Stacks([], "py-spy printed something that is not its JSON")
+
+
+def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
+    """Convert py-spy's JSON: a list of threads, each with its frames, innermost first."""
+    threads: list[SeenThread] = []
+    knows_main = any(thread.get("os_thread_id") == pid for thread in answer)
+    for thread in answer:
+        native = int(thread.get("os_thread_id") or 0)
+        name = thread.get("thread_name") or ("MainThread" if native == pid else "")
+        seen = [_seen_frame(frame, classify) for frame in thread["frames"][:_FRAMES_MAX]]
+        stack = ThreadStack(
+            thread=native,
+            name=name,
+            frames=tuple(one.frame for one in seen),
+            taken_ns=taken_ns,
+            # a program may give any thread this name
+            is_main=native == pid if knows_main else name == "MainThread",
+        )
+        threads.append(SeenThread(stack, seen, bool(thread.get("owns_gil"))))
+    threads.sort(key=lambda one: not one.stack.is_main)
+    return Stacks(threads, None if threads else "py-spy found no Python thread")
+
+
+def _seen_frame(frame: Mapping[str, Any], classify: Classify) -> SeenFrame:
+    file, variables = frame.get("filename") or "?", frame.get("locals") or []
+    return SeenFrame(
+        Frame(file, int(frame.get("line") or 0), frame.get("name") or "?", classify(file)),
+        {str(one.get("name")): str(one.get("repr") or "") for one in variables},
+        {str(one.get("name")): int(one.get("addr") or 0) for one in variables},
+    )
+
+
+# --- where a process spends its time
+
+PROFILE_S: Final = 2
+_RATE: Final = 50  # samples a second
+_LINE = re.compile(r"thread \((\d+)\)[^;]*;(.*) (\d+)")
+_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+
+Profile = Counter[Stack]
+"""Number of samples by stack, innermost frame first."""
+
+
+def take_profile(pid: int, classify: Classify, *, duration_s: int = PROFILE_S) -> Profile:
+    """Sample the main thread of a process. The result is empty if py-spy is not installed or may
+    not read it.
+    """
+    program = find()
+    if program is None:
+        return Counter()
+    command = [
+        program,
+        "record",
+        "--duration",
+        str(duration_s),
+        "--rate",
+        str(_RATE),
+        "--nonblocking",
+        "--idle",
+        "--threads",
+        "--full-filenames",
+        "--format",
+        "raw",
+        "--output",
+        "/dev/stdout",
+        "--pid",
+        str(pid),
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=duration_s + 10.0,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Counter()
+    return parse_profile(done.stdout.decode("utf-8", "replace"), pid, classify)
+
+
+def parse_profile(text: str, pid: int, classify: Classify) -> Profile:
+    """Convert py-spy's raw format: a line per stack, outermost frame first, and the number of
+    samples.
+    """
+    found: Profile = Counter()
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or int(match[1]) != pid:  # the main thread's id is the process's
+            continue
+        frames = (_FRAME.fullmatch(part) for part in reversed(match[2].split(";")))
+        stack = tuple(
+            Frame(
+                file=frame[2],
+                line=int(frame[3]),
+                function=frame[1].rpartition(".")[2],
+                kind=classify(frame[2]),
+            )
+            for frame in frames
+            if frame is not None
+        )
+        found[stack] += int(match[3])
+    return found
+
+
+# --- in threads
+
+_Result = TypeVar("_Result")
+
+
+class InBackground(Generic[_Result]):
+    """One run of py-spy in a thread, so that the watcher need not wait for it.
+
+    Args:
+        run: runs py-spy and returns its result.
+        failed: returns the result in its place if it raises an exception.
+    """
+
+    def __init__(self, run: Callable[[], _Result], failed: Callable[[Exception], _Result]) -> None:
+        self.started_at = time.monotonic()
+        self._result: _Result | None = None
+        self._run, self._failed = run, failed
+        self._thread = threading.Thread(target=self._take, name="commlens-py-spy", daemon=True)
         self._thread.start()
 
-    def _run(self, pid: int, classify: Classify) -> None:
+    def _take(self) -> None:
         try:
-            self.result = take(pid, classify)
+            self._result = self._run()
         except Exception as error:
-            self.result = Stacks([], f"py-spy failed: {error}")
+            self._result = self._failed(error)
 
-    def wait(self, timeout_s: float) -> Stacks | None:
-        """Return the answer; None if there is none yet."""
+    def wait(self, timeout_s: float = 0.0) -> _Result | None:
+        """Return the result; None if there is none yet."""
         self._thread.join(max(0.0, timeout_s))
-        return self.result
+        return self._result

@@ -6,8 +6,11 @@ handles; a rank that SIGTERM ends by default has no handler to stand in front of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Iterable
+import signal
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,14 +33,30 @@ AVAILABLE: Final[bool] = _native is not None
 """Whether the handler in C was built."""
 
 
-def remember_senders(numbers: Iterable[int]) -> None:
-    """Remember the sender of each of these signals that Python handles.
-
-    To be called again from time to time, because ``signal.signal`` puts Python's handler back.
+@contextlib.contextmanager
+def senders_remembered(numbers: Collection[int]) -> Iterator[None]:
+    """Inside, remember the sender of each of these signals that Python handles, from the moment in
+    which its handler is set: a signal may come at once.
     """
-    if _native is not None:
-        for number in numbers:
+    if _native is None:
+        yield
+        return
+    set_handler = signal.signal
+
+    @functools.wraps(set_handler)
+    def set_handler_and_listen(number: int, handler: Any) -> Any:
+        former = set_handler(number, handler)
+        if number in numbers:
             _native.listen(number)
+        return former
+
+    for number in numbers:
+        _native.listen(number)
+    signal.signal = set_handler_and_listen  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
 
 
 def take_sender(number: int) -> Sender | None:

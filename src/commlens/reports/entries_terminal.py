@@ -99,20 +99,10 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
     """Return one row for each number, and the source lines below the fault. ``names`` is filled
     with the stacks' names; None shows none.
     """
-    usual = [
-        None if table.messages else _usual(table.columns, row) for row in range(len(table.numbers))
-    ]
+    usual = [_usual(table, row) for row in range(len(table.numbers))]
     marks = [_mark(table, number) for number in table.numbers]
-    mark_width, kinds = max(map(len, marks)), len(table.columns)
-    left = width - mark_width - _GAP
     what_width = max([max(len(cell.what), len(cell.line) + 2) for cell in usual if cell], default=0)
-    what_width = min(what_width, max(12, left - kinds * (_NARROWEST + _GAP)))
-    grid = Table.grid(padding=(0, _GAP))
-    grid.add_column(justify="right", width=mark_width)
-    grid.add_column(no_wrap=True, overflow="ellipsis", width=what_width)
-    for _ in table.columns:
-        each = max(_NARROWEST, min(_WIDEST, (left - what_width) // kinds - _GAP))
-        grid.add_column(no_wrap=True, overflow="ellipsis", width=each)
+    grid = _empty_grid(width, max(map(len, marks)), what_width, len(table.columns))
 
     def add(mark: str, what: str, cells: list[str]) -> None:
         grid.add_row(*map(Text, (mark, what, *cells)))
@@ -127,13 +117,27 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
             [_cell_text(column, row, most, names) for column in table.columns],
         )
         if number == table.fault != 0 and most and most.line:
-            cells = [column.cells[row] for column in table.columns]
-            add(
-                "",
-                f"  {most.line}",
-                [cell.line if cell and cell.line != most.line else "" for cell in cells],
-            )
+            add("", f"  {most.line}", _other_lines(table.columns, row, most.line))
     return grid
+
+
+def _empty_grid(width: int, mark_width: int, what_width: int, kinds: int) -> Table:
+    """Return a grid with columns for the mark, for what most ranks did, and for each kind."""
+    left = width - mark_width - _GAP
+    what_width = min(what_width, max(12, left - kinds * (_NARROWEST + _GAP)))
+    grid = Table.grid(padding=(0, _GAP))
+    grid.add_column(justify="right", width=mark_width)
+    grid.add_column(no_wrap=True, overflow="ellipsis", width=what_width)
+    for _ in range(kinds):
+        each = max(_NARROWEST, min(_WIDEST, (left - what_width) // kinds - _GAP))
+        grid.add_column(no_wrap=True, overflow="ellipsis", width=each)
+    return grid
+
+
+def _other_lines(columns: list[Column], row: int, usual: str) -> list[str]:
+    """Return each column's source line in a row, empty where it is the usual one."""
+    cells = [column.cells[row] for column in columns]
+    return [cell.line if cell and cell.line != usual else "" for cell in cells]
 
 
 def _mark(table: EntryTable, number: int) -> str:
@@ -142,11 +146,13 @@ def _mark(table: EntryTable, number: int) -> str:
     return "newest" if table.messages and number == 0 else str(number)
 
 
-def _usual(columns: list[Column], row: int) -> Cell | None:
-    """Return the entry that most ranks have in a row."""
+def _usual(table: EntryTable, row: int) -> Cell | None:
+    """Return the entry that most ranks have in a row; None for messages."""
+    if table.messages:
+        return None
     ranks: Counter[str] = Counter()
     first: dict[str, Cell] = {}
-    for column in columns:
+    for column in table.columns:
         cell = column.cells[row]
         if cell is not None:
             ranks[cell.what] += len(column.ranks)

@@ -46,13 +46,9 @@ def print_estimate(
     scope = "the step" if estimate.steps == 1 else f"an average step (of {estimate.steps})"
     answer = (
         f"All collectives of {scope}, one after another:"
-        f" {short_duration(1e9 * estimate.seconds_per_step)}"
+        f" {short_duration(1e9 * estimate.seconds_per_step)}."
     )
-    if estimate.share is not None and estimate.step_time is not None:
-        answer += f", {estimate.share:.0%} of a {short_duration(1e9 * estimate.step_time)} step"
-        if estimate.share > 1:
-            answer += ": computation cannot hide all of them"
-    out.print(Text(answer + ".", style="bold"))
+    out.print(Text(answer, style="bold"))
     setup = estimate.setup
     if setup.calls:
         amount = (

@@ -9,7 +9,15 @@ from typing import Final
 import msgspec
 
 from commlens.speed.step_times import StepPart, StepTimes
-from commlens.text import count, number, short_duration, size, used_columns
+from commlens.text import (
+    capital,
+    count,
+    number,
+    rank_phrase,
+    short_duration,
+    size,
+    used_columns,
+)
 
 HEADINGS: Final = (
     "group",
@@ -75,8 +83,8 @@ def _answer(times: StepTimes) -> str:
     )
     if waited[most] - waited[least] > _WORTH_NAMING * times.step_ns:
         text += (
-            f". Rank {least} waits least ({short_duration(waited[least])}), rank {most} most"
-            f" ({short_duration(waited[most])})"
+            f". {capital(rank_phrase(least))} waits least ({short_duration(waited[least])}),"
+            f" {rank_phrase(most)} most ({short_duration(waited[most])})"
         )
     return f"{text}."
 
@@ -89,7 +97,7 @@ def _cells(part: StepPart, times: StepTimes) -> list[str]:
     return [
         "" if part.place else part.group,
         part.place,
-        number(part.calls),
+        number(round(part.calls, 2)),
         carries,
         spans[0],
         share,

@@ -12,12 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commlens.diagnosis.words.evidence import left_no_record
+from commlens.diagnosis.words.whole_job import left_no_record
 from commlens.model.cause import AnyCause, Unrecorded
 from commlens.model.verdict import Finding, Verdict
 from commlens.model.wrapping import unbroken
 from commlens.reports.console import bullet, print_parts
-from commlens.text import ranks_phrase, sentence
+from commlens.text import naming_worlds, ranks_phrase, sentence
 
 _MOST_FINDINGS = 5
 _MOST_EVIDENCE = 6
@@ -34,7 +34,8 @@ def print_verdict(
     """Print a verdict. The other arguments are those of
     :func:`commlens.reports.console.console`.
     """
-    print_parts(_parts(verdict), file, width, colour)
+    with naming_worlds(verdict.worlds):
+        print_parts(_parts(verdict), file, width, colour)
 
 
 def render(verdict: Verdict, width: int = 80, *, colour: bool = False) -> str:
@@ -49,12 +50,7 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
     hazards = [finding for finding in verdict.findings if finding.kind == "hazard"]
     if findings := [finding for finding in verdict.findings if finding.kind != "hazard"]:
         first, *others = findings
-        shown = first.summary + " " + first.explanation
-        parts += _list(
-            "Evidence",
-            [text for text in first.evidence if text.rstrip(".") not in shown],
-            _MOST_EVIDENCE,
-        )
+        parts += _list("Evidence", _evidence(first), _MOST_EVIDENCE)
         roots = [_with_source(finding) for finding in others if finding.root_cause]
         rest = [_with_source(finding) for finding in others if not finding.root_cause]
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
@@ -66,6 +62,12 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
     if verdict.looked_at:
         parts += ["", Text(f"Looked at {verdict.looked_at}." + _confidence(verdict), style="dim")]
     return parts
+
+
+def _evidence(finding: Finding) -> list[str]:
+    """Return the evidence that the answer does not give yet."""
+    shown = finding.summary + " " + finding.explanation
+    return [text for text in finding.evidence if text.rstrip(".") not in shown]
 
 
 def _told_of_records(cause: AnyCause | None) -> str:

@@ -1,13 +1,11 @@
-"""The rows of a trace as CSV and as JSON lines."""
+"""The rows of a trace as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from commlens.text import csv_cell
 
@@ -24,8 +22,3 @@ def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
         for row in rows
     )
     return out.getvalue()
-
-
-def to_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Render rows as one JSON object per line."""
-    return "".join(msgspec.json.encode(dict(row)).decode() + "\n" for row in rows)

@@ -178,52 +178,58 @@ def render(summary: Summary, width: int = 80) -> str:
 
 def _summary(summary: Summary) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(summary.answer, style="bold")]
-    known = summary.bytes_known
     times = summary.times
     timed = times is not None and times.timed > 0
     if times is not None:
         parts.append(Text(times.answer, style="" if timed else "dim"))
     if summary.calls:
-        for title, rows in (
-            ("mesh dimension", summary.by_mesh_dim),
-            ("phase", summary.by_phase),
-            ("op", summary.by_op),
-        ):
-            if not rows:
-                continue
-            parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known, timed=timed)]
-        if summary.by_module:
-            parts += ["", _modules(summary.by_module, known=known, timed=timed)]
-            if len(summary.by_module) > _MAX_MODULES:
-                parts.append(
-                    Text(
-                        f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH"
-                        " shows some of them, --json all",
-                        "dim",
-                    )
-                )
-        if timed and any(
-            ">=" in cell for row in [*summary.by_phase, *summary.by_op] for cell in _time_cells(row)
-        ):
-            parts.append(Text("  >=: for some of the calls it is unknown.", "dim"))
-        if summary.why:
-            parts += [
-                "",
-                Text("why, costliest first" if known else "why", style="bold"),
-                _reasons(summary, known=known),
-            ]
-        if times is not None and timed:
-            parts += ["", *_times(times)]
+        parts += _collectives(summary, timed=timed)
     if summary.hazards:
         parts += ["", Text("latent faults", style="bold")]
         parts += [Text(f"  {sentence}") for sentence in summary.hazards]
     parts.append("")
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
     parts += [Text(_sentence(text), style="dim") for text in summary.blind]
-    if known and summary.calls:
+    if summary.bytes_known and summary.calls:
         parts.append(Text(f"Bytes are bytes on the wire: {RULE_IN_SHORT}.", style="dim"))
     if times is not None and timed:
         parts.append(Text(_ABOUT_TIMES[times.source], style="dim"))
+    return parts
+
+
+def _collectives(summary: Summary, *, timed: bool) -> list[RenderableType]:
+    """Return the tables of what was issued where and why, and of the times."""
+    known = summary.bytes_known
+    parts: list[RenderableType] = []
+    for title, rows in (
+        ("mesh dimension", summary.by_mesh_dim),
+        ("phase", summary.by_phase),
+        ("op", summary.by_op),
+    ):
+        if rows:
+            parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known, timed=timed)]
+    if summary.by_module:
+        parts += ["", _modules(summary.by_module, known=known, timed=timed)]
+    if len(summary.by_module) > _MAX_MODULES:
+        parts.append(
+            Text(
+                f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH"
+                " shows some of them, --json all",
+                "dim",
+            )
+        )
+    if timed and any(
+        ">=" in cell for row in [*summary.by_phase, *summary.by_op] for cell in _time_cells(row)
+    ):
+        parts.append(Text("  >=: for some of the calls it is unknown.", "dim"))
+    if summary.why:
+        parts += [
+            "",
+            Text("why, costliest first" if known else "why", style="bold"),
+            _reasons(summary, known=known),
+        ]
+    if summary.times is not None and timed:
+        parts += ["", *_times(summary.times)]
     return parts
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -104,6 +106,20 @@ def report(step: int, loss: torch.Tensor | float) -> None:
 def pause(seconds: float) -> None:
     """Sleep, in place of real work."""
     time.sleep(seconds)
+
+
+_HELPER = """
+i=0
+while kill -0 {pid} 2>/dev/null && [ $i -lt {rounds} ]; do sleep 0.2; i=$((i+1)); done
+{then}
+"""
+
+
+def when_ended(seconds: float, then: str) -> None:
+    """Start a process that runs ``then`` when this process has ended or the time is over."""
+    script = _HELPER.format(pid=os.getpid(), rounds=int(seconds * 5), then=then)
+    null = subprocess.DEVNULL
+    subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True, stdin=null, stdout=null, stderr=null)
 
 
 def finish(model: torch.nn.Module) -> None:

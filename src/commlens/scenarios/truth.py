@@ -8,17 +8,14 @@ from pathlib import Path
 FAULT_STEP = 6
 """The step of the fault. The six healthy steps before it give every rank a history."""
 
-PROGRAMS = Path(__file__).parent / "programs"
-
 
 def culprit_rank(world_size: int) -> int:
     """Return the culprit of every scenario with a fault: neither the first nor the last rank if the world is large enough."""
     return {2: 1, 4: 2, 8: 5}.get(world_size, world_size // 2)
 
 
-def marked_lines(program: str, scenario: str) -> tuple[str, ...]:
+def marked_lines(path: Path, scenario: str) -> tuple[str, ...]:
     """Return ``"plain.py:57"`` for every line of the program with the comment ``# fault: SCENARIO``."""
-    path = PROGRAMS / f"{program}.py"
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         _, mark, names = line.partition("# fault: ")

@@ -3,24 +3,23 @@
 Ranks that are fast enough wait in collectives; a slow rank does not wait, because the others are
 there already. So the rank that waits least, while all others wait, costs the job as much time as
 the others wait at least. This needs no clock in common: each rank's waits are measured on its own
-clock, also where the ranks are on several nodes. On an accelerator the host does not wait; there
-the collective's time on the device counts.
+clock, also where the ranks are on several nodes: each node publishes how long its ranks wait, and
+the node that reports compares all. On an accelerator the host does not wait; there the collective's
+time on the device counts.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.ranklog import RankLog
-from commlens.model.spans import Span, union
-from commlens.text import group_label
+from commlens.model.spans import Span, common, length, union
 
 MIN_COST: Final = 0.1  # of the time
 MIN_STEPS: Final = 50
@@ -42,15 +41,6 @@ class Pace(NamedTuple):
     # rank: time in which it was ready to run and had no CPU, if known
     no_cpu_s: Mapping[int, float] = MappingProxyType({})
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
-
-
-class Traffic(NamedTuple):
-    """What a rank does in groups of one name, on average over the ranks, in a sample."""
-
-    group: str  # the description, such as a mesh dimension's name
-    collectives_per_s: float
-    bytes_per_s: float  # of payload: what each rank contributes
-    waiting: float  # share of the time
 
 
 class Slow(NamedTuple):
@@ -81,103 +71,60 @@ def measure(
         the setting timing.
     """
     logs = list(logs)
-    begin = max(
-        (log.collectives[0].announced_ns if log.collectives else log.captured_ns for log in logs),
-        default=0,
-    )
-    begin = max(begin, since_ns)
-    end = min([log.captured_ns for log in logs] + [until_ns] * bool(until_ns), default=0)
+    begin, end = common_span(logs)
+    begin, end = max(since_ns, begin), min(end, until_ns or end)
     if len(logs) < least or end <= begin:
         return None
-    waited: dict[int, float] = {}
-    steps = []
-    unseen = reaching = 0
-    here = {log.rank for log in logs}
-    # A group of many ranks is compared once, not for each of its collectives.
-    groups = {id(op.channel.group): op.channel.group for log in logs for op in log.collectives}
-    reaching_groups = {each for each, group in groups.items() if not here.issuperset(group.ranks)}
+    inside = {
+        log.rank: [op for op in log.collectives if begin <= op.announced_ns < end] for log in logs
+    }
+    if not all(map(_times_known, inside.values())):
+        return None
     waits = find_waits(logs)
-    for log in logs:
-        inside = [op for op in log.collectives if begin <= op.announced_ns < end]
-        on_device = [op for op in inside if op.channel.device != "cpu"]
-        if len(inside) < _MIN_COLLECTIVES or any(
-            op.duration_ns is None and not op.in_flight for op in on_device
-        ):
-            return None
-        intervals = ((max(wait.begin_ns, begin), min(wait.end_ns, end)) for wait in waits[log.rank])
-        total = sum(
-            last - first
-            for first, last in union(
-                interval for interval in intervals if interval[0] < interval[1]
-            )
-        )
-        waited[log.rank] = (total + sum(op.duration_ns or 0 for op in on_device)) * _NS
-        steps.append(inside[-1].step - inside[0].step)
-        far = [
-            op
-            for op in inside
-            if op.channel.device == "cpu"
-            and id(op.channel.group) in reaching_groups
-            and not op.in_flight
-        ]
-        reaching += len(far)
-        unseen += sum(_waits_unseen(op) for op in far)
+    waited = {
+        rank: (length(spans_in(waits[rank], (begin, end))) + on_device_ns(ops)) * _NS
+        for rank, ops in inside.items()
+    }
+    steps = [ops[-1].step - ops[0].step for ops in inside.values()]
     window_s = (end - begin) * _NS
-    return Pace(
-        window_s, min(steps), waited, window_s / max(1, *steps), is_whole=unseen <= _FEW * reaching
-    )
+    whole = _sees_other_nodes(inside)
+    return Pace(window_s, min(steps), waited, window_s / max(1, *steps), is_whole=whole)
 
 
-def measure_traffic(logs: Sequence[RankLog]) -> list[Traffic]:
-    """Return what the ranks do in each group, as far as the records of all ranks reach back, by the
-    time in collectives.
-    """
+def common_span(logs: Iterable[RankLog]) -> Span:
+    """Return the time of which all ranks have records."""
     begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
-    end = min((log.captured_ns for log in logs), default=0)
-    if end <= begin:
-        return []
-    calls: dict[str, int] = defaultdict(int)
-    payload: dict[str, int] = defaultdict(int)
-    waited: dict[str, int] = defaultdict(int)
-    ranks: dict[str, set[int]] = defaultdict(set)
-    waits = find_waits(logs)
-    for log in logs:
-        intervals: dict[str, list[Span]] = defaultdict(list)
-        for wait in waits[log.rank]:
-            if begin < wait.end_ns and wait.begin_ns < end:
-                intervals[group_label(wait.op.channel.group)].append(
-                    (max(begin, wait.begin_ns), min(end, wait.end_ns))
-                )
-        for name, each in intervals.items():
-            waited[name] += sum(last - first for first, last in union(each))
-        for op in log.collectives:
-            if begin <= op.announced_ns < end:
-                name = group_label(op.channel.group)
-                ranks[name].add(log.rank)
-                calls[name] += 1
-                payload[name] += payload_bytes(op)
-    window_s = (end - begin) * _NS
-    found = [
-        Traffic(
-            name,
-            calls[name] / window_s / len(ranks[name]),
-            payload[name] / window_s / len(ranks[name]),
-            waited[name] * _NS / window_s / len(ranks[name]),
-        )
-        for name in calls
+    return begin, min((log.captured_ns for log in logs), default=0)
+
+
+def _times_known(ops: Sequence[Collective]) -> bool:
+    """Return whether a rank has enough collectives, and the time of all that ran on a device."""
+    on_device = (op for op in ops if op.channel.device != "cpu" and not op.in_flight)
+    return len(ops) >= _MIN_COLLECTIVES and all(op.duration_ns is not None for op in on_device)
+
+
+def spans_in(waits: Iterable[Wait], window: Span) -> list[Span]:
+    """Return the times within a window in which a rank was in one of the waits."""
+    return common(union((wait.begin_ns, wait.end_ns) for wait in waits), [window])
+
+
+def on_device_ns(ops: Iterable[Collective]) -> int:
+    """Return how long collectives took on a device."""
+    return sum(op.duration_ns or 0 for op in ops if op.channel.device != "cpu")
+
+
+def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
+    """Return whether nearly all waits for ranks on other nodes were recorded."""
+    # A group of many ranks is compared once, not for each of its collectives.
+    groups = {id(op.channel.group): op.channel.group for ops in inside.values() for op in ops}
+    reaching = {each for each, group in groups.items() if not inside.keys() >= {*group.ranks}}
+    far = [
+        op
+        for ops in inside.values()
+        for op in ops
+        if op.channel.device == "cpu" and id(op.channel.group) in reaching and not op.in_flight
     ]
-    return sorted(found, key=lambda traffic: -traffic.waiting)
-
-
-def payload_bytes(op: Collective) -> int:
-    """Return the bytes that a rank contributes to a collective."""
-    return sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
-
-
-def _item_size(dtype: str) -> int:
-    """Return the bytes of an element: ``"bfloat16"`` has 2, ``"bool"`` 1."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
+    return sum(map(_waits_unseen, far)) <= _FEW * len(far)
 
 
 class Wait(NamedTuple):
@@ -200,19 +147,11 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
     # channel, host, step: each rank's last one
     unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
     for log in logs:
-        waits = found[log.rank] = []
         hosts[log.rank] = log.host
-        for op in log.collectives:
-            if op.channel.device != "cpu" or not op.announced_ns:
-                continue
-            still = log.captured_ns if op.in_flight else 0
-            waits.append(Wait(op.announced_ns, op.returned_ns or still or op.announced_ns, op))
-            if op.wait_began_ns:
-                waits.append(
-                    Wait(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op)
-                )
-            elif _waits_unseen(op):
-                unseen[op.channel.key, log.host, op.step][log.rank] = op
+        ops = [op for op in log.collectives if op.channel.device == "cpu" and op.announced_ns]
+        found[log.rank] = [*chain.from_iterable(_own_waits(op, log) for op in ops)]
+        for op in filter(_waits_unseen, ops):
+            unseen[op.channel.key, log.host, op.step][log.rank] = op
     for (key, host, _), by_rank in unseen.items():
         numbers = {op.sequence_number for op in by_rank.values()}
         if len(numbers) == 1 and len(by_rank) == sum(hosts.get(rank) == host for rank in key[2]):
@@ -220,6 +159,14 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
             for rank, op in by_rank.items():
                 found[rank].append(Wait(op.announced_ns, last, op))
     return {rank: sorted(waits, key=lambda wait: wait[:2]) for rank, waits in found.items()}
+
+
+def _own_waits(op: Collective, log: RankLog) -> Iterator[Wait]:
+    """Yield the times in which a rank was in the call of a collective, and in its wait."""
+    still = log.captured_ns if op.in_flight else 0
+    yield Wait(op.announced_ns, op.returned_ns or still or op.announced_ns, op)
+    if op.wait_began_ns:
+        yield Wait(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op)
 
 
 def _waits_unseen(op: Collective) -> bool:
@@ -254,11 +201,7 @@ def find_slow_ranks(
 
 
 def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> Slow | None:
-    if (
-        not _are_of_the_same_ranks(paces)
-        or len(paces[0].waited_s) < 2
-        or not (sufficient or _suffices(paces))
-    ):
+    if not (sufficient or suffice(paces)) or len(paces[0].waited_s) < 2:
         return None
     window_s, steps = sum(pace.window_s for pace in paces), sum(pace.steps for pace in paces)
     waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
@@ -283,10 +226,6 @@ def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> S
         _without_cpu(paces, ranks),
         _without_cpu(paces, others),
     )
-
-
-def _are_of_the_same_ranks(paces: Sequence[Pace]) -> bool:
-    return len({frozenset(pace.waited_s) for pace in paces}) == 1
 
 
 def shares(pace: Pace) -> list[tuple[float, list[int]]]:
@@ -333,8 +272,7 @@ def find_slow_in_records(logs: Sequence[RankLog]) -> Slow | None:
     """Return the ranks that made a job slow for as long as the records of all ranks reach back;
     None if there are none.
     """
-    begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
-    end = min((log.captured_ns for log in logs), default=0)
+    begin, end = common_span(logs)
     number = MIN_SAMPLES + 1
     edges = [begin + (end - begin) * part // number for part in range(number + 1)]
     paces = [measure(logs, first, last) for first, last in pairwise(edges)]
@@ -347,58 +285,10 @@ def recent(paces: Sequence[Pace]) -> list[Pace]:
         (
             list(paces[-taken:])
             for taken in range(MIN_SAMPLES, len(paces))
-            if _suffices(paces[-taken:])
+            if suffice(paces[-taken:])
         ),
         list(paces),
     )
-
-
-def condensed(paces: Sequence[Pace]) -> list[Pace]:
-    """Return the newest samples of a node merged into ``MIN_SAMPLES``, for the node that compares
-    all ranks of the job.
-
-    Returns:
-        Nothing if they are too few, or do not show the waits for ranks on other nodes.
-    """
-    newest = recent(paces)
-    if (
-        not _suffices(newest)
-        or not _are_of_the_same_ranks(newest)
-        or not all(pace.is_whole for pace in newest)
-    ):
-        return []
-    edges = [len(newest) * part // MIN_SAMPLES for part in range(MIN_SAMPLES + 1)]
-    return [_merged(newest[first:last]) for first, last in pairwise(edges)]
-
-
-def _merged(paces: Sequence[Pace]) -> Pace:
-    steps = sum(pace.steps for pace in paces)
-    waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
-    return Pace(
-        sum(pace.window_s for pace in paces),
-        steps,
-        waited,
-        sum(pace.steps * pace.step_s for pace in paces) / steps,
-    )
-
-
-def of_all_nodes(nodes: Iterable[Sequence[Pace]]) -> list[Pace]:
-    """Merge the nodes' samples, the first of each node with the first of the others, into samples
-    of all ranks: as shares of the time.
-    """
-    return [
-        Pace(
-            1.0,
-            min(pace.steps for pace in together),
-            {
-                rank: waited / pace.window_s
-                for pace in together
-                for rank, waited in pace.waited_s.items()
-            },
-            median(pace.step_s for pace in together),
-        )
-        for together in zip(*nodes, strict=True)
-    ]
 
 
 def with_cpu(slow: Slow, paces: Sequence[Pace]) -> Slow:
@@ -409,9 +299,69 @@ def with_cpu(slow: Slow, paces: Sequence[Pace]) -> Slow:
     return slow._replace(no_cpu=_without_cpu(paces, here))
 
 
-def _suffices(paces: Sequence[Pace]) -> bool:
+def suffice(paces: Sequence[Pace]) -> bool:
+    """Return whether samples are of the same ranks, and enough to find slow ones among them."""
     steps, total_s = (
         sum(pace.steps for pace in paces),
         sum(pace.steps * pace.step_s for pace in paces),
     )
-    return len(paces) >= MIN_SAMPLES and total_s >= MIN_S and steps >= MIN_STEPS
+    are_enough = len(paces) >= MIN_SAMPLES and total_s >= MIN_S and steps >= MIN_STEPS
+    return are_enough and len({frozenset(pace.waited_s) for pace in paces}) == 1
+
+
+Sample = tuple[int, float, dict[int, int]]
+"""Steps; seconds per step; by rank, the per mille of the time in collectives."""
+
+
+class Judgement(NamedTuple):
+    """The slow ranks of the job, as found by the node that reports."""
+
+    slow: Slow | None  # None: no rank is slow
+    ranks: list[int]  # all ranks that were compared
+
+
+def condensed(paces: Sequence[Pace]) -> list[Sample]:
+    """Return the newest samples of a node merged into ``MIN_SAMPLES``, for the node that compares
+    all ranks of the job.
+
+    Returns:
+        Nothing if they are too few, or do not show the waits for ranks on other nodes.
+    """
+    newest = recent(paces)
+    if not suffice(newest) or not all(pace.is_whole for pace in newest):
+        return []
+    edges = [len(newest) * part // MIN_SAMPLES for part in range(MIN_SAMPLES + 1)]
+    return [_merged(newest[first:last]) for first, last in pairwise(edges)]
+
+
+def _merged(paces: Sequence[Pace]) -> Sample:
+    steps, window_s = sum(pace.steps for pace in paces), sum(pace.window_s for pace in paces)
+    step_s = sum(pace.steps * pace.step_s for pace in paces) / steps
+    waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
+    return steps, round(step_s, 6), {rank: round(1000 * waited[rank] / window_s) for rank in waited}
+
+
+def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgement | None:
+    """Compare the ranks of all nodes of a job: the first sample of each node with the first of the
+    others.
+
+    Args:
+        nodes: each node's samples, as many of each.
+        before: the last judgement.
+
+    Returns:
+        None if a node has not published enough samples: then each node judges its own ranks.
+    """
+    if not all(nodes) or len({len(samples) for samples in nodes}) > 1:
+        return None
+    paces = [
+        Pace(
+            1.0,
+            min(steps for steps, _, _ in together),
+            {rank: share / 1000 for _, _, shares in together for rank, share in shares.items()},
+            median(step_s for _, step_s, _ in together),
+        )
+        for together in zip(*nodes, strict=True)
+    ]
+    slow = find_slow_ranks(paces, before.slow if before is not None else None, sufficient=True)
+    return Judgement(slow, sorted(rank for samples in nodes for rank in samples[0][2]))

@@ -7,8 +7,9 @@ one of the next step.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Final
 
@@ -16,8 +17,8 @@ import msgspec
 
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.ranklog import RankLog
-from commlens.model.spans import Span, common, length, union
-from commlens.speed.pace import Wait, find_waits, payload_bytes
+from commlens.model.spans import Span, covered, length
+from commlens.speed.pace import Wait, common_span, find_waits, on_device_ns, spans_in
 from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
 
 _STEPS: Final = 64  # the newest of them
@@ -33,8 +34,8 @@ of the channel are on one host.
 
 
 class StepPart(msgspec.Struct):
-    """The communication of a group in a step, or of the calls in one place on it: the mean over the
-    ranks that take part.
+    """The communication of a group in a step, or in a second, or of the calls in one place on it:
+    the mean over the ranks that take part.
     """
 
     group: str
@@ -62,47 +63,47 @@ class StepTimes(msgspec.Struct):
     unknown: list[str] = []  # what is not known, in sentences
 
 
-_Where = tuple[str, str]
-"""The group of a collective, and the place: its module, if it is known, else op and line."""
+_Where = tuple[str, ...]
+"""Nothing, a collective's group, or its group and place: its module, if it is known, else op and
+line.
+"""
 
 
 class _Rank:
-    """What one rank did in some steps."""
+    """What one rank did within a window."""
 
     def __init__(
-        self, log: RankLog, window: Span, waits: Iterable[Wait], arrivals: _Arrivals
+        self, log: RankLog, window: Span, waits: Sequence[Wait], arrivals: _Arrivals
     ) -> None:
         self.log, self.window = log, window
         self.ops = [op for op in log.collectives if window[0] <= op.announced_ns < window[1]]
-        flights = (
-            (op, op.announced_ns, _end(op, log, arrivals))
-            for op in self.ops
-            if op.channel.device == "cpu"
+        self.flights = _by_where(
+            Wait(op.announced_ns, _end(op, log, arrivals), op) for op in self.ops
         )
-        self._waits = self._inside((wait.op, wait.begin_ns, wait.end_ns) for wait in waits)
-        self._flights = self._inside(flights)
-        self._on_device = [
-            (_where(op), op.duration_ns or 0) for op in self.ops if op.channel.device != "cpu"
-        ]
-        self._waited = union(span for _, span in self._waits)
+        self._waits = _by_where(
+            wait for wait in waits if window[0] < wait.end_ns and wait.begin_ns < window[1]
+        )
+        self._waited = spans_in(waits, window)
 
-    def _inside(self, spans: Iterable[tuple[Collective, int, int]]) -> list[tuple[_Where, Span]]:
-        """Clip spans to the window, and tell to where each belongs: parts are asked for often."""
-        begin, end = self.window
-        return [
-            (_where(op), (max(first, begin), min(last, end)))
-            for op, first, last in spans
-            if max(first, begin) < min(last, end)
-        ]
-
-    def part(self, belongs: Callable[[_Where], bool]) -> tuple[int, int, int]:
-        """Return how long some collectives were waited for, were in flight while nothing was waited
-        for, and took on a device, in ns.
+    def part(self, where: _Where = ()) -> tuple[int, int, int]:
+        """Return how long the collectives of a group or place, or all, were waited for, were in
+        flight while nothing was waited for, and took on a device, in ns.
         """
-        waited = union(span for where, span in self._waits if belongs(where))
-        flights = union(span for where, span in self._flights if belongs(where))
-        on_device = sum(duration for where, duration in self._on_device if belongs(where))
-        return length(waited), length(flights) - length(common(flights, self._waited)), on_device
+        waits = spans_in(self._waits[where], self.window)
+        on_host = (each for each in self.flights[where] if each.op.channel.device == "cpu")
+        flights = spans_in(on_host, self.window)
+        hidden_ns = length(flights) - sum(covered(self._waited, *flight) for flight in flights)
+        return length(waits), hidden_ns, on_device_ns(each.op for each in self.flights[where])
+
+
+def _by_where(calls: Iterable[Wait]) -> dict[_Where, list[Wait]]:
+    """Return waits or flights in all, by group, and by place: parts are asked for often."""
+    found: dict[_Where, list[Wait]] = defaultdict(list)
+    for call in calls:
+        where = _where(call.op)
+        for place in ((), where[:1], where):
+            found[place].append(call)
+    return found
 
 
 def step_times(logs: Sequence[RankLog]) -> StepTimes:
@@ -113,7 +114,7 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
         logs: the ranks' records; of a running job, read at about the same time.
     """
     logs = _some([log for log in logs if log.collectives])
-    moments = {log.rank: _first_moments(log) for log in logs}
+    moments = {log.rank: first_moments(log) for log in logs}
     whole = [{step for step in each if step + 1 in each} for each in moments.values()]
     steps = _newest_run(set.intersection(*whole)) if whole else []
     if not steps:
@@ -124,29 +125,34 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     }
     ranks = [_Rank(log, windows[log.rank], waits[log.rank], arrivals) for log in logs]
     number = len(steps)
-    everything = [rank.part(lambda _: True) for rank in ranks]
+    waited, hidden, device = zip(*(rank.part() for rank in ranks), strict=True)
     times = StepTimes(
         number,
         steps[0],
         steps[-1],
         round(mean(end - begin for begin, end in windows.values()) / number),
-        round(mean(waited for waited, _, _ in everything) / number),
-        round(mean(hidden for _, hidden, _ in everything) / number),
-        (
-            round(mean(device for _, _, device in everything) / number)
-            if any(device for _, _, device in everything)
-            else None
-        ),
-        {
-            rank.log.rank: waited // number
-            for rank, (waited, _, _) in zip(ranks, everything, strict=True)
-        },
+        round(mean(waited) / number),
+        round(mean(hidden) / number),
+        round(mean(device) / number) if any(device) else None,
+        {rank.log.rank: ns // number for rank, ns in zip(ranks, waited, strict=True)},
     )
     # else only the moment between a call and its wait
     times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns
     times.unknown = _unknown(ranks, times)
-    times.parts, times.places_left_out = _parts(ranks, number)
+    times.parts, times.places_left_out = _groups_and_places(ranks, number)
     return times
+
+
+def measure_traffic(logs: Sequence[RankLog]) -> list[StepPart]:
+    """Return what the ranks do in each group in a second, as far as the records of all ranks reach
+    back, by the time in collectives.
+    """
+    window = common_span(logs)
+    if window[1] <= window[0]:
+        return []
+    waits = find_waits(logs)
+    ranks = [_Rank(log, window, waits[log.rank], {}) for log in logs]
+    return _parts(ranks, length([window]) * 1e-9, 1)
 
 
 def _some(logs: Sequence[RankLog]) -> list[RankLog]:
@@ -162,10 +168,8 @@ def _some(logs: Sequence[RankLog]) -> list[RankLog]:
     return some
 
 
-def _first_moments(log: RankLog) -> dict[int, int]:
-    """Return when each step issued its first collective (Unix ns), without the first step: it sets
-    up, or its beginning is lost.
-    """
+def first_moments(log: RankLog) -> dict[int, int]:
+    """Return when each step but the first issued its first collective (Unix ns)."""
     first: dict[int, int] = {}
     for op in log.collectives:
         if op.announced_ns:
@@ -229,51 +233,49 @@ def _where(op: Collective) -> _Where:
     return group_label(op.channel.group), op.module or (f"{op.op} at {line}" if line else op.op)
 
 
-def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
-    """Return the groups with their places, and how many places are left out."""
-    ops: dict[str, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for rank in ranks:
-        for op in rank.ops:
-            group, place = _where(op)
-            ops[group][place].append((rank, op))
-    groups: list[tuple[StepPart, list[StepPart]]] = []
-    for group, by_place in ops.items():
-        calls = [call for each in by_place.values() for call in each]
-        places = [_part(group, place, each, steps) for place, each in by_place.items() if place]
-        groups.append((_part(group, "", calls, steps), sorted(places, key=_weight)))
-    groups.sort(key=lambda each: _weight(each[0]))
-    shown = {
-        id(part)
-        for part in sorted((part for _, places in groups for part in places), key=_weight)[:_PLACES]
-    }
+def _groups_and_places(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
+    """Return the groups, each followed by its places, and how many places are left out."""
+    places = _parts(ranks, steps, 2)
+    shown = places[:_PLACES]
     parts = [
         part
-        for whole, places in groups
-        for part in (whole, *(place for place in places if id(place) in shown))
+        for group in _parts(ranks, steps, 1)
+        for part in (group, *(place for place in shown if place.group == group.group))
     ]
-    return parts, sum(len(places) for _, places in groups) - len(shown)
+    return parts, len(places) - len(shown)
+
+
+def _parts(ranks: Sequence[_Rank], steps: float, level: int) -> list[StepPart]:
+    """Return the groups (level 1) or their places (2), the longest wait first."""
+    called = dict.fromkeys(where for rank in ranks for where in rank.flights if len(where) == level)
+    return sorted((_part(ranks, where, steps) for where in called), key=_weight)
 
 
 def _weight(part: StepPart) -> tuple[float, float]:
     return (-part.waited_ns - part.hidden_ns - (part.device_ns or 0), -part.payload_bytes)
 
 
-def _part(
-    group: str, place: str, calls: Sequence[tuple[_Rank, Collective]], steps: int
-) -> StepPart:
-    taking_part = list({id(rank): rank for rank, _ in calls}.values())
-    found = [
-        rank.part(lambda where: where[0] == group and place in ("", where[1]))
-        for rank in taking_part
-    ]
+def _part(ranks: Sequence[_Rank], where: _Where, steps: float) -> StepPart:
+    taking_part = [rank for rank in ranks if where in rank.flights]
+    found = [rank.part(where) for rank in taking_part]
     each = 1 / steps / len(taking_part)
-    payload = sum(payload_bytes(op) for _, op in calls)
+    ops = [flight.op for rank in taking_part for flight in rank.flights[where]]
+    payload, place = sum(map(_payload_bytes, ops)), "".join(where[1:])
     waited, hidden, device = (round(sum(values) * each) for values in zip(*found, strict=True))
     return StepPart(
-        group, place, round(len(calls) * each, 2), payload * each, waited, hidden, device or None
+        where[0], place, len(ops) * each, payload * each, waited, hidden, device or None
     )
+
+
+def _payload_bytes(op: Collective) -> int:
+    """Return the bytes that a rank contributes to a collective."""
+    return sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
+
+
+def _item_size(dtype: str) -> int:
+    """Return the bytes of an element: ``"bfloat16"`` has 2, ``"bool"`` 1."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 def _unknown(ranks: Sequence[_Rank], times: StepTimes) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import torch._C._distributed_c10d as _c10d
 
 _ON_THE_HOST = ("ProcessGroupGloo", "ProcessGroupMPI", "FakeProcessGroup")
+_ON = ("1", "y", "yes", "t", "true", "on")
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
@@ -50,10 +51,14 @@ def backend_of(process_group: Any, device: str) -> Backend:
         return Backend(runs_ahead=device != "cpu")
     if isinstance(backend, _classes(*_ON_THE_HOST)):
         return Backend(runs_ahead=False, timeout_ms=_timeout_ms(backend))
+    try:
+        uid = str(int(backend.uid))
+    except Exception:
+        uid = ""
     return Backend(
         True,
-        _uid(backend),
-        not any(_is_on(os.environ.get(name, "")) for name in _BLOCKING_WAIT),
+        uid,
+        not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT),
         _timeout_ms(backend),
     )
 
@@ -66,17 +71,6 @@ def _object_of(process_group: Any, device: str) -> Any:
     except Exception:
         return None
     return backend if wrapped is None else wrapped
-
-
-def _is_on(text: str) -> bool:
-    return text.lower() in ("1", "y", "yes", "t", "true", "on")
-
-
-def _uid(backend: Any) -> str:
-    try:
-        return str(int(backend.uid))
-    except Exception:
-        return ""
 
 
 def _timeout_ms(backend: Any) -> int:

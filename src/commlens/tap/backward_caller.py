@@ -30,18 +30,13 @@ class _Caller(NamedTuple):
     codes: list[CodeType]  # the key has their ids, which are valid only while they live
 
 
-def _made_by_python() -> bool:
-    """Return whether the calling thread is the main thread or one of ``threading``."""
-    own = threading.get_ident()
-    return any(
-        thread.ident == own and not isinstance(thread, threading._DummyThread)
-        for thread in threading.enumerate()
-    )
-
-
 class _ThisThread(threading.local):
     def __init__(self) -> None:
-        self.made_by_python = _made_by_python()
+        own = threading.get_ident()
+        self.made_by_python = any(
+            thread.ident == own and not isinstance(thread, threading._DummyThread)
+            for thread in threading.enumerate()
+        )
         self.run = _NO_RUN
         self.caller = 0
 
@@ -76,6 +71,11 @@ def frames(number: int) -> list[list[Any]]:
     return _frames.get(number, []) if number else []
 
 
+def described(walked: list[tuple[CodeType, int | None, int]]) -> list[list[Any]]:
+    """Return the frames that :func:`frames_of_thread` found, like :func:`frames`."""
+    return [[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]
+
+
 def _find() -> int:
     """Return the number of the stack of the one other thread that is in a backward pass; 0 if
     several are, since nothing tells which of them waits for the calling thread.
@@ -103,7 +103,7 @@ def _keep(key: tuple[int, ...], walked: list[tuple[CodeType, int | None, int]]) 
         _frames.clear()
     caller = _Caller(
         next(_numbers),
-        [[code.co_filename, line or 0, code.co_name] for code, line, _ in walked],
+        described(walked),
         [code for code, _, _ in walked],
     )
     _frames[caller.number] = caller.frames

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed.distributed_c10d as c10d
 
 from commlens.model.ops import matches_by_tag
 from commlens.tap import backends
+from commlens.tap.hand_made import Membership, hand_made
 from commlens.text import format_ranks
 
 _MANY = 1 << 62
@@ -54,8 +56,6 @@ def _number_of_backend(group: Group, device: str) -> Callable[[], int]:
     gloo and NCCL count a group's collectives in C++, on all ranks alike. gloo counts messages, too,
     which not all ranks send.
     """
-    import torch
-
     of_type = torch.device(device)
 
     def number() -> int:
@@ -119,31 +119,38 @@ class Channel:
             "mesh_dim": group.mesh_dim,
             "inc": group.incarnation,
             "ahead": self.runs_ahead,
+            "hand": None if group.hand_made is None else group.hand_made._asdict(),
         }
 
 
 class Group:
-    """A process group of this process."""
+    """A process group of this process.
+
+    Of a group that the program made by hand, ``ranks`` is empty: nothing tells the global ranks.
+    """
 
     __slots__ = (
         "channels",
         "description",
+        "hand_made",
         "incarnation",
         "mesh_dim",
         "name",
         "ranks",
         "ref",
+        "size",
     )
 
     def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str]) -> None:
         # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
-        self.name = str(process_group.group_name)
+        self.name = _name(process_group)
         description = str(getattr(process_group, "group_desc", "") or "")
         # torch's word for none
         self.description = "" if description == "undefined" else description
         self.incarnation = incarnation
-        self.ranks = _global_ranks(process_group)
+        self.ranks, self.hand_made = _members(process_group)
+        self.size = int(process_group.size())
         mesh_dim = (
             self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None
         )
@@ -157,8 +164,15 @@ class Group:
             found = self.channels.setdefault(device, Channel(self, device))
         return found
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks; of a group that was made by hand, the ranks in the group."""
+        return self.ranks or tuple(range(self.size))
+
     def global_rank(self, group_rank: int) -> int:
-        """Return the global rank of a member; the same number if it is out of range."""
+        """Return the global rank of a member; the same number if it is out of range or nothing maps
+        it.
+        """
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
     def behaviour(self, device: str) -> backends.Backend:
@@ -176,8 +190,6 @@ class Group:
         if process_group is None:
             return ""
         try:
-            import torch
-
             return str(process_group._get_backend(torch.device(device)).name())
         except Exception:
             try:
@@ -186,12 +198,24 @@ class Group:
                 return ""
 
 
-def _global_ranks(process_group: Any) -> tuple[int, ...]:
+def _name(process_group: Any) -> str:
+    """Return torch's name of a group; empty if it has none, which is no error in torch 2.13."""
     try:
+        return str(process_group.group_name)
+    except RuntimeError:
+        return ""
+
+
+def _members(process_group: Any) -> tuple[tuple[int, ...], Membership | None]:
+    """Return the global ranks of a group, or what is known of one that was made by hand."""
+    try:
+        by_hand = hand_made(process_group, c10d._world)
+        if by_hand is not None:
+            return (), by_hand
         mapping = c10d._world.pg_group_ranks[process_group]
-        return tuple(rank for rank, _ in sorted(mapping.items(), key=lambda item: item[1]))
+        return tuple(rank for rank, _ in sorted(mapping.items(), key=lambda item: item[1])), None
     except Exception:
-        return tuple(range(process_group.size()))
+        return tuple(range(process_group.size())), None
 
 
 def is_coalescing(process_group: Any) -> bool:
@@ -207,11 +231,28 @@ def unique_name(process_group: Any) -> str:
     return f"{group.description} ({group.name})" if group.description else group.name
 
 
+def global_ranks(process_group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group by rank in the group; empty if nothing tells them."""
+    return _members(process_group)[0]
+
+
 def memberships() -> list[tuple[int, ...]]:
-    """Return the global ranks of each group that this rank is in, ascending."""
-    return [
-        tuple(sorted(_global_ranks(process_group))) for process_group in list(c10d._world.pg_map)
-    ]
+    """Return the global ranks of each group that this rank is in, ascending, as far as they are
+    known.
+    """
+    groups = map(global_ranks, list(c10d._world.pg_map))
+    return [tuple(sorted(ranks)) for ranks in groups if ranks]
+
+
+def named_dims(mesh: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name of the group and that of the dimension, for each dimension of a DeviceMesh
+    that this rank is in. A dimension that spans the world uses the default group, whose description
+    does not name it.
+    """
+    names = mesh.mesh_dim_names
+    if names and mesh.mesh.dim() == len(names) and mesh.get_coordinate() is not None:
+        for dim, name in enumerate(names):
+            yield str(mesh.get_group(dim).group_name), str(name)
 
 
 class Groups:

@@ -33,7 +33,9 @@ class InternedArgs:
         "content",
         "first_tensor",
         "flags",
+        "is_held",
         "meets",
+        "misaddressed",
         "next_number",
         "next_tagged",
         "no_such_peer",
@@ -62,7 +64,9 @@ class InternedArgs:
         self.blob = 0
         self.too_large = False  # for a blob, so it is not encoded each time
         self.op: str = content["op"]
-        self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
+        tensors = content["in"] or content["out"]
+        # number of elements and dtype
+        self.first_tensor = (math.prod(tensors[0][0]), tensors[0][1]) if tensors else None
         self.next_number = (
             channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         )
@@ -76,14 +80,32 @@ class InternedArgs:
         # a device would run ahead.
         self.meets = content["async"] is False  # torch 2.6 does not say
         self.synchronous = self.meets and not channel.runs_ahead  # the host waits until it is done
+        # asynchronous, on the host: its Work is held until it is known to be done
+        self.is_held = not self.synchronous and not channel.runs_ahead
         self.wait_only = self.op in GLOO_WAIT_ONLY
+        self.misaddressed = False  # its root, peer or tag cannot be
         # the backend will refuse it on this rank alone, so no peer's can match it
         self.refused_locally = False
         self.no_such_peer = False  # of a message: the group has no member with this rank
 
 
-def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
-    return (math.prod(tensor[0]), tensor[1]) if tensor is not None else None
+class CoalescedGroup:
+    """A coalesced group under construction by one thread: one collective with its members."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.members: list[InternedArgs] = []
+        self.sequence_number = 0
+
+    def add(self, args: InternedArgs) -> int:
+        """Add a member and return its sequence number: collectives share the group's,
+        point-to-point ops keep that of their pair.
+        """
+        self.members.append(args)
+        if args.op in POINT_TO_POINT:
+            return args.next_number()
+        self.sequence_number = self.sequence_number or args.next_number()
+        return self.sequence_number
 
 
 class ArgsTable:
@@ -94,10 +116,9 @@ class ArgsTable:
 
     def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
         """Return the interned arguments of a call of an op on a group."""
-        given = len(arguments)
         asynchronous = (
             arguments[spec.asynchronous]
-            if 0 <= spec.asynchronous < given
+            if 0 <= spec.asynchronous < len(arguments)
             else spec.asynchronous_default
         )
         if spec.takes_one_list and len(arguments[0]) == 1:
@@ -145,12 +166,8 @@ class ArgsTable:
 
 def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
     """Describe the arguments of a call of an op on a group, as a blob holds them."""
-    asynchronous = (
-        arguments[spec.asynchronous]
-        if 0 <= spec.asynchronous < len(arguments)
-        else spec.asynchronous_default
-    )
-    root = arguments[spec.root] if spec.root >= 0 else None
+    asynchronous = _given(arguments, spec.asynchronous, spec.asynchronous_default)
+    root, peer = _given(arguments, spec.root, None), _given(arguments, spec.peer, None)
     inputs: list[Any] = []
     outputs: list[Any] = []
     devices: list[str] = []
@@ -164,29 +181,33 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
         "out": outputs,
         "rop": None,
         "root": None if root is None else group.global_rank(int(root)),
-        "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
-        "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
+        "is": list(_given(arguments, spec.splits[0], ())),
+        "os": list(_given(arguments, spec.splits[1], ())),
         "async": asynchronous if isinstance(asynchronous, bool) else None,
     }
     args = InternedArgs(
         content,
         group.channel(devices[0] if devices else "cpu"),
-        group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
-        int(arguments[spec.tag]) if spec.tag >= 0 else 0,
+        -1 if peer is None else group.global_rank(int(peer)),
+        int(_given(arguments, spec.tag, 0)),
         L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
     )
-    named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
-    args.no_such_peer = (
-        spec.peer >= 0
-        and not args.flags & L.FLAG_ANY_SOURCE
-        and not 0 <= int(arguments[spec.peer]) < len(group.ranks)
-    )
-    args.refused_locally = (
-        args.tag < 0
-        or any(not 0 <= rank < len(group.ranks) for rank in named)
-        or (not args.channel.runs_ahead and will_be_refused(content, len(group.ranks)))
+    args.no_such_peer = not args.flags and _is_outside(peer, group)
+    args.misaddressed = args.tag < 0 or _is_outside(root, group) or _is_outside(peer, group)
+    args.refused_locally = args.misaddressed or (
+        not args.channel.runs_ahead and will_be_refused(content, group.size)
     )
     return args
+
+
+def _is_outside(rank: Any, group: Group) -> bool:
+    """Return whether a rank within a group, if there is one, is none of the group's."""
+    return rank is not None and not 0 <= int(rank) < group.size
+
+
+def _given(arguments: tuple[Any, ...], position: int, default: Any) -> Any:
+    """Return an argument; the default if the op does not have it, or it was left out."""
+    return arguments[position] if 0 <= position < len(arguments) else default
 
 
 def describe_tensors(value: Any) -> tuple[list[Any], str]:
@@ -221,10 +242,7 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
             order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
             order = None if order == list(range(value.dim())) else order
         devices.append(value.device.type)
-        dtype, layout = (
-            str(value.dtype).removeprefix("torch."),
-            str(value.layout).removeprefix("torch."),
-        )
+        dtype, layout = (str(each).removeprefix("torch.") for each in (value.dtype, value.layout))
         into.append([list(value.shape), dtype, value.device.type, layout, order])
     elif value is not None:
         for item in value:

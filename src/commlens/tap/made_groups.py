@@ -33,14 +33,10 @@ class MadeGroups:
     def many(self) -> Iterator[ManyGroups]:
         """Yield the makers of many groups that are still alive."""
         for (maker, ranks), times in self._made.items():
-            if times >= MANY and _alive(ranks) >= MANY:
-                yield ManyGroups(maker, times, _text(ranks))
-
-
-def _text(ranks: tuple[int, ...]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"{min(ranks)}-{max(ranks)}"
-
-
-def _alive(ranks: tuple[int, ...]) -> int:
-    wanted = sorted(ranks)
-    return sum(sorted(of) == wanted for of in c10d._world.pg_group_ranks.values())
+            if times < MANY:
+                continue
+            wanted = sorted(ranks)
+            alive = [of for of in c10d._world.pg_group_ranks.values() if sorted(of) == wanted]
+            if len(alive) >= MANY:
+                text = str(list(ranks)) if len(ranks) <= 8 else f"{wanted[0]}-{wanted[-1]}"
+                yield ManyGroups(maker, times, text)

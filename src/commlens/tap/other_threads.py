@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
+import inspect
 import itertools
 import operator
 import sys
+import threading
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_LOCK = type(threading.Lock())
+_NO_PART = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"})
 
 # A thread that holds another thread's frame when that frame returns takes over its locals, and
 # drops them in the wrong thread and too late: a guard that torch keeps in a local then never
@@ -63,3 +69,53 @@ def frames_of_thread(ident: int) -> list[tuple[CodeType, int | None, int]]:
             iter(frame_by_frame.__next__, None),
         )
     )
+
+
+def waits_for_lock(ident: int) -> bool:
+    """Return whether a thread stands at a ``threading.Lock`` that is locked, to take it without a
+    timeout.
+    """
+    place = frames_of_thread(ident)[:1]
+    names = _lock_at(place[0][0], place[0][2]) if place else ()
+    if not names:
+        return False
+    innermost = map(
+        operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()])
+    )
+    scopes = map(operator.attrgetter("f_locals", "f_globals"), filter(None, innermost))
+    # copies: from Python 3.13 on, the locals hold the frame
+    copies = _in_one_call(map(dict, itertools.chain.from_iterable(scopes)))
+    value: Any = next((scope[names[0]] for scope in copies if names[0] in scope), None)
+    for name in names[1:]:
+        value = inspect.getattr_static(value, name, None)
+    return type(value) is _LOCK and value.locked() and frames_of_thread(ident)[:1] == place
+
+
+@functools.lru_cache(maxsize=64)
+def _lock_at(code: CodeType, offset: int) -> tuple[str, ...]:
+    """Return the names ``("self", "lock")`` if the instruction takes ``self.lock``; else none."""
+    before = [one for one in dis.get_instructions(code) if one.offset <= offset]
+    if not before or before[-1].offset != offset:
+        return ()
+    at = before[-1]
+    parts = [one for one in before[:-1] if one.opname not in _NO_PART]
+    if at.opname in ("CALL", "PRECALL", "CALL_METHOD") and not at.arg:
+        if not parts or parts.pop().argval != "acquire":
+            return ()
+    elif at.opname not in ("BEFORE_WITH", "SETUP_WITH"):
+        return ()
+    return _names_loaded(parts)
+
+
+def _names_loaded(parts: list[dis.Instruction]) -> tuple[str, ...]:
+    """Return the names ``("self", "lock")`` if the last instructions load ``self.lock``; else
+    none.
+    """
+    names: list[str] = []
+    while parts and parts[-1].opname == "LOAD_ATTR":
+        names.append(parts.pop().argval)
+    if not parts or "LOAD_" not in parts[-1].opname:
+        return ()
+    loaded = parts[-1].argval
+    names.append(loaded[-1] if isinstance(loaded, tuple) else loaded)
+    return tuple(reversed(names)) if all(isinstance(name, str) for name in names) else ()

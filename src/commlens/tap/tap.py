@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
@@ -68,12 +69,14 @@ class OpSpec:
         self.writes = tuple(i for i in tensor_arguments if names[i].startswith("output"))
 
 
-class Subscriber(Protocol):
+class Subscriber:
     """A subscriber to collectives. Its methods run on the issuing thread, on the hot path, and
-    raise only to refuse a collective.
+    raise only to refuse a collective. Those that a subscriber leaves out do nothing.
+    """
 
-    With a true attribute ``sees_fake_tensors``, it also gets the collectives on fake and meta
-    tensors, which communicate nothing, while :func:`run_fake_tensors_as` lets them through.
+    sees_fake_tensors = False
+    """Whether it also gets the collectives on fake and meta tensors, which communicate nothing,
+    while :func:`run_fake_tensors_as` lets them through.
     """
 
     def begin(self, spec: OpSpec, arguments: tuple[Any, ...]) -> Any:
@@ -88,6 +91,42 @@ class Subscriber(Protocol):
 
     def raised(self, token: Any, error: BaseException) -> None:
         """Called when the backend's call has raised."""
+
+
+class WaitSubscriber(Subscriber):
+    """A subscriber to waits and Works, too: ``torch_patches.add_tracer`` reports the waits to it,
+    and ``torch_patches.add_work_listener`` the asynchronous collectives that Python issues, and the
+    uses of their Works other than waits.
+    """
+
+    def wait_begins(self, work: Any) -> Any:
+        """Called before a thread blocks in ``work.wait()``. Returns a token, or None to ignore the
+        wait.
+        """
+
+    def tensor_wait_begins(self, tensor: Any) -> Any:
+        """Called before a thread blocks in a functional collective's ``wait_tensor(tensor)``."""
+
+    def wait_ended(self, token: Any, error: BaseException | None) -> None:
+        """Called when this wait has ended, perhaps with an error."""
+
+    def issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
+        """Called when Python is about to issue an asynchronous collective, or one that may be."""
+
+    def issue_ended(self, work: Any) -> None:
+        """Called after the issue, with the Work; with None if there is none."""
+
+    def handled(self, work: Any) -> None:
+        """Called when a program takes the future of a Work, or polls it and finds it complete."""
+
+    def coalescing_starts(self) -> None:
+        """Called after ``ProcessGroup._start_coalescing``."""
+
+    def coalescing_ended(self, work: Any) -> None:
+        """Called when ``ProcessGroup._end_coalescing`` has returned the Work of the group."""
+
+    def backward_ended(self) -> None:
+        """Called when a thread leaves a backward pass."""
 
 
 _subscribers: tuple[Subscriber, ...] = ()
@@ -214,9 +253,7 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
             if _fake_tensors_run_as is None or not keys.has(_META):
                 return redispatch(below, *arguments)
             below = _fake_tensors_run_as
-            subscribers = tuple(
-                [each for each in subscribers if getattr(each, "sees_fake_tensors", False)]
-            )
+            subscribers = tuple([each for each in subscribers if each.sees_fake_tensors])
         if len(subscribers) == 1:
             subscriber = subscribers[0]
             token = subscriber.begin(spec, arguments)
@@ -275,7 +312,7 @@ def begin_all(spec: OpSpec, arguments: tuple[Any, ...], fake: bool) -> list[tupl
     tokens: list[tuple[Subscriber, Any]] = []
     try:
         for subscriber in _subscribers:
-            if not fake or getattr(subscriber, "sees_fake_tensors", False):
+            if not fake or subscriber.sees_fake_tensors:
                 tokens.append((subscriber, subscriber.begin(spec, arguments)))
     except BaseException as error:
         raised_all(tokens, error)

@@ -127,7 +127,11 @@ def offers() -> Offers:
         takes_backend=any("backend" in dump.keywords for dump in dumps()),
         backends_with_uid=tuple(
             sorted(
-                name for name in dir(c10d) if _is_backend(getattr(c10d, name), c10d.Backend, "uid")
+                name
+                for name, value in vars(c10d).items()
+                if isinstance(value, type)
+                and issubclass(value, c10d.Backend)
+                and hasattr(value, "uid")
             )
         ),
         hooks=tuple(
@@ -151,10 +155,6 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     with contextlib.suppress(TypeError, ValueError):
         found = found or list(inspect.signature(function).parameters)
     return frozenset(found)
-
-
-def _is_backend(value: Any, base: type, attribute: str) -> bool:
-    return isinstance(value, type) and issubclass(value, base) and hasattr(value, attribute)
 
 
 def _default_size() -> tuple[int | None, tuple[str, ...]]:

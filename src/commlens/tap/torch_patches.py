@@ -11,22 +11,24 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pkgutil
 import re
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import Work
 
 from commlens.blackbox import layout as L
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error
-from commlens.tap import cuda_graphs, tap
-from commlens.tap.groups import Groups
+from commlens.tap import tap
+from commlens.tap.groups import named_dims
 from commlens.tap.interned_args import noted_reduce_ops
 
 log = logging.getLogger("commlens")
@@ -37,79 +39,10 @@ calls tap_reduce_ops when it fails.
 """
 
 
-class WaitListener(Protocol):
-    """A tracer's interface for waits. Tokens are its own; None means that it ignores the wait."""
-
-    def wait_begins(self, work: Any) -> Any:
-        """Called before a thread blocks in ``work.wait()``."""
-
-    def tensor_wait_begins(self, tensor: Any) -> Any:
-        """Called before a thread blocks in a functional collective's ``wait_tensor(tensor)``."""
-
-    def wait_ended(self, token: Any, error: BaseException | None) -> None:
-        """Called when this wait has ended, perhaps with an error."""
-
-
-class WorkListener(Protocol):
-    """The interface of a listener to the asynchronous collectives that Python issues, and to the
-    uses of their Works other than waits.
-    """
-
-    def issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
-        """Called when Python is about to issue an asynchronous collective, or one that may be."""
-
-    def issue_ended(self, work: Any) -> None:
-        """Called after the issue, with the Work; with None if there is none."""
-
-    def handled(self, work: Any) -> None:
-        """Called when a program takes the future of a Work, or polls it and finds it complete."""
-
-    def coalescing_starts(self) -> None:
-        """Called after ``ProcessGroup._start_coalescing``."""
-
-    def coalescing_ended(self, work: Any) -> None:
-        """Called when ``ProcessGroup._end_coalescing`` has returned the Work of the group."""
-
-    def backward_ended(self) -> None:
-        """Called when a thread leaves a backward pass."""
-
-
-class _Recorder(Protocol):
-    """The part of :class:`commlens.capture.recorder.Recorder` that the patches call."""
-
-    writer: Any
-    groups: Groups
-    steps: int
-
-    @property
-    def verifier(self) -> Any: ...
-    @property
-    def listens_to_waits(self) -> bool: ...
-    @property
-    def reads_reduce_ops(self) -> bool: ...
-    def tapped_wait(self, original: Any, slow: Any) -> Any: ...
-    def wait_begins(self, work: Any) -> Any: ...
-    def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None: ...
-    def tensor_wait_begins(self, tensor: Any) -> Any: ...
-    def tensor_wait_ended(self, held: Any, error: BaseException | None) -> None: ...
-    def error_to_raise(self, error: BaseException) -> BaseException: ...
-    def coalescing_starts(self) -> None: ...
-    def coalescing_ends(self) -> Any: ...
-    def group_returned(self, token: Any, work: Any) -> None: ...
-    def raised(self, token: Any, error: BaseException) -> None: ...
-    def capture_begins(self) -> None: ...
-    def capture_ends(self, graph: Any) -> None: ...
-    def replays(self, graph: Any) -> None: ...
-    def handled(self, work: Any) -> None: ...
-    @property
-    def hazards(self) -> Any: ...
-
-
-_recorder: _Recorder | None = None
+_recorder: Any = None  # the Recorder of capture, or the SequenceRecorder of check
 _lock = threading.RLock()  # of the tracers
-_tracers: tuple[WaitListener, ...] = ()
-_work_listeners: tuple[WorkListener, ...] = ()
-_installed: set[str] = set()  # names of the functions that have installed their patches
+_tracers: tuple[tap.WaitSubscriber, ...] = ()
+_work_listeners: tuple[tap.WaitSubscriber, ...] = ()
 work_is_completed = Work.is_completed
 """The original, without the patch that notes that a program polls."""
 
@@ -122,7 +55,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def set_recorder(recorder: _Recorder | None) -> None:
+def set_recorder(recorder: Any) -> None:
     """Report to ``recorder`` from now on; with None, the patches only pass calls through."""
     global _recorder
     _recorder = recorder
@@ -131,12 +64,12 @@ def set_recorder(recorder: _Recorder | None) -> None:
     listen()
 
 
-def active_recorder() -> _Recorder | None:
+def active_recorder() -> Any:
     """Return the recorder of this process; None if nothing is recorded, as in a forked child."""
     return _recorder
 
 
-def add_tracer(tracer: WaitListener) -> None:
+def add_tracer(tracer: tap.WaitSubscriber) -> None:
     """Report waits to ``tracer``, too."""
     global _tracers
     with _lock:
@@ -144,7 +77,7 @@ def add_tracer(tracer: WaitListener) -> None:
         listen()
 
 
-def remove_tracer(tracer: WaitListener) -> None:
+def remove_tracer(tracer: tap.WaitSubscriber) -> None:
     """Stop reporting waits to ``tracer``."""
     global _tracers
     with _lock:
@@ -152,15 +85,14 @@ def remove_tracer(tracer: WaitListener) -> None:
         listen()
 
 
-def add_work_listener(listener: WorkListener) -> None:
+def add_work_listener(listener: tap.WaitSubscriber) -> None:
     """Report issues, and uses of Works other than waits, to ``listener``, too."""
     global _work_listeners
     _work_listeners = (*_work_listeners, listener)
-    _install_once(_tap_issues, _tap_coalescing, _tap_ends_of_backward)
-    _install(_tap_other_uses_of_works)
+    _install(*_COALESCING, *_OF_WORK_LISTENERS, _tap_other_uses_of_works)
 
 
-def remove_work_listener(listener: WorkListener) -> None:
+def remove_work_listener(listener: tap.WaitSubscriber) -> None:
     """Stop reporting issues and uses of Works to ``listener``."""
     global _work_listeners
     _work_listeners = tuple(other for other in _work_listeners if other is not listener)
@@ -190,35 +122,54 @@ def _install_all() -> None:
     ):
         _install(tap_reduce_ops)
     if _recorder is not None:
-        _install_once(
-            _tap_coalescing,
-            _tap_meshes,
-            _tap_optimizers,
-            _tap_cuda_graphs,
-            _tap_calls_of_others,
-        )
-        _install(_tap_other_uses_of_works)
+        _install(*_COALESCING, *_OF_RECORDERS, _tap_other_uses_of_works)
         if _recorder.verifier is not None:
-            _install(_tap_waits_in_cpp)
+            _install(*_OF_VERIFIERS)
 
 
-def _install_once(*installs: Callable[[], None]) -> None:
+def _install(*installs: Callable[[], None]) -> None:
     for install in installs:
-        if install.__name__ not in _installed:
-            _installed.add(install.__name__)
-            _install(install)
+        try:
+            install()
+        except Exception as error:
+            of_names = f"of {', '.join(install.names)}" if isinstance(install, _Patch) else ""
+            log.warning(
+                "commlens: the patch %s does not work with this torch: %s: %s",
+                of_names or install.__name__,
+                type(error).__name__,
+                error,
+            )
 
 
-def _install(install: Callable[[], None]) -> None:
-    try:
-        install()
-    except Exception as error:
-        log.warning(
-            "commlens: %s does not work with this torch: %s: %s",
-            install.__name__,
-            type(error).__name__,
-            error,
-        )
+@dataclass(eq=False)
+class _Patch:
+    """Replaces functions of torch at its first call, for good."""
+
+    owner: str  # "module:class"; imported when the patch is installed
+    names: tuple[str, ...]
+    make: Callable[[Any], Any]  # takes a function and returns what replaces it
+    is_installed: bool = False
+
+    def __call__(self) -> None:
+        if not self.is_installed:
+            self.is_installed = True
+            owner = pkgutil.resolve_name(self.owner)
+            found = {name: getattr(owner, name) for name in self.names if hasattr(owner, name)}
+            for name, original in found.items():
+                setattr(owner, name, _in_place_of(original, self.make(original), name))
+            if not found:
+                raise AttributeError(f"{self.owner} has no {' or '.join(self.names)}")
+
+
+def _in_place_of(original: Any, function: Any, name: str) -> Any:
+    """Let a function replace a method of torch. It must call the original itself.
+
+    In a subclass that is written in Python, C++ takes what replaces a method of the base class for
+    the subclass's own and calls it. The original would call it again, without end, if the frame
+    that calls the original did not have the method's name: by this, pybind11 knows such calls.
+    """
+    function.__code__ = function.__code__.replace(co_name=name)
+    return functools.wraps(original)(function)
 
 
 def python_reads_reduce_ops() -> bool:
@@ -242,9 +193,10 @@ def _tap_work_wait() -> None:
     if _waits:
         return
     # Classes of C++ Works with a wait of their own (the fake backend's) do not call that of Work.
+    # One that is written in Python is left alone: C++ would take a builtin for its own wait.
     for kind in (Work, *Work.__subclasses__()):
-        if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
-            original = kind.__dict__["wait"]
+        original = kind.__dict__.get("wait")
+        if original is not None and (kind is Work or not isinstance(original, FunctionType)):
             _waits.append((kind, original))
             slow = _tapped_wait(original)
             tapped = slow if _recorder is None else _recorder.tapped_wait(original, slow)
@@ -267,45 +219,30 @@ def _tapped_wait(original: Any) -> Any:
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
-        if _tracers:
-            return _traced_wait(original, self, args, kwargs)
-        if recorder is None:
-            return original(self, *args, **kwargs)
-        token = recorder.wait_begins(self)
-        if token is None:
+        held = [(each, mark) for each in _tracers if (mark := each.wait_begins(self)) is not None]
+        token = recorder.wait_begins(self) if recorder is not None else None
+        if token is None and not held:
             return original(self, *args, **kwargs)
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
-            recorder.wait_ended(self, token, error)
-            if recorder.verifier is not None:
+            _wait_ended(self, recorder, token, held, error)
+            if recorder is not None and recorder.verifier is not None:
                 raise recorder.error_to_raise(error)  # noqa: B904 - its cause is set
             raise
-        recorder.wait_ended(self, token, None)
+        _wait_ended(self, recorder, token, held, None)
         return result
 
     return wait
 
 
-def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
-    recorder = _recorder
-    held = [
-        (tracer, token) for tracer in _tracers if (token := tracer.wait_begins(work)) is not None
-    ]
-    token = recorder.wait_begins(work) if recorder is not None else None
-    error: BaseException | None = None
-    try:
-        return original(work, *args, **kwargs)
-    except BaseException as raised:
-        error = raised
-        if recorder is not None and recorder.verifier is not None:
-            raise recorder.error_to_raise(raised)  # noqa: B904
-        raise
-    finally:
-        if recorder is not None and token is not None:
-            recorder.wait_ended(work, token, error)
-        for tracer, token in held:
-            tracer.wait_ended(token, error)
+def _wait_ended(
+    work: Any, recorder: Any, token: Any, held: list[tuple[Any, Any]], error: BaseException | None
+) -> None:
+    if token is not None:
+        recorder.wait_ended(work, token, error)
+    for tracer, mark in held:
+        tracer.wait_ended(mark, error)
 
 
 def _tensor_wait_begins(tensor: Any) -> Any:
@@ -327,29 +264,15 @@ def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
         tracer.wait_ended(mark, error)
 
 
-def _tap_waits_in_cpp() -> None:
-    """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's
-    reducer, and futures.
-    """
-    if hasattr(torch._C.Future.wait, "__wrapped__"):
-        return
-    for owner, name in (
-        (torch.autograd, "_engine_run_backward"),
-        (torch.autograd.graph, "_engine_run_backward"),
-        (torch.distributed, "_broadcast_coalesced"),
-        (torch.distributed, "_verify_params_across_processes"),
-        (torch.distributed.Reducer, "_rebuild_buckets"),
-        (torch._C.Future, "wait"),
-    ):
-        setattr(owner, name, _raising_refusals(getattr(owner, name)))
-
-
 waits_in_cpp: dict[int, int] = {}
 """By thread that is in such a function: since when, CLOCK_MONOTONIC in ns."""
 
 
 def _raising_refusals(original: Any) -> Any:
-    @functools.wraps(original)
+    """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's
+    reducer, and futures.
+    """
+
     def call(*args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
         outermost = waits_in_cpp.setdefault(thread, now := time.monotonic_ns()) == now
@@ -400,36 +323,22 @@ _ISSUING_METHODS = (
 )
 
 
-def _tap_issues() -> None:
-    for name in _ISSUING_METHODS:
-        if name in ProcessGroup.__dict__:
-            setattr(ProcessGroup, name, _telling_issue(ProcessGroup.__dict__[name]))
-
-
 def _telling_issue(original: Any) -> Any:
-    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _work_listeners:
-            told = _told_asynchronous(args, kwargs)
-            if told is not False:
-                return _told_issue(original, self, args, kwargs, told, sys._getframe(1))
-        return original(self, *args, **kwargs)
+        listeners, work = _work_listeners, None
+        told = _told_asynchronous(args, kwargs) if listeners else False
+        if told is False:
+            return original(self, *args, **kwargs)
+        for listener in listeners:
+            listener.issue_begins(sys._getframe(1), told)
+        try:
+            work = original(self, *args, **kwargs)
+            return work
+        finally:
+            for listener in listeners:
+                listener.issue_ended(work)
 
     return method
-
-
-def _told_issue(
-    original: Any, group: Any, args: Any, kwargs: Any, told: bool | None, frame: FrameType
-) -> Any:
-    listeners, work = _work_listeners, None
-    for listener in listeners:
-        listener.issue_begins(frame, told)
-    try:
-        work = original(group, *args, **kwargs)
-        return work
-    finally:
-        for listener in listeners:
-            listener.issue_ended(work)
 
 
 def _told_asynchronous(args: Any, kwargs: Any) -> bool | None:
@@ -441,13 +350,7 @@ def _told_asynchronous(args: Any, kwargs: Any) -> bool | None:
     return None
 
 
-def _tap_coalescing() -> None:
-    start, end = (
-        ProcessGroup.__dict__["_start_coalescing"],
-        ProcessGroup.__dict__["_end_coalescing"],
-    )
-
-    @functools.wraps(start)
+def _telling_start(start: Any) -> Any:
     def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = start(self, *args, **kwargs)
         if _recorder is not None:
@@ -456,7 +359,10 @@ def _tap_coalescing() -> None:
             listener.coalescing_starts()
         return result
 
-    @functools.wraps(end)
+    return _start_coalescing
+
+
+def _telling_group(end: Any) -> Any:
     def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
         token = recorder.coalescing_ends() if recorder is not None else None
@@ -464,22 +370,41 @@ def _tap_coalescing() -> None:
         try:
             work = end(self, *args, **kwargs)
         except BaseException as error:
-            if recorder is not None and token is not None:
+            if token is not None:
                 recorder.raised(token, error)
             raise
         finally:
             for listener in _work_listeners:
                 listener.coalescing_ended(work)
-        if recorder is not None and token is not None:
+        if token is not None:
             recorder.group_returned(token, work)
         return work
 
-    for function in (_start_coalescing, _end_coalescing):
-        setattr(ProcessGroup, function.__name__, function)
+    return _end_coalescing
 
 
-def _tap_cuda_graphs() -> None:
-    cuda_graphs.install(active_recorder)
+def _telling_graph(original: Any) -> Any:
+    """Tell of the capture and the replays of CUDA graphs: a captured collective does not run, and a
+    replay passes no tap.
+
+    Every user of graphs calls these methods: ``torch.cuda.graph``, ``make_graphed_callables`` and
+    inductor. Neither importing nor patching them initialises the driver.
+    """
+    name = original.__name__
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is not None and name == "capture_begin":
+            recorder.capture_begins()
+        elif recorder is not None and name == "replay":
+            recorder.replays(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:  # even if the capture failed
+            if recorder is not None and name == "capture_end":
+                recorder.capture_ends(self)
+
+    return method
 
 
 _OTHER_USES = (
@@ -500,14 +425,15 @@ def _tap_other_uses_of_works() -> None:
     """
     for name in _OTHER_USES:
         method = Work.__dict__.get(name)
-        if method is not None and getattr(method, "__code__", None) is not _NOTES_USE:
-            setattr(Work, name, _noting_use(method))
+        if method is not None and not hasattr(method, "notes_use"):
+            noting = _in_place_of(method, _noting_use(method), name)
+            noting.notes_use = True
+            setattr(Work, name, noting)
 
 
 def _noting_use(original: Any) -> Any:
     polls = original.__name__ == "is_completed"
 
-    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is not None:
             _recorder.handled(self)
@@ -520,16 +446,7 @@ def _noting_use(original: Any) -> Any:
     return method
 
 
-_NOTES_USE: Final = _noting_use(work_is_completed).__code__  # of all that it returns
-
-
-def _tap_ends_of_backward() -> None:
-    for module in (torch.autograd, torch.autograd.graph):
-        setattr(module, "_engine_run_backward", _telling_end(module._engine_run_backward))  # noqa: B010
-
-
 def _telling_end(original: Any) -> Any:
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -540,58 +457,42 @@ def _telling_end(original: Any) -> Any:
     return call
 
 
-def _tap_calls_of_others() -> None:
+def _noting_calls_of_others(original: Any) -> Any:
     """Note the calls with a group that this rank is not in: torch warns and does nothing."""
-    from torch.distributed import distributed_c10d
 
-    if not hasattr(distributed_c10d, "_warn_not_in_group"):
-        return
-
-    @functools.wraps(distributed_c10d._warn_not_in_group)
     def _warn_not_in_group(op_name: Any) -> None:
         if _recorder is not None and _recorder.hazards is not None:
             _recorder.hazards.not_a_member()
         # torch's own text, from torch's own line: to call it would name this one
-        world = distributed_c10d.GroupMember.WORLD
+        world = torch.distributed.GroupMember.WORLD
         rank = -1 if world is None else world.rank()
         text = f"Running {op_name} on global rank {rank} which does not belong to the given group."
         warnings.warn(text, stacklevel=2)
 
-    distributed_c10d._warn_not_in_group = _warn_not_in_group
+    return _warn_not_in_group
 
 
-def _tap_meshes() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
+def _learning_meshes(original: Any) -> Any:
+    """Name the groups of each mesh that is made."""
 
-    original = DeviceMesh.__init__
-
-    @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _recorder is not None:
-            _learn_mesh(self, _recorder)
+        try:
+            for group_name, dim in named_dims(self) if _recorder is not None else ():
+                _recorder.groups.name_mesh_dim(group_name, dim)
+        except Exception as error:
+            # Also reached by sub-meshes without groups of their own, whose groups were named with
+            # their parent.
+            log.debug(
+                "commlens: a DeviceMesh's groups could not be read: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
-    setattr(DeviceMesh, "__init__", __init__)  # noqa: B010
-
-
-def _learn_mesh(mesh: Any, recorder: _Recorder) -> None:
-    """Name the groups of a mesh. A dimension that spans the world uses the default group, whose
-    description does not name it.
-    """
-    try:
-        names = mesh.mesh_dim_names
-        if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
-            return
-        for dim, name in enumerate(names):
-            recorder.groups.name_mesh_dim(str(mesh.get_group(dim).group_name), str(name))
-    except Exception as error:
-        # Also reached by sub-meshes without groups of their own, whose groups were named with their
-        # parent.
-        log.debug(
-            "commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error
-        )
+    return __init__
 
 
+@functools.cache
 def _tap_optimizers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -610,20 +511,10 @@ def tap_reduce_ops() -> None:
 
     The reduce ops of C++ callers (DDP's, which are sums) stay unknown there.
     """
-    global _reduce_ops_tapped
-    if _reduce_ops_tapped:
-        return
-    _reduce_ops_tapped = True
-    for name in _REDUCING_METHODS:
-        if name in ProcessGroup.__dict__:
-            setattr(ProcessGroup, name, _noting_reduce_op(ProcessGroup.__dict__[name]))
-
-
-_reduce_ops_tapped = False
+    _REDUCTIONS()
 
 
 def _noting_reduce_op(original: Any) -> Any:
-    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is None and not _tracers:
             return original(self, *args, **kwargs)
@@ -640,3 +531,36 @@ def _noting_reduce_op(original: Any) -> Any:
             noted_reduce_ops.pop(thread, None)
 
     return method
+
+
+_GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
+_RUN_BACKWARD: Final = ("_engine_run_backward",)
+_REDUCTIONS: Final = _Patch(_GROUP, _REDUCING_METHODS, _noting_reduce_op)
+_COALESCING: Final = (
+    _Patch(_GROUP, ("_start_coalescing",), _telling_start),
+    _Patch(_GROUP, ("_end_coalescing",), _telling_group),
+)
+_OF_WORK_LISTENERS: Final = (
+    _Patch(_GROUP, _ISSUING_METHODS, _telling_issue),
+    _Patch("torch.autograd", _RUN_BACKWARD, _telling_end),
+    _Patch("torch.autograd.graph", _RUN_BACKWARD, _telling_end),
+)
+_OF_RECORDERS: Final = (
+    _Patch("torch.distributed.device_mesh:DeviceMesh", ("__init__",), _learning_meshes),
+    _tap_optimizers,
+    _Patch(
+        "torch.cuda.graphs:CUDAGraph", ("capture_begin", "capture_end", "replay"), _telling_graph
+    ),
+    _Patch("torch.distributed.distributed_c10d", ("_warn_not_in_group",), _noting_calls_of_others),
+)
+_OF_VERIFIERS: Final = (
+    _Patch("torch.autograd", _RUN_BACKWARD, _raising_refusals),
+    _Patch("torch.autograd.graph", _RUN_BACKWARD, _raising_refusals),
+    _Patch(
+        "torch.distributed",
+        ("_broadcast_coalesced", "_verify_params_across_processes"),
+        _raising_refusals,
+    ),
+    _Patch("torch.distributed:Reducer", ("_rebuild_buckets",), _raising_refusals),
+    _Patch("torch._C:Future", ("wait",), _raising_refusals),
+)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +46,7 @@ SHOW_AFTER_S: Final = 5.0
 end the test.
 """
 _LOOK_BEFORE_S: Final = 4.0  # before pytest-timeout ends a test
+_LOOK_EVERY_S: Final = 1.0  # from then on: a wait may just have begun
 _FINISH_S: Final = 3.0
 _END_S: Final = 2.0
 
@@ -56,6 +58,7 @@ class Test:
     name: str = ""
     began: float = 0.0  # monotonic
     look_at: float = float("inf")  # shortly before pytest-timeout ends it
+    ends_at: float = float("inf")  # pytest-timeout ends it
     limit_s: float = 0.0
     ends_pytest: bool = False  # pytest-timeout's method "thread": there is no report
 
@@ -91,13 +94,17 @@ class Job:
             time.sleep(0.05)
         return self.own_dump or reporter.dump
 
-    def verdicts(self, since: float) -> list[Verdict]:
-        """Return the verdicts since then, each once; the leading one first.
+    def verdicts(self, test: Test) -> list[Verdict]:
+        """Return the verdicts since the test began, each once; the leading one first.
 
-        A rank's death that follows a hang is how the test ended it.
+        A rank's death that follows a hang, or the test's time limit, is how the test ended it.
         """
         found = list(
-            {verdict.summary: verdict for at, verdict in list(self.said) if at >= since}.values()
+            {
+                verdict.summary: verdict
+                for at, verdict in list(self.said)
+                if at >= test.began and (verdict.kind != "dead" or at < test.ends_at)
+            }.values()
         )
         leading = [verdict for verdict in found if verdict.kind != "dead"] or found
         return (
@@ -151,15 +158,19 @@ class Observer:
         elif "limit" in message:
             seconds = float(message["seconds"])
             if seconds > 0:
-                before = min(_LOOK_BEFORE_S, seconds / 2)
-                self._test.look_at, self._test.limit_s = (
-                    time.monotonic() + seconds - before,
-                    seconds,
-                )
+                self._test.limit_s, self._test.ends_at = seconds, time.monotonic() + seconds
+                self._test.look_at = self._test.ends_at - min(_LOOK_BEFORE_S, seconds / 2)
                 self._test.ends_pytest = message["method"] == "thread"
         elif "ask" in message:
             summary, text = self._answer()
-            print(json.dumps({"ask": message["ask"], "summary": summary, "text": text}), flush=True)
+            print(json.dumps({"of": message["ask"], "summary": summary, "text": text}), flush=True)
+        elif "look" in message:
+            self._find_jobs()
+            for job in self._jobs_of_test():
+                self._look(job)
+            self._test.ends_at = time.monotonic()
+            has_verdict = any(job.verdicts(self._test) for job in self._jobs_of_test())
+            print(json.dumps({"of": message["look"], "has_verdict": has_verdict}), flush=True)
 
     # --- jobs
 
@@ -217,10 +228,10 @@ class Observer:
         from commlens.diagnosis.examine import examine_logs
         from commlens.watch.snapshot import snapshot
 
-        if job.verdicts(self._test.began) or not is_running(job.folder):
+        if job.verdicts(self._test) or not is_running(job.folder):
             return
         examined = examine_logs(snapshot(job.folder))
-        if not examined.verdict.is_fault or job.verdicts(self._test.began):
+        if not examined.verdict.is_fault or job.verdicts(self._test):
             return
         with contextlib.suppress(CommlensError):
             job.own_dump = self._save(job.folder, examined)
@@ -252,16 +263,8 @@ class Observer:
         # Under torchrun -m pytest, pytest itself is a rank, and the others may still write their
         # reports.
         boxes = [box for job in hung if parent not in map(job_dirs.box_pid, job) for box in job]
-        left = running = [box for box in boxes if job_dirs.has_ended(box) is False]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for box in running:
-                with contextlib.suppress(OSError):
-                    os.kill(job_dirs.box_pid(box), number)
-            until = time.monotonic() + _END_S
-            while (
-                running := [box for box in running if job_dirs.has_ended(box) is False]
-            ) and time.monotonic() < until:
-                time.sleep(0.05)
+        left = _running(boxes)
+        _end(left)
         if left:
             pids = ", ".join(str(job_dirs.box_pid(box)) for box in left)
             _write(
@@ -275,10 +278,10 @@ class Observer:
         """Look at the jobs before pytest-timeout ends the test: afterwards, its ranks may be
         gone.
         """
-        test = self._test
-        if time.monotonic() < test.look_at:
+        test, now = self._test, time.monotonic()
+        if now < test.look_at or now > test.ends_at:
             return
-        test.look_at = float("inf")
+        test.look_at = now + _LOOK_EVERY_S
         for job in self._jobs_of_test():
             self._look(job)
             if test.ends_pytest:
@@ -295,7 +298,7 @@ class Observer:
                 self._print(job)
 
     def _print(self, job: Job) -> None:
-        verdicts = job.verdicts(self._test.began)
+        verdicts = job.verdicts(self._test)
         if job.is_shown or not verdicts:
             return
         job.is_shown = True
@@ -314,7 +317,7 @@ class Observer:
                 # the last verdict of a job comes when all its ranks have ended
                 job.thread.join(_FINISH_S)
             self._look(job)
-            verdicts = job.verdicts(self._test.began)
+            verdicts = job.verdicts(self._test)
             if not verdicts:
                 continue
             summary = summary or " ".join(verdicts[0].summary.split())
@@ -340,6 +343,21 @@ class Observer:
 def is_running(folder: Path) -> bool:
     """Return whether a rank of the job runs."""
     return any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(folder))
+
+
+def _running(boxes: Iterable[Path]) -> list[Path]:
+    return [box for box in boxes if job_dirs.has_ended(box) is False]
+
+
+def _end(boxes: list[Path]) -> None:
+    """Terminate the ranks of some boxes, and kill those that go on."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for box in boxes:
+            with contextlib.suppress(OSError):
+                os.kill(job_dirs.box_pid(box), number)
+        until = time.monotonic() + _END_S
+        while (boxes := _running(boxes)) and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def issued(folder: Path) -> int:

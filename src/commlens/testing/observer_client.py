@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from commlens import config, helper_process
 from commlens.blackbox import job_dirs
@@ -44,6 +44,8 @@ class ObserverClient:
         CommandError: there is no folder in memory, or recording is switched off by the settings.
         MissingDependency: msgspec is not installed.
     """
+
+    running: ClassVar[ObserverClient | None] = None
 
     def __init__(self) -> None:
         settings = config.load_settings().settings
@@ -87,6 +89,7 @@ class ObserverClient:
             env=helper_process.environment(os.environ),
             start_new_session=True,
         )
+        ObserverClient.running = self
 
     def begin(self, test: str) -> None:
         """Say that a test begins."""
@@ -106,18 +109,32 @@ class ObserverClient:
         """Return what is known of the jobs of the test that runs; None if the observer does not run
         or answer.
         """
+        answer = self._request("ask")
+        return Answer(answer["summary"], answer["text"]) if answer is not None else None
+
+    @classmethod
+    def look(cls) -> bool:
+        """Have the test's jobs diagnosed, because their ranks are about to be ended. Return whether
+        an observer runs and has a verdict on them for the report.
+        """
+        with contextlib.suppress(OSError):
+            answer = cls.running._request("look") if cls.running is not None else None
+            return bool(answer and answer["has_verdict"])
+        return False
+
+    def _request(self, what: str) -> dict[str, Any] | None:
         if self._process is None or os.getpid() != self._pid:
             return None
         self._asked += 1
-        self._send({"ask": self._asked})
+        self._send({what: self._asked})
         until = time.monotonic() + ANSWER_S
         while (left := until - time.monotonic()) > 0:
             line = self._read_line(left)
             if line is None:
-                break
-            answer = json.loads(line)
-            if answer["ask"] == self._asked:
-                return Answer(answer["summary"], answer["text"])
+                return None
+            answer: dict[str, Any] = json.loads(line)
+            if answer["of"] == self._asked:
+                return answer
         raise TimeoutError(f"no answer within {ANSWER_S:.0f} s")
 
     def _send(self, message: dict[str, object]) -> None:
@@ -144,7 +161,7 @@ class ObserverClient:
         """End the observer and remove the black boxes."""
         if os.getpid() != self._pid:
             return  # a forked child of a test
-        process, self._process = self._process, None
+        process, self._process, ObserverClient.running = self._process, None, None
         if process is not None:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None

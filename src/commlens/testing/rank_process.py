@@ -4,7 +4,9 @@ RESULT_FILE MEETING_FILE SECONDS``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import pickle
 import signal
@@ -43,6 +45,8 @@ def main(result_file: Path, meeting: str, timeout_s: float) -> int:
             shown = shown.tb_next
         text = "".join(traceback.format_exception(type(error), error, shown))
         kind = traceback.format_exception_only(type(error), error)[-1].strip().rstrip(".")
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, shown)  # which records it
         _leave(result_file, {"error": text, "kind": kind, "at": moment})
         sys.stdout.flush()
         os._exit(1)  # at once, so that the other ranks do not wait for this one: exit handlers may

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +22,10 @@ from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, MissingDependency, RanksFailed
 from commlens.model.verdict import Verdict
+from commlens.testing.observer_client import PREFIX, ObserverClient
 from commlens.text import exit_phrase, ranks_phrase, verb
 
 BACKENDS: Final = ("gloo", "fake")
-_JOB: Final = "ranks"
 _POLL_S: Final = 0.05
 _AFTER_ERROR_S: Final = 2.0  # for the errors of other ranks: one of them may be earlier
 _END_S: Final = 5.0
@@ -98,22 +98,40 @@ def run_on_ranks(
     if backend == "fake":
         return [_call_in_fake_world(function, args, world_size)]
     call = _pickled_call(function, args)
-    roots = job_dirs.box_roots(None) or [Path(tempfile.gettempdir())]
     with (
         tempfile.TemporaryDirectory(prefix="commlens-ranks-") as folder,
-        tempfile.TemporaryDirectory(prefix="commlens-ranks-", dir=roots[0]) as boxes,
+        _box_dir() as boxes,
     ):
         ranks: list[Rank] = []
+        job = job_dirs.user_folder(boxes) / Path(folder).name
         try:
             for number in range(world_size):
-                ranks.append(_start(number, world_size, Path(folder), Path(boxes), call, timeout_s))
-            failure = _wait(ranks, job_dirs.user_folder(Path(boxes)) / _JOB, timeout_s)
+                ranks.append(_start(number, world_size, Path(folder), boxes, call, timeout_s))
+            failure = _wait(ranks, job, timeout_s)
+        except BaseException:  # by pytest-timeout or Ctrl-C
+            if not ObserverClient.look():
+                print(_verdict(job))
+            raise
         finally:
             _end(ranks)
             _print_output(ranks)
         if failure is not None:
             raise failure
         return [rank.result()["value"] for rank in ranks]
+
+
+@contextlib.contextmanager
+def _box_dir() -> Generator[Path, None, None]:
+    """Give the folder of the black boxes. Under ``pytest --commlens`` it is the observer's, which
+    watches the ranks and removes the boxes.
+    """
+    observed = Path(os.environ.get("COMMLENS_BOX_DIR", ""))
+    if observed.name.startswith(PREFIX):
+        yield observed
+    else:
+        roots = job_dirs.box_roots(None) or [Path(tempfile.gettempdir())]
+        with tempfile.TemporaryDirectory(prefix="commlens-ranks-", dir=roots[0]) as folder:
+            yield Path(folder)
 
 
 def _call_in_fake_world(function: Callable[..., Any], args: Sequence[Any], world_size: int) -> Any:
@@ -150,7 +168,9 @@ def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 def _start(
     number: int, world_size: int, folder: Path, boxes: Path, call: bytes, timeout_s: float
 ) -> Rank:
-    settings = config.Settings(box_dir=str(boxes), dump_dir=str(folder), job=_JOB, watched=True)
+    settings = config.Settings(
+        box_dir=str(boxes), dump_dir=str(folder), job=folder.name, watched=True
+    )
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -192,6 +212,7 @@ def _start(
 
 def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:
     """Wait until all ranks have ended, one has failed or the time is over."""
+    __tracebackhide__ = True
     until = time.monotonic() + timeout_s
     failed = False
     while (
@@ -208,6 +229,7 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
         return _first_failure(ranks, _verdict(job))
     if not running:
         return None
+    ObserverClient.look()
     verdict = _verdict(job)
     numbers = [rank.number for rank in running]
     words = (

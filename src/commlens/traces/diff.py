@@ -10,7 +10,7 @@ remains is new or gone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -59,6 +59,9 @@ _FEATURES: dict[str, str] = {
 }
 """The fields in which a collective can change without moving, with their names in a sentence."""
 
+Differences = dict[str, tuple[str, str]]
+"""By the name of a feature: both values, in words."""
+
 Amounts = dict[Kind, Fraction]
 """Numbers of collectives by kind; fractions where they are averages per step."""
 
@@ -69,32 +72,10 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
     If they cover different numbers of optimizer steps, compare the averages per step, and the setup
     before the first forward on its own.
     """
-    notes = _notes(before, after)
     steps_before, steps_after = before.steps, after.steps
     per_step = steps_before != steps_after and steps_before > 0 and steps_after > 0
     with_setup = per_step and before.setup_until is not None and after.setup_until is not None
-    if per_step:
-        has_setup = with_setup and (before.setup_until or after.setup_until)
-        apart = "; the setup before the first forward is compared on its own" if has_setup else ""
-        notes.insert(
-            0,
-            f"The first trace covers {count(steps_before, 'step')}, the second {steps_after};"
-            f" figures are per step{apart}.",
-        )
-    elif steps_before != steps_after:
-        notes.insert(
-            0,
-            f"The first trace covers {count(steps_before, 'optimizer step')}, the second"
-            f" {steps_after}.",
-        )
-    root_before, root_after = _root(before), _root(after)
-    renamed = root_before != root_after and root_before is not None and root_after is not None
-    if renamed:
-        notes.append(
-            f"The model's class is {root_before} in the first trace and {root_after} in the second:"
-            " modules are compared without it."
-        )
-    roots = root_before if renamed else None, root_after if renamed else None
+    roots = _renamed(before, after)
     old = _amounts(
         before, steps_before if per_step else 1, roots[0], setup=False if with_setup else None
     )
@@ -118,7 +99,7 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
         wire_bytes_before=_plain(_weight(old)),
         wire_bytes_after=_plain(_weight(new)),
         changes=changes,
-        notes=notes,
+        notes=_notes(before, after, per_step=per_step, with_setup=with_setup, roots=roots),
     )
     comparison.answer = answer(comparison)
     return comparison
@@ -147,22 +128,53 @@ def answer(comparison: Comparison) -> str:
     return f"{count(len(comparison.changes), 'change')}: {calls}, {carried}."
 
 
-def _notes(before: TraceData, after: TraceData) -> list[str]:
+def _notes(
+    before: TraceData,
+    after: TraceData,
+    *,
+    per_step: bool,
+    with_setup: bool,
+    roots: tuple[str | None, str | None],
+) -> list[str]:
     notes = []
+    if per_step:
+        has_setup = with_setup and (before.setup_until or after.setup_until)
+        apart = "; the setup before the first forward is compared on its own" if has_setup else ""
+        notes.append(
+            f"The first trace covers {count(before.steps, 'step')}, the second {after.steps};"
+            f" figures are per step{apart}."
+        )
+    elif before.steps != after.steps:
+        notes.append(
+            f"The first trace covers {count(before.steps, 'optimizer step')}, the second"
+            f" {after.steps}."
+        )
     if before.rank != after.rank:
         notes.append(
             f"The first trace is from rank {before.rank}, the second from rank {after.rank}."
         )
     for name, data in (("first", before), ("second", after)):
-        lost = data.coverage.dispatched - data.coverage.recorded
-        if lost:
+        if lost := data.coverage.dispatched - data.coverage.recorded:
             notes.append(f"The {name} trace lacks {count(lost, 'dispatched collective')}.")
+    if roots != (None, None):
+        notes.append(
+            f"The model's class is {roots[0]} in the first trace and {roots[1]} in the second:"
+            " modules are compared without it."
+        )
     return notes
 
 
-def _root(data: TraceData) -> str | None:
-    roots = {event.site.split(".")[0] for event in data.events if event.site is not None}
-    return next(iter(roots)) if len(roots) == 1 else None
+def _renamed(before: TraceData, after: TraceData) -> tuple[str | None, str | None]:
+    """Return the names of the model's class, if each trace has one and they differ; else None for
+    both.
+    """
+    names = [
+        {event.site.split(".")[0] for event in data.events if event.site is not None}
+        for data in (before, after)
+    ]
+    if names[0] == names[1] or not len(names[0]) == len(names[1]) == 1:
+        return None, None
+    return names[0].pop(), names[1].pop()
 
 
 def _amounts(data: TraceData, steps: int, root: str | None, *, setup: bool | None) -> Amounts:
@@ -297,7 +309,7 @@ def _distance(one: Kind, other: Kind) -> int:
     return sum(getattr(one, name) != getattr(other, name) for name in Kind.__dataclass_fields__)
 
 
-def _difference(one: Kind, other: Kind) -> dict[str, tuple[str, str]]:
+def _difference(one: Kind, other: Kind) -> Differences:
     changed = {
         title: _shown(name, getattr(one, name), getattr(other, name))
         for name, title in _FEATURES.items()
@@ -395,11 +407,7 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     collectives = f"{number(_plain(amount))} {one.op} on {one.group}"
     changed = _difference(one, other)
     if name == "moved":
-        changed = {
-            key: value
-            for key, value in changed.items()
-            if key in ("dtype", "group size", "placements", "reduce op")
-        }
+        changed = _only(changed, ("dtype", "group size", "placements", "reduce op"))
         if one.group != other.group:
             sentence = f"{collectives} {within}: now on {other.group}"
             changed = {"group": (one.group, other.group), **changed}
@@ -408,20 +416,14 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
             changed = {"place": (before, after), **changed}
     elif name == "replaced":
         sentence = f"{collectives} {within}: replaced by {other.op}"
-        changed = {
-            "op": (one.op, other.op),
-            **{
-                key: value
-                for key, value in changed.items()
-                if key in ("dtype", "group size", "placements")
-            },
-        }
+        kept = _only(changed, ("dtype", "group size", "placements"))
+        changed = {"op": (one.op, other.op), **kept}
         if one.wire_bytes != other.wire_bytes:
             was, now = two_sizes(one.wire_bytes, other.wire_bytes)
             sentence += f", {now} on the wire instead of {was}"
     else:
         sentence = f"{collectives} {within}: {_features(changed)}"
-    rest = {key: value for key, value in changed.items() if key not in ("group", "place", "op")}
+    rest = _only(changed, changed.keys() - {"group", "place", "op"})
     if name != "changed" and rest:
         sentence += f", {_features(rest)}"
     return Change(
@@ -440,7 +442,11 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     )
 
 
-def _features(changed: Mapping[str, tuple[str, str]]) -> str:
+def _only(changed: Differences, names: Container[str]) -> Differences:
+    return {name: value for name, value in changed.items() if name in names}
+
+
+def _features(changed: Differences) -> str:
     return joined(
         f"{name} {after} instead of {before}" for name, (before, after) in changed.items()
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from commlens.model.trace_changes import Change, Comparison
@@ -24,11 +26,26 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
         add_times(comparison, [one], [other])
         return comparison
     both = [rank for rank in before.ranks if rank in after.by_rank]
+    comparison = _together({rank: compare(before[rank].data, after[rank].data) for rank in both})
+    for name, mine, theirs in (("second", after, before), ("first", before, after)):
+        if alone := [rank for rank in mine.ranks if rank not in theirs.by_rank]:
+            text = f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run."
+            comparison.notes.insert(0, text)
+    add_times(comparison, [before[rank].data for rank in both], [after[rank].data for rank in both])
+    comparison.answer = (
+        f"{count(len(both), 'rank')} compared. {answer(comparison)}"
+        if both
+        else "No rank has a trace in both runs, so nothing was compared."
+    )
+    return comparison
+
+
+def _together(by_rank: Mapping[int, Comparison]) -> Comparison:
+    """Add up the comparisons of several ranks; what only some of them have names them."""
     comparison = Comparison()
     changes: dict[tuple[str, str], Change] = {}
     notes: dict[str, list[int]] = {}
-    for rank in both:
-        one = compare(before[rank].data, after[rank].data)
+    for rank, one in by_rank.items():
         comparison.per_step = comparison.per_step or one.per_step
         for name in ("calls_before", "calls_after", "wire_bytes_before", "wire_bytes_after"):
             setattr(comparison, name, getattr(comparison, name) + getattr(one, name))
@@ -40,24 +57,12 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
         changes.values(), key=lambda change: (-change.weight * len(change.ranks), change.sentence)
     )
     for change in comparison.changes:
-        if len(change.ranks) < len(both):
+        if len(change.ranks) < len(by_rank):
             change.sentence = f"{ranks_phrase(change.ranks)}: {change.sentence}"
-    for name, mine, theirs in (("first", before, after), ("second", after, before)):
-        alone = [rank for rank in mine.ranks if rank not in theirs.by_rank]
-        if alone:
-            comparison.notes.append(
-                f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run."
-            )
-    for note, ranks in notes.items():
-        comparison.notes.append(
-            note if len(ranks) == len(both) else f"{ranks_phrase(ranks)}: {note}"
-        )
-    add_times(comparison, [before[rank].data for rank in both], [after[rank].data for rank in both])
-    comparison.answer = (
-        answer(comparison) if both else "No rank has a trace in both runs, so nothing was compared."
-    )
-    if both:
-        comparison.answer = f"{count(len(both), 'rank')} compared. {comparison.answer}"
+    comparison.notes = [
+        note if len(ranks) == len(by_rank) else f"{ranks_phrase(ranks)}: {note}"
+        for note, ranks in notes.items()
+    ]
     return comparison
 
 

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Sequence
+from typing import Final
 
 from commlens.errors import CommandError
 from commlens.model.network import US, Estimate, Network, Part, Setup
@@ -113,12 +110,8 @@ PRESETS: Final[dict[str, Network]] = {
 """Networks by name. docs/preview.md lists the same figures."""
 
 
-def estimate(
-    data: TraceData, network: Network | str, *, step_time: float | None = None
-) -> Estimate:
-    """Estimate the time of every collective of a trace on a network, or on a preset. ``step_time``
-    is in seconds.
-    """
+def estimate(data: TraceData, network: Network | str) -> Estimate:
+    """Estimate the time of every collective of a trace on a network, or on a preset."""
     net = preset(network) if isinstance(network, str) else network
     parts: dict[tuple[str, int, int], Part] = {}
     setup = Setup()
@@ -141,7 +134,6 @@ def estimate(
         steps=max(1, data.steps),
         seconds=seconds,
         setup=setup,
-        step_time=step_time,
     )
 
 
@@ -213,9 +205,6 @@ def _hop_latencies(op: str, size: int, nodes: int, network: Network) -> float:
     return ring
 
 
-# --- networks from the command line
-
-
 def preset(name: str) -> Network:
     """Return a preset by its name.
 
@@ -226,67 +215,5 @@ def preset(name: str) -> Network:
     if found is None:
         close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
         hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
-        raise CommandError(
-            f"There is no network preset {name!r}. {hint} Or give --intra-bandwidth and"
-            " --inter-bandwidth."
-        )
+        raise CommandError(f"There is no network preset {name!r}. {hint}")
     return found
-
-
-def network_from(name: str | None, given: Mapping[str, Any]) -> Network | None:
-    """Return a preset with some figures replaced, or a network of the figures alone; None if
-    neither is given.
-
-    Figures that are None are not given.
-
-    Raises:
-        CommandError: unknown preset, or too few figures without a preset.
-    """
-    figures = {field: value for field, value in given.items() if value is not None}
-    if name is not None:
-        base = preset(name)
-        return (
-            msgspec.structs.replace(base, **figures, name=f"{base.name}, changed")
-            if figures
-            else base
-        )
-    if not figures.keys() - {"ranks_per_node"}:
-        return None
-    missing = [
-        f"--{field.replace('_', '-')}"
-        for field in ("intra_bandwidth", "inter_bandwidth")
-        if field not in figures
-    ]
-    if missing:
-        raise CommandError(
-            f"An estimate also needs {' and '.join(missing)}, or a preset: --network"
-            f" {next(iter(PRESETS))}."
-        )
-    return Network(**figures)
-
-
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-
-
-def parse_bandwidth(text: str) -> float:
-    """Convert ``"450GB/s"`` or ``"400Gb/s"`` (small b: bits) to bytes per second.
-
-    Raises:
-        ValueError: not a bandwidth.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKmMgGtT]?)(B|b|bit)(?:/s|ps)\s*", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a bandwidth such as 450GB/s or 400Gb/s")
-    return float(match[1]) * _UNITS[match[2].lower()] / (1 if match[3] == "B" else 8)
-
-
-def parse_duration(text: str) -> float:
-    """Convert ``"1.2s"``, ``"350ms"`` or ``"5us"`` to seconds.
-
-    Raises:
-        ValueError: not a duration.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us|ns|min)\s*", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a duration such as 1.2s, 350ms or 5us")
-    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}[match[2]]

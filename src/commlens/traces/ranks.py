@@ -355,14 +355,14 @@ class RankTraces:
             ranks=RankClasses(
                 self.answer(),
                 self.differences(),
-                [_class_name(members) for members in classes[:MOST_CLASSES]],
+                [
+                    f"rank {members[0]}"
+                    + (f", for {ranks_phrase(members)}" if len(members) > 1 else "")
+                    for members in classes[:MOST_CLASSES]
+                ],
             ),
             network=network,
         )
-
-
-def _class_name(members: Sequence[int]) -> str:
-    return f"rank {members[0]}" + (f", for {ranks_phrase(members)}" if len(members) > 1 else "")
 
 
 def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:

@@ -20,6 +20,9 @@ def rows(data: TraceData) -> list[dict[str, Any]]:
 def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
     """Return one event as a flat dict."""
     group, owner, cause, source = data.group_of(event), event.owner, event.cause, event.source
+    cause_op, cause_before, cause_after, cause_implicit, cause_mesh = (
+        (cause.op, cause.before, cause.after, cause.implicit, cause.mesh) if cause else (None,) * 5
+    )
     return {
         "rank": data.rank,
         "sequence": event.sequence,
@@ -42,11 +45,11 @@ def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
         "owner_library": owner.library if owner else None,
         "owner": owner.name if owner else None,
         "owner_parameters": ", ".join(owner.parameters) if owner else None,
-        "cause_op": cause.op if cause else None,
-        "cause_before": cause.before if cause else None,
-        "cause_after": cause.after if cause else None,
-        "cause_implicit": cause.implicit if cause else None,
-        "cause_mesh": cause.mesh if cause else None,
+        "cause_op": cause_op,
+        "cause_before": cause_before,
+        "cause_after": cause_after,
+        "cause_implicit": cause_implicit,
+        "cause_mesh": cause_mesh,
         "source": f"{source.file}:{source.line}" if source else None,
         "function": source.function if source else None,
         "through": event.through,

@@ -4,6 +4,7 @@ self-check in words.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from commlens.model.collective import ProcessGroup
@@ -71,8 +72,7 @@ def _hazards(data: TraceData) -> list[str]:
 
 def _amount(data: TraceData) -> tuple[int, int, bool]:
     """Return the number of collectives, the bytes on the wire, and whether bytes are known."""
-    calls = sum(event.count for event in data.events)
-    total = sum(event.wire_bytes * event.count for event in data.events)
+    calls, total = _amount_of(data.events)
     return (
         calls,
         total,
@@ -80,6 +80,15 @@ def _amount(data: TraceData) -> tuple[int, int, bool]:
         or total > 0
         or any(event.dtype or event.op in BARRIERS for event in data.events),
     )
+
+
+def _amount_of(events: Iterable[TraceEvent]) -> tuple[int, int]:
+    """Return the number of collectives, and the bytes on the wire."""
+    calls = carried = 0
+    for event in events:
+        calls += event.count
+        carried += event.wire_bytes * event.count
+    return calls, carried
 
 
 def answer(data: TraceData, unfiltered: int | None = None) -> str:
@@ -123,31 +132,22 @@ def _over(data: TraceData) -> str:
 
 
 def _each(data: TraceData) -> str:
-    each: dict[int, list[int]] = {}
+    each: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in data.events:
         if event.last_step is not None and event.last_step != event.step:
             return ""
-        if data.is_setup(event):
-            continue
-        calls_bytes = each.setdefault(event.step, [0, 0])
-        calls_bytes[0] += event.count
-        calls_bytes[1] += event.wire_bytes * event.count
-    if (
-        data.steps < 2
-        or len(each) != data.steps
-        or any(amount != each[min(each)] for amount in each.values())
-    ):
+        if not data.is_setup(event):
+            each[event.step].append(event)
+    amounts = set(map(_amount_of, each.values()))
+    if data.steps < 2 or len(each) != data.steps or len(amounts) > 1:
         return ""
-    calls, carried = each[min(each)]
+    [(calls, carried)] = amounts
     return f" ({count(calls, 'collective')} and {size(carried)} each)"
 
 
 def _setup(data: TraceData) -> tuple[int, int]:
     """Return the number of collectives before the first forward, and their bytes on the wire."""
-    setup = [event for event in data.events if data.is_setup(event)]
-    return sum(event.count for event in setup), sum(
-        event.wire_bytes * event.count for event in setup
-    )
+    return _amount_of(event for event in data.events if data.is_setup(event))
 
 
 def _by(
@@ -194,44 +194,36 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     """Return own and inclusive totals of each module that has collectives, its own or its
     children's.
     """
-    own: dict[str, list[int]] = {}
-    own_times: dict[str, list[Time]] = {}
+    at_site: dict[str, list[TraceEvent]] = defaultdict(list)
     for event in data.events:
         if event.site is not None:
-            calls_bytes = own.setdefault(event.site, [0, 0])
-            calls_bytes[0] += event.count
-            calls_bytes[1] += event.wire_bytes * event.count
-            if (time := time_of(data, event)) is not None:
-                own_times.setdefault(event.site, []).append(time)
+            at_site[event.site].append(event)
     called = {module.path for module in data.modules}
     shared = {module.path: module.other_paths for module in data.modules if module.other_paths}
     places = _call_order(data)
-    inclusive: dict[str, list[int]] = {}
-    inclusive_times: dict[str, list[Time]] = {}
-    for site, (calls, carried) in own.items():
+    inside: dict[str, list[TraceEvent]] = defaultdict(list)
+    for site, events in at_site.items():
         for path in wording.prefixes(site):
             if path in called or path == site or "." not in path:
-                both = inclusive.setdefault(path, [0, 0])
-                both[0] += calls
-                both[1] += carried
-                inclusive_times.setdefault(path, []).extend(own_times.get(site, ()))
-    names = folded(inclusive)
+                inside[path] += events
+    names = folded(inside)
     rows: dict[str, ModuleTotal] = {}
     members: dict[str, list[str]] = {}
-    for path in sorted(inclusive, key=lambda path: _sort_key(path, places)):
+    for path in sorted(inside, key=lambda path: _sort_key(path, places)):
         name = names[path]
         row = rows.setdefault(name, ModuleTotal(name, modules=0))
         members.setdefault(name, []).append(path)
         row.modules += 1
         if path.rpartition(".")[0] not in shared:
             row.other_paths.extend(shared.get(path, ()))
-        own_calls, own_bytes = own.get(path, (0, 0))
+        own_calls, own_bytes = _amount_of(at_site.get(path, ()))
         row.own_calls += own_calls
         row.own_bytes += own_bytes
-        row.calls += inclusive[path][0]
-        row.wire_bytes += inclusive[path][1]
-        for time in inclusive_times[path]:
-            _add_time(row, time)
+        calls, carried = _amount_of(inside[path])
+        row.calls += calls
+        row.wire_bytes += carried
+        for event in inside[path]:
+            _add_time(row, time_of(data, event))
     return _in_tree(rows, {name: paths[0] for name, paths in members.items()}, names)
 
 
@@ -300,14 +292,8 @@ def reasons(data: TraceData) -> list[Why]:
         groups.setdefault(key, []).append(event)
     found = []
     for events in groups.values():
-        calls = sum(event.count for event in events)
-        found.append(
-            Why(
-                _reason(data, events, calls),
-                calls,
-                sum(event.wire_bytes * event.count for event in events),
-            )
-        )
+        calls, carried = _amount_of(events)
+        found.append(Why(_reason(data, events, calls), calls, carried))
     return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
 
 
@@ -343,13 +329,7 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
         {event.owner.name for event in events if event.owner is not None}, key=wording.natural
     )
     if owner.library == "DDP":
-        shown = names[0] if len(names) == 1 else f"{len(names)} buckets"
-        if len(names) == 1 and owner.parameters:
-            most = ", ".join(owner.parameters[:2]) + (
-                f" and {len(owner.parameters) - 2} more" if len(owner.parameters) > 2 else ""
-            )
-            return f"for DDP's {shown} ({most})"
-        return f"for DDP's {shown}"
+        return f"for DDP's {_buckets(names, owner.parameters)}"
     sites = {event.site for event in events}
     if sites == set(names):
         return f"for {'its' if len(names) == 1 else 'their'} own {owner.library} parameters"
@@ -358,6 +338,16 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
         root = roots.pop()
         names = [name.removeprefix(f"{root}.") for name in names]
     return f"for {owner.library}'s parameters of {wording.fold(names)}"
+
+
+def _buckets(names: Sequence[str], parameters: Sequence[str]) -> str:
+    """Return ``"bucket 0 (bias, weight and 3 more)"``, or the number of buckets."""
+    if len(names) > 1:
+        return f"{len(names)} buckets"
+    if not parameters:
+        return names[0]
+    more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
+    return f"{names[0]} ({', '.join(parameters[:2])}{more})"
 
 
 def why(event: TraceEvent) -> str:
@@ -387,7 +377,7 @@ def _coverage(data: TraceData) -> tuple[str, bool]:
             else "The one dispatched collective is recorded"
         )
     if not unclassified:
-        return f"{text}; none is unclassified.", seen == kept
+        return f"{text} and classified.", seen == kept
     places: dict[str, int] = {}
     for event in data.events:
         if not event.classified:

@@ -121,10 +121,6 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         return None
     known = [(event, time) for event in data.events if (time := time_of(data, event)) is not None]
     untimed = sum(event.count for event in data.events) - len(known)
-    steps = step_times(data)
-    waits = (
-        [waited for _, waited in steps] if any(time.waited is not None for _, time in known) else []
-    )
     found = Times(
         answer="",
         source=source_of(data),
@@ -134,18 +130,25 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         waited_ns=sum(time.waited or 0 for _, time in known),
         overlapped_ns=_overlapped(known, blocked_spans(data)),
         unsplit_ns=sum(time.total for _, time in known if time.waited is None),
-        steps=len(steps),
-        step_ns=round(statistics.median(step for step, _ in steps)) if steps else None,
-        step_spread_ns=_quartiles([step for step, _ in steps]) if len(steps) > 1 else None,
-        waited_per_step_ns=round(statistics.median(waits)) if waits else None,
         slowest=_slowest(data, known),
         bandwidth=_bandwidths(data, known, network),
     )
     found.elsewhere_ns = max(
         0, found.time_ns - found.waited_ns - found.overlapped_ns - found.unsplit_ns
     )
+    _add_steps(found, step_times(data), any(time.waited is not None for _, time in known))
     found.answer = _answer(data, found)
     return found
+
+
+def _add_steps(found: Times, steps: Sequence[tuple[int, int]], waits_known: bool) -> None:
+    found.steps = len(steps)
+    if steps:
+        found.step_ns = round(statistics.median(step for step, _ in steps))
+    if len(steps) > 1:
+        found.step_spread_ns = _quartiles([step for step, _ in steps])
+    if steps and waits_known:
+        found.waited_per_step_ns = round(statistics.median(waited for _, waited in steps))
 
 
 def step_times(data: TraceData) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,68 +21,60 @@ from commlens.model.ops import api_wire_op
 from commlens.tap import tap
 from commlens.tap.interned_args import InternedArgs, describe, describe_tensors
 from commlens.tracing.attribution.op_names import functional_scope, public_packet
+from commlens.tracing.patches import SharedPatch
 
 Describe = Callable[[Any], tuple[InternedArgs, Any]]
 """Takes a tracer's groups. Returns a collective's arguments and its reduce op."""
 
 Note = Callable[[str, Describe, FrameType | None], None]
-
-_notes: tuple[Note, ...] = ()
-_lock = threading.Lock()
-_original: Any = None
+"""Takes the op, a function that describes the collective, and the frame that called it."""
 
 
-def report_to(note: Note) -> None:
-    """Call ``note(op, describe, frame)`` for every collective on fake tensors from now on."""
-    global _notes, _original
-    with _lock:
-        _notes = (*_notes, note)
-        if _original is None:
-            _original = FakeTensorMode.dispatch
-            FakeTensorMode.dispatch = functools.wraps(_original)(_dispatch)
-
-
-def stop_reporting_to(note: Note) -> None:
-    """Stop calling ``note``."""
-    global _notes, _original
-    with _lock:
-        _notes = tuple(other for other in _notes if other != note)
-        if not _notes and getattr(FakeTensorMode.dispatch, "__wrapped__", None) is _original:
-            FakeTensorMode.dispatch, _original = _original, None
-
-
-def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    result = _original(self, func, types, args, kwargs or {})
-    namespace = getattr(func, "namespace", "")
-    if namespace not in ("c10d", "_c10d_functional", "_dtensor") or not _notes:
+def _telling(original: Any) -> Any:
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = original(self, func, types, args, kwargs or {})
+        namespace = getattr(func, "namespace", "")
+        if (
+            namespace in ("c10d", "_c10d_functional", "_dtensor")
+            and told.users
+            and not getattr(self, "issues_collectives", False)
+            and TracingContext.try_get() is None
+        ):
+            _tell(func, args, kwargs or {}, result, sys._getframe(1))
         return result
-    if getattr(self, "issues_collectives", False) or TracingContext.try_get() is not None:
-        return result
+
+    return dispatch
+
+
+told = SharedPatch(FakeTensorMode, "dispatch", _telling)
+"""Each user, a :data:`Note`, is called for every collective on fake tensors."""
+
+
+def _tell(func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType | None) -> None:
     scope, outer = functional_scope, functional_scope.packet
-    if namespace == "c10d":
+    if func.namespace == "c10d":
         spec = _specs().get(func)
         if spec is None:
-            return result
+            return
         name, describing = spec.name, functools.partial(_of_c10d, spec, args)
     else:
         names = [argument.name for argument in func._schema.arguments]
         if "group_name" not in names:
-            return result
+            return
         name = func._schema.name.partition("::")[2]
         describing = functools.partial(
             _of_functional,
             name,
-            dict(zip(names, args, strict=False)) | (kwargs or {}),
+            dict(zip(names, args, strict=False)) | kwargs,
             args,
             result,
         )
         scope.packet = public_packet(func._overloadpacket)
     try:
-        for note in _notes:
-            note(name, describing, sys._getframe(1))
+        for note in told.users:
+            note(name, describing, frame)
     finally:
         scope.packet = outer
-    return result
 
 
 @functools.cache

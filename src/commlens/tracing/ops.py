@@ -124,10 +124,7 @@ class _ThreadState(threading.local):
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if DTensor in types:
-        # DTensor runs first; the ops that it issues come here afterwards.
-        if not isinstance(func, HigherOrderOperator):
-            self._fresh += (func, self._place(), _specs(args), (), self._sequence)
-        return NotImplemented
+        return self._leave_to_dtensors(func, args)
     if AsyncCollectiveTensor in types:
         return NotImplemented  # the wait comes here next, then the op again
     kind = _known.get(id(func))
@@ -249,6 +246,14 @@ class OpsMode(EagerMode):
 
     __torch_dispatch__ = _dispatch
 
+    def _leave_to_dtensors(self, func: Any, args: Any) -> Any:
+        """Record an op of DTensors, which run first; the ops that they issue come here
+        afterwards.
+        """
+        if not isinstance(func, HigherOrderOperator):
+            self._fresh += (func, self._place(), _specs(args), (), self._sequence)
+        return NotImplemented
+
     def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
         scope, thread = functional_scope, self._thread.here
         place = self._place()
@@ -276,13 +281,11 @@ class OpsMode(EagerMode):
     # --- where an op runs
 
     def _place(self) -> Any:
-        """Return where this thread is: a module call, a phase, or phase and path.
-        ``_phase_and_path`` reads all three.
-        """
+        """Return a module call, a phase, or phase and path, for ``_phase_and_path``."""
         stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
         if node is None:
-            return call if call is not None else _OPTIMIZER if here.optimizers else _OUTSIDE
+            return call or (_OPTIMIZER if here.optimizers else _OUTSIDE)
         if here.optimizers and here.optimizing_in == torch._C._current_graph_task_id():
             return _OPTIMIZER
         number = node._sequence_nr()
@@ -296,9 +299,7 @@ class OpsMode(EagerMode):
         phase, located = self._modules.locate_node(number, call)
         here.number, here.call = number, call
         place: Any
-        if phase is _BACKWARD and located is not None:
-            place = self._backward_places.get(located.row) or self._place_of(phase, located.row)
-        elif located is not None:
+        if located is not None:
             place = self._place_of(phase, located.row)
         else:
             if number >= FIRST_ACCUMULATION:
@@ -318,6 +319,9 @@ class OpsMode(EagerMode):
         return phase, self._modules.accumulating_path(node)
 
     def _place_of(self, phase: Phase, row: ModuleRow) -> tuple[Phase, str]:
+        known = self._backward_places.get(row) if phase is _BACKWARD else None
+        if known is not None:
+            return known
         self.rows[row.path] = row
         place = (phase, row.path)
         if phase is _BACKWARD:
@@ -354,9 +358,7 @@ class OpsMode(EagerMode):
             del self._fresh[:count]
 
     def _layout_of(self, specs: tuple[Any, ...]) -> Layout:
-        """Return the layout of an op's DTensors, which mostly share their specs with earlier
-        ones.
-        """
+        """Return the layout of an op's DTensors, whose specs are mostly known."""
         key = tuple([id(spec) for spec in specs])
         known = self._layouts_of_specs.get(key)
         if known is None:
@@ -411,9 +413,7 @@ def _is_fake(result: Any) -> bool:
 
 
 def _in_propagation() -> bool:
-    """Check whether DTensor is running an op on fake tensors to learn its result's shape. It does
-    so once per new op.
-    """
+    """Check whether DTensor runs a new op on fake tensors to learn its result's shape."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_PROPAGATION):

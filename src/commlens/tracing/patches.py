@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
+from commlens.tap.call_arguments import reader_of
+
 _MISSING = object()
+_lock = threading.Lock()
 
 
 class Patches:
@@ -41,6 +45,20 @@ class Patches:
             owner, name, staticmethod(wrapper) if isinstance(found, staticmethod) else wrapper
         )
 
+    def wrap_named(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Make calls of a function, if it exists, call ``instead(original, arguments by name)``;
+        calls that do not fit its parameters go on to the function.
+        """
+        if (found := owner.__dict__.get(name)) is None:
+            return
+        read = reader_of(found)
+
+        def with_names(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = read(args, kwargs)
+            return original(*args, **kwargs) if given is None else instead(original, given)
+
+        self.wrap(owner, name, with_names)
+
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute that other modules may have under names of their own."""
         original = owner.__dict__[name]
@@ -69,6 +87,52 @@ class Patches:
                     delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+class SharedPatch:
+    """A function that is replaced while it has users.
+
+    Where other code has wrapped ours since, it stays in place, and passes calls through.
+
+    Args:
+        owner: of the function.
+        name: of the function.
+        make: takes the original and returns what replaces it.
+        changed: called with the former and the new function.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Any], Any],
+        changed: Callable[[Any, Any], None] = lambda before, after: None,
+    ) -> None:
+        self.users: tuple[Any, ...] = ()
+        self._owner, self._name, self._make, self._changed = owner, name, make, changed
+        self._wrapper: Any = None
+        self._original: Any = None
+
+    def add(self, user: Any) -> None:
+        """Add a user; the first one installs the patch."""
+        with _lock:
+            self.users = (*self.users, user)
+            original = self._owner.__dict__.get(self._name)
+            if self._wrapper is None and original is not None:
+                self._original = original
+                self._wrapper = functools.wraps(original)(self._make(original))
+                self._changed(original, self._wrapper)
+                setattr(self._owner, self._name, self._wrapper)
+
+    def remove(self, user: Any) -> None:
+        """Remove a user; the last one takes the patch away."""
+        with _lock:
+            self.users = tuple(other for other in self.users if other != user)
+            is_ours = self._owner.__dict__.get(self._name) is self._wrapper
+            if not self.users and self._wrapper is not None and is_ours:
+                setattr(self._owner, self._name, self._original)
+                self._changed(self._wrapper, self._original)
+                self._wrapper = None
 
 
 def called_by_torch(package: str = "torch") -> bool:

@@ -100,9 +100,7 @@ class TracedProcess:
             return trace
 
     def _data(self) -> TraceData:
-        """Return the current trace, or that of the last destroy_process_group if no collective was
-        issued since.
-        """
+        """Return the trace, or that of the last destroy_process_group if none follows."""
         self._note_rank()
         if self._snapshot is not None and self._snapshot[0] == self.live.tracer.dispatched:
             data = self._snapshot[1]
@@ -168,9 +166,7 @@ class TracedProcess:
                 self._die()
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        """Wait in the main thread until the other thread ends the process. A forked child has no
-        such thread.
-        """
+        """Wait for the thread that ends the process; a forked child has none."""
         if os.getpid() != self._pid:
             _die_of_sigterm()
         if self._finishing and self.saved is None:

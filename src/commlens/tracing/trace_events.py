@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import gc
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from commlens.model.collective import ProcessGroup
 from commlens.model.ops import BARRIERS, IN_PLACE, POINT_TO_POINT
 from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
-from commlens.tap.groups import Group
+from commlens.tap import torch_offers
+from commlens.tap.groups import Group, Groups, named_dims
 from commlens.tap.interned_args import reduce_op_name
 from commlens.tracing.attribution.op_names import counted_packet
 from commlens.tracing.raw_event import RawEvent
@@ -49,7 +55,7 @@ class TraceEvents:
             dtype=first[1] if first else "",
             input_bytes=input_bytes,
             output_bytes=output_bytes,
-            wire_bytes=wire_bytes(args.op, len(group.ranks), input_bytes, output_bytes),
+            wire_bytes=wire_bytes(args.op, group.size, input_bytes, output_bytes),
             reduce_op=reduce_op_text(raw.reduce_op),
             root=content["root"],
             peer=args.peer if args.op in POINT_TO_POINT and args.peer >= 0 else None,
@@ -80,7 +86,7 @@ class TraceEvents:
             self.groups.append(
                 ProcessGroup(
                     group.name,
-                    group.ranks,
+                    group.members,
                     group.description,
                     group.backend(device),
                     group.mesh_dim,
@@ -108,9 +114,7 @@ def _api(raw: RawEvent) -> str:
 
 
 def _sizes(op: str, inputs: list[Any], outputs: list[Any]) -> tuple[int, int]:
-    """Return the input and output bytes of a call. Ops in place have one list of tensors for both;
-    a barrier's tensor is no data.
-    """
+    """Return the input and output bytes of a call; a barrier's tensor is no data."""
     if op in BARRIERS:
         return 0, 0
     if op in IN_PLACE:
@@ -122,16 +126,12 @@ def _sizes(op: str, inputs: list[Any], outputs: list[Any]) -> tuple[int, int]:
 def _bytes(tensors: list[Any]) -> int:
     total = 0
     for shape, dtype, *_ in tensors:
-        size = _element_size(dtype)
+        kind = getattr(torch, dtype, None)
+        size = int(kind.itemsize) if isinstance(kind, torch.dtype) else 1
         for extent in shape:
             size *= int(extent)
         total += size
     return total
-
-
-def _element_size(dtype: str) -> int:
-    kind = getattr(torch, dtype, None)
-    return int(kind.itemsize) if isinstance(kind, torch.dtype) else 1
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -143,3 +143,65 @@ def rank_and_world() -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized()
         else (0, 1)
     )
+
+
+# --- the names of mesh dimensions
+
+
+def name_mesh_dims(groups: Groups) -> None:
+    """Name the mesh dimension of each group that lacks one, such as the default group under a
+    dimension that spans the world.
+    """
+    nameless = {name for name, group in groups.by_name.items() if group.mesh_dim is None}
+    if not nameless:
+        return
+    for mesh in (thing for thing in gc.get_objects() if type(thing) is DeviceMesh):
+        with contextlib.suppress(Exception):
+            for group_name, dim in named_dims(mesh):
+                if group_name in nameless and _uses(mesh, groups.by_name[group_name]):
+                    # if meshes cannot be distinguished, the newest wins
+                    nameless.discard(group_name)
+                    groups.name_mesh_dim(group_name, dim)
+
+
+def _uses(mesh: Any, group: Group) -> bool:
+    """Check that a mesh uses this very group, not an earlier one of the same name."""
+    registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
+    registered = registry.get(group.name)
+    return registered is None or registered is group.ref()
+
+
+# --- durations
+#
+# Torch's Flight Recorder measures them on an accelerator under TORCH_NCCL_ENABLE_TIMING=1. Its
+# entries hold no sequence number of ours. An entry was created while our collective was being
+# issued, so their moments tell which belong together. Tried on torch 2.13.0 with gloo, whose
+# entries have moments but no durations; on NCCL by the format only.
+
+_MS = 1_000_000
+
+
+def entries() -> list[dict[str, Any]]:
+    """Return the entries of torch's recorders; none if this torch has none, or none is on."""
+    found = (content.get("entries") for content in torch_offers.read_recorders(entries=True))
+    return [entry for entries in found if isinstance(entries, list) for entry in entries]
+
+
+def add_durations(
+    events: Iterable[TraceEvent], recorded: Sequence[dict[str, Any]], started_unix_ns: int
+) -> None:
+    """Set the duration of the events during whose issue an entry with a duration was created."""
+    timed = sorted(
+        (entry["time_created_ns"], entry["duration_ms"])
+        for entry in recorded
+        if isinstance(entry.get("duration_ms"), (int, float))
+        and isinstance(entry.get("time_created_ns"), int)
+    )
+    moments = [moment for moment, _ in timed]
+    for event in events:
+        if event.count > 1 or not event.returned_ns:
+            continue
+        first = bisect.bisect_left(moments, started_unix_ns + event.started_ns)
+        last = bisect.bisect_right(moments, started_unix_ns + event.returned_ns)
+        if last - first == 1:  # another thread's may have been created meanwhile
+            event.duration_ns = round(timed[first][1] * _MS)

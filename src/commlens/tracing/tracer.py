@@ -27,13 +27,12 @@ from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers
 from commlens.tracing import fake_tensors
 from commlens.tracing.attribution.causes import Causes
-from commlens.tracing.attribution.mesh_dims import name_mesh_dims
 from commlens.tracing.attribution.module_calls import ModuleRow, current_node
 from commlens.tracing.attribution.modules import ModuleTracker
 from commlens.tracing.attribution.op_names import functional_scope
 from commlens.tracing.attribution.owners import Owners
 from commlens.tracing.attribution.parameters import Parameters
-from commlens.tracing.attribution.pipelines import mark_messages, set_microbatch, stop_marking
+from commlens.tracing.attribution.pipelines import marked_messages, set_microbatch
 from commlens.tracing.attribution.stacks import (
     ENGINE,
     RECOMPUTE,
@@ -42,11 +41,17 @@ from commlens.tracing.attribution.stacks import (
     running_steps,
     use_native_engine,
 )
-from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.in_flight.watch import BufferWatch
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.trace_events import TraceEvents, rank_and_world, reduce_op_text
+from commlens.tracing.trace_events import (
+    TraceEvents,
+    add_durations,
+    entries,
+    name_mesh_dims,
+    rank_and_world,
+    reduce_op_text,
+)
 from commlens.version import __version__
 
 log = logging.getLogger("commlens")
@@ -67,11 +72,8 @@ class _Summary:
     count: int = 0
 
 
-class Tracer:
+class Tracer(tap.WaitSubscriber):
     """Traces the collectives of this process between ``start()`` and ``stop()``."""
-
-    sees_fake_tensors = False
-    """Whether the tap reports collectives on fake and meta tensors, which communicate nothing."""
 
     def __init__(
         self,
@@ -150,8 +152,8 @@ class Tracer:
         self.modules.install()
         torch_patches.add_tracer(self)
         tap.attach(self)
-        mark_messages()
-        fake_tensors.report_to(self._on_fake_tensors)
+        marked_messages.add(self)
+        fake_tensors.told.add(self._on_fake_tensors)
         if self.buffers is not None:
             self.buffers.start()
         if self.depth is Depth.OPS:
@@ -173,8 +175,8 @@ class Tracer:
         if self.buffers is not None:
             self.buffers.stop()
         tap.detach(self)
-        stop_marking()
-        fake_tensors.stop_reporting_to(self._on_fake_tensors)
+        marked_messages.remove(self)
+        fake_tensors.told.remove(self._on_fake_tensors)
         torch_patches.remove_tracer(self)
         self.modules.remove()
         self._step_hook.remove()
@@ -267,22 +269,25 @@ class Tracer:
             self._fail(error)
 
     def _attribute(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set the phase, module call, path, cause and owner of an event whose stack starts at
-        ``frame``.
-        """
-        info, args = event.info, event.args
+        """Set phase, module call, path, cause and owner of an event of this stack."""
+        info = event.info
         event.phase, event.call = self.modules.locate()
         event.owner = event.cause = event.path = event.microbatch = None
         if info.in_pass is not None or info.in_optimizer:
             self._correct_phase(event, info)
-        if info.message_depth >= 0 or info.chunk_depth >= 0:
+        if "message" in info.places or "microbatch" in info.places:
             set_microbatch(event, info, frame, self.modules)
         if event.call is not None:
-            if info.fsdp_state_depth >= 0:
+            if "FSDP2 state" in info.places:
                 event.call = self._owners.hooked_call(info, frame, event.call)
             event.path = event.call.row.path
-        if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
+        if "redistribution" in info.places or "DTensor op" in info.places:
             event.cause = self._causes.find(info, frame)
+        self._attribute_to_owner(event, frame)
+
+    def _attribute_to_owner(self, event: RawEvent, frame: FrameType | None) -> None:
+        """Set the owner, and the path and the phase where it tells them."""
+        info, args = event.info, event.args
         event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
         if owners_path is not None and (
             event.path is None or (event.owner is not None and event.owner.library == "DDP")
@@ -325,16 +330,13 @@ class Tracer:
                 if boxed is not None:
                     self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAME_EVERY == 0:
-                self._name_reduce_ops()
+                # the dispatcher's object takes 10 KB
+                for recent in self.events[-2 * _NAME_EVERY :]:
+                    recent.reduce_op = reduce_op_text(recent.reduce_op)
             if len(self.events) >= _SUMMARISE_AT:
                 self._summarise_old()
         except Exception as error:
             self._fail(error)
-
-    def _name_reduce_ops(self) -> None:
-        """Replace recent reduce ops by their names: the dispatcher's object takes 10 KB."""
-        for event in self.events[-2 * _NAME_EVERY :]:
-            event.reduce_op = reduce_op_text(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
         """Keep a Work, to recognise the wait for it. Drop completed and old Works, because they
@@ -452,9 +454,7 @@ class Tracer:
             listener()
 
     def _summarise_old(self) -> None:
-        """Summarise the events after the whole steps, except those of the current step, whose waits
-        may still come.
-        """
+        """Summarise the events after the whole steps, but not of the current step."""
         first = self.wanted_steps.start
         too_many = len(self.events) + self._summarised > WHOLE_EVENTS
         if self.steps <= first + self.whole_steps and not too_many:
@@ -499,16 +499,7 @@ class Tracer:
                 self._groups.before_destroy()
             name_mesh_dims(self._groups)
         converter = TraceEvents(self._started_ns)
-        events = [converter.convert(raw) for raw in list(self.events)]
-        for summary in list(self._summaries.values()):
-            event = converter.convert(summary.first)
-            event.count, event.last_step = summary.count, summary.last_step
-            if summary.count > 1:
-                event.started_ns = event.returned_ns = 0
-                event.wait_began_ns = event.wait_ended_ns = 0
-                event.call = 0
-            events.append(event)
-        events.sort(key=lambda event: event.sequence)
+        events = self._converted(converter)
         if converter.on_accelerator and not self.preview:
             add_durations(events, entries(), self._started_unix_ns)
         for group in self._groups.by_name.values():
@@ -539,6 +530,19 @@ class Tracer:
                 blind=[f"{self.lost} collectives could not be recorded."] if self.lost else [],
             ),
         )
+
+    def _converted(self, converter: TraceEvents) -> list[TraceEvent]:
+        """Return the events and the summaries in the form of a trace, in order."""
+        events = [converter.convert(raw) for raw in list(self.events)]
+        for summary in list(self._summaries.values()):
+            event = converter.convert(summary.first)
+            event.count, event.last_step = summary.count, summary.last_step
+            if summary.count > 1:
+                event.started_ns = event.returned_ns = 0
+                event.wait_began_ns = event.wait_ended_ns = 0
+                event.call = 0
+            events.append(event)
+        return sorted(events, key=lambda event: event.sequence)
 
     def _traced_module(self, row: ModuleRow) -> TracedModule:
         parent = row.parent.index if row.parent is not None else None

@@ -41,9 +41,7 @@ def replace_check() -> None:
 
 
 def _compare(caller: Any) -> bool:
-    """Compare an operation's argument across all ranks. Return False if that is impossible and
-    Accelerate must check.
-    """
+    """Compare an argument across all ranks; return False if Accelerate must."""
     function, given = caller.f_locals.get("function"), caller.f_locals.get("tensor")
     distributed = sys.modules.get("torch.distributed")
     if function is None or distributed is None or not distributed.is_initialized():

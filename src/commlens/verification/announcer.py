@@ -107,7 +107,8 @@ class Announcer:
         thread: int,
         frame: FrameType | None,
     ) -> Pending | None:
-        """Announce a call of a user's function. Return None if this rank's board is full.
+        """Announce a call of a user's function. Return None if this rank's board is full or nothing
+        tells the peers.
 
         Args:
             name: the function's name.
@@ -117,6 +118,8 @@ class Announcer:
             thread: native id of the calling thread.
             frame: the caller's frame.
         """
+        if group.hand_made is not None:
+            return None
         channel = self._call_channel(name, group)
         if not channel.slot:
             return None
@@ -195,16 +198,25 @@ class Announcer:
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
     def channel(self, args: InternedArgs) -> VerifiedChannel | None:
-        """Return the channel to announce on; None for a message whose partner is not known."""
+        """Return the channel to announce on; None if nothing tells the peers: for a group that was
+        made by hand, and for some messages.
+        """
         channel = args.channel
+        if channel.group.hand_made is not None:
+            return None
         identity: Any = channel
         if args.op in POINT_TO_POINT:
             tag = args.tag if channel.matches_tags else 0
             if args.peer < 0 or args.flags & L.FLAG_ANY_SOURCE:
-                self._note_any_source(channel, tag)
+                self._board.set_word(B.ANY_SOURCE, 1)
+                if self._exchange is not None and (channel, tag) not in self._from_any_source:
+                    self._from_any_source.add((channel, tag))
+                    # C++ may have plans for messages that can no longer be compared
+                    self._exchange.forget()
                 return None
             sends = args.op == "send"
-            if not sends and _received_from_any(channel, tag):
+            from_any = (-1, f"recv {tag}" if channel.matches_tags else "recv")
+            if not sends and from_any in channel.pairs:
                 # It is unknown which of this peer's messages this receive gets.
                 return None
             identity = (channel, sends, args.peer, tag)
@@ -213,14 +225,6 @@ class Announcer:
             found = self._channels[identity] = self._new_channel(channel, args, identity)
             self.has_announced = True
         return found
-
-    def _note_any_source(self, channel: Channel, tag: int) -> None:
-        """Note that this rank receives from any source, which is not announced."""
-        self._board.set_word(B.ANY_SOURCE, 1)
-        if self._exchange is not None and (channel, tag) not in self._from_any_source:
-            self._from_any_source.add((channel, tag))
-            # C++ may have plans for messages that can no longer be compared
-            self._exchange.forget()
 
     def channel_of(self, key: int) -> VerifiedChannel | None:
         """Return the channel with a key, if this rank has used it."""
@@ -305,9 +309,7 @@ class Announcer:
     # --- blobs: arguments and call sites, for messages
 
     def _blob(self, args: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
-        """Return the position of the blob with a collective's arguments and call site. It is
-        written once for each stack.
-        """
+        """Return the position of the blob with a collective's arguments and call site."""
         key = (id(args), code, stack)
         position = self._known_blob(key, args)
         if not position:
@@ -343,9 +345,7 @@ class Announcer:
         return position
 
     def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
-        """Return the position of a blob; 0 if it was not written, or is too old to be referred
-        to.
-        """
+        """Return the position of a blob; 0 if it was not written, or is too old."""
         known, position = self._blobs.get(key, (None, 0))
         return position if known is of and position and self._board.is_recent(position) else 0
 
@@ -359,8 +359,3 @@ class Announcer:
         if thread not in self._threads:
             self._threads.add(thread)
             self._board.set_word(B.THREADS, len(self._threads))
-
-
-def _received_from_any(channel: Channel, tag: int) -> bool:
-    """Return whether this rank issued a receive from any source on a channel before."""
-    return (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs

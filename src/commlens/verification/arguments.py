@@ -19,6 +19,8 @@ PLAIN_SIZE: Final = 8 * 1024  # bytes of JSON; more is compressed
 _DEEPEST: Final = 32
 _TENSOR: Final = "tensor"
 _ASPECTS: Final = ("shape", "dtype", "device", "layout")
+# a path in the arguments; by rank, its content in one or two words
+_Place = tuple[str, dict[int, tuple[str, str]]]
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +38,7 @@ class LeafDisagreement(msgspec.Struct, frozen=True):
     # "structure", "shape", "dtype", "device", "layout", "value"; "argument" if there are too many
     # leaves to compare
     aspect: str
-    # path; by rank, its content in one or two words
-    at: list[tuple[str, dict[int, tuple[str, str]]]]
+    at: list[_Place]
 
 
 def describe(
@@ -58,42 +59,49 @@ def describe(
 
 
 def _walk(path: str, value: Any, into: list[Leaf], values: bool, shapes: bool, depth: int) -> None:
-    kind = type(value).__name__
-    children: list[tuple[str, Any]]
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
-        device = getattr(value, "device", "")
-        layout = str(getattr(value, "layout", "strided")).removeprefix("torch.")
-        shape = [int(size) for size in value.shape] if shapes else [len(value.shape)]
-        dtype = str(value.dtype).removeprefix("torch.")
-        into.append(
-            Leaf(path, _TENSOR, [shape, dtype, str(getattr(device, "type", device)), layout])
-        )
-        return
-    if isinstance(value, Mapping):
-        into.append(Leaf(path, kind, [repr(key) for key in value]))
-        children = [
-            (f"{path}[{json.dumps(key) if isinstance(key, str) else repr(key)}]", item)
-            for key, item in value.items()
-        ]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        into.append(Leaf(path, kind, names))
-        children = [(f"{path}.{name}", getattr(value, name)) for name in names]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        into.append(Leaf(path, kind, list(value._fields)))
-        children = [
-            (f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=False)
-        ]
-    elif isinstance(value, (list, tuple)):
-        into.append(Leaf(path, kind, len(value)))
-        children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    else:
-        plain = values and isinstance(value, (bool, int, float, complex, str, bytes))
-        into.append(Leaf(path, kind, repr(value)[:200] if plain else None))
-        return
+    leaf, children = _open(path, value, values, shapes)
+    into.append(leaf)
     if depth < _DEEPEST:  # a container may hold itself
         for child, item in children:
             _walk(child, item, into, values, shapes, depth + 1)
+
+
+def _open(path: str, value: Any, values: bool, shapes: bool) -> tuple[Leaf, list[tuple[str, Any]]]:
+    """Return a value's leaf, and the paths and values of a container's elements."""
+    kind = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
+        return Leaf(path, _TENSOR, _aspects(value, shapes)), []
+    if isinstance(value, Mapping):
+        return Leaf(path, kind, [repr(key) for key in value]), [
+            (f"{path}[{json.dumps(key) if isinstance(key, str) else repr(key)}]", item)
+            for key, item in value.items()
+        ]
+    names = _field_names(value)
+    if names is not None:
+        return Leaf(path, kind, names), [(f"{path}.{name}", getattr(value, name)) for name in names]
+    if isinstance(value, (list, tuple)):
+        return Leaf(path, kind, len(value)), [
+            (f"{path}[{index}]", item) for index, item in enumerate(value)
+        ]
+    plain = values and isinstance(value, (bool, int, float, complex, str, bytes))
+    return Leaf(path, kind, repr(value)[:200] if plain else None), []
+
+
+def _aspects(tensor: Any, shapes: bool) -> list[Any]:
+    device = getattr(tensor, "device", "")
+    return [
+        [int(size) for size in tensor.shape] if shapes else [len(tensor.shape)],
+        str(tensor.dtype).removeprefix("torch."),
+        str(getattr(device, "type", device)),
+        str(getattr(tensor, "layout", "strided")).removeprefix("torch."),
+    ]
+
+
+def _field_names(value: Any) -> list[str] | None:
+    """Return the fields of a dataclass or a named tuple; None of anything else."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
 def pack(leaves: Sequence[Leaf]) -> Any:
@@ -124,7 +132,33 @@ def compare_leaves(leaves: Mapping[int, Sequence[Leaf] | None]) -> LeafDisagreem
         return LeafDisagreement("argument", [])
     by_path = {rank: {leaf.path: leaf for leaf in each or ()} for rank, each in leaves.items()}
     paths = list(dict.fromkeys(path for each in by_path.values() for path in each))
-    found: list[tuple[str, dict[int, tuple[str, str]]]] = []
+    if found := _other_structures(by_path, paths):
+        return LeafDisagreement("structure", found)
+    return _compare_details(by_path, paths)
+
+
+def _compare_details(
+    by_path: Mapping[int, Mapping[str, Leaf]], paths: Sequence[str]
+) -> LeafDisagreement | None:
+    """Compare tensors aspect by aspect, then all values, in structures that are equal."""
+    details = {path: {rank: each[path].detail for rank, each in by_path.items()} for path in paths}
+    tensors = {
+        path: details[path]
+        for path in paths
+        if all(each[path].kind == _TENSOR for each in by_path.values())
+    }
+    for at, aspect in enumerate(_ASPECTS):
+        other = 1 if aspect == "shape" else 0
+        if found := _differing(tensors, lambda detail: (_part(detail, at), _part(detail, other))):  # noqa: B023
+            return LeafDisagreement(aspect, found)
+    found = _differing(details, lambda detail: (detail, ""))
+    return LeafDisagreement("value", found) if found else None
+
+
+def _other_structures(
+    by_path: Mapping[int, Mapping[str, Leaf]], paths: Sequence[str]
+) -> list[_Place]:
+    found: list[_Place] = []
     for path in paths:
         if any(path.startswith((f"{above}[", f"{above}.")) for above, _ in found):
             continue  # its container differs already
@@ -133,33 +167,20 @@ def compare_leaves(leaves: Mapping[int, Sequence[Leaf] | None]) -> LeafDisagreem
             found.append(
                 (path, {rank: (_structure_words(leaf), "") for rank, leaf in here.items()})
             )
-    if found:
-        return LeafDisagreement("structure", found)
-    tensors = {
-        path: {rank: each[path].detail for rank, each in by_path.items()}
-        for path in paths
-        if _is_tensor(by_path, path)
-    }
-    for at, aspect in enumerate(_ASPECTS):
-        for path, details in tensors.items():
-            if len({repr(_part(detail, at)) for detail in details.values()}) > 1:
-                other = 1 if aspect == "shape" else 0
-                words = {
-                    rank: (str(_part(detail, at)), str(_part(detail, other)))
-                    for rank, detail in details.items()
-                }
-                found.append((path, words))
-        if found:
-            return LeafDisagreement(aspect, found)
-    for path in paths:
-        values = {rank: each[path].detail for rank, each in by_path.items()}
-        if len({repr(value) for value in values.values()}) > 1:
-            found.append((path, {rank: (str(value), "") for rank, value in values.items()}))
-    return LeafDisagreement("value", found) if found else None
+    return found
 
 
-def _is_tensor(by_path: Mapping[int, Mapping[str, Leaf]], path: str) -> bool:
-    return all(path in each and each[path].kind == _TENSOR for each in by_path.values())
+def _differing(
+    details: Mapping[str, Mapping[int, Any]], cells: Callable[[Any], tuple[Any, Any]]
+) -> list[_Place]:
+    """Return the paths at which the first cells of ranks differ, and both cells of each rank."""
+    found: list[_Place] = []
+    for path, by_rank in details.items():
+        shown = {rank: cells(detail) for rank, detail in by_rank.items()}
+        if len({repr(first) for first, _ in shown.values()}) > 1:
+            words = {rank: (str(first), str(second)) for rank, (first, second) in shown.items()}
+            found.append((path, words))
+    return found
 
 
 def _part(detail: Any, at: int) -> Any:

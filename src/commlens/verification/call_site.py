@@ -36,11 +36,14 @@ _WRAPPERS = frozenset(
 )
 _DDP = "torch.nn.parallel.distributed"
 _DDP_BACKWARD = "torch.nn.parallel.DistributedDataParallel (backward)"
-_FSDP1 = (
-    "torch.distributed.fsdp.fully_sharded_data_parallel",
-    "torch.distributed.fsdp._runtime_utils",
-    "torch.distributed.fsdp._flat_param",
-)
+_FSDP = {
+    "torch.distributed.fsdp.fully_shard": ("torch.distributed.fsdp._fully_shard",),
+    "torch.distributed.fsdp.FullyShardedDataParallel": (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "torch.distributed.fsdp._runtime_utils",
+        "torch.distributed.fsdp._flat_param",
+    ),
+}
 _ACCELERATE = "accelerate.utils.operations"
 
 
@@ -118,28 +121,18 @@ def _name(steps: list[_Step], op: str) -> str:
 
 
 def _sharding(steps: list[_Step]) -> str:
-    """Return the name of DDP, FSDP, DTensor or tensor parallelism; "" if none of them is in the
-    stack.
-    """
-    modules = {step.module for step in steps}
-    if any(module.startswith("torch.distributed.fsdp._fully_shard") for module in modules):
-        names = [
-            step.plain
-            for step in steps
-            if step.module.startswith("torch.distributed.fsdp._fully_shard")
-        ]
-        return f"torch.distributed.fsdp.fully_shard{_phase(names)}"
-    if modules & set(_FSDP1):
-        names = [step.plain for step in steps if step.module in _FSDP1]
-        return f"torch.distributed.fsdp.FullyShardedDataParallel{_phase(names)}"
-    if _DDP in modules:
-        phase = next((step.plain for step in steps if step.module == _DDP), "")
+    """Return the name of DDP, FSDP, DTensor or tensor parallelism; "" for none."""
+    for name, modules in _FSDP.items():
+        if inside := [step.plain for step in steps if step.module.startswith(modules)]:
+            return f"{name}{_phase(inside)}"
+    phase = next((step.plain for step in steps if step.module == _DDP), None)
+    if phase is not None:
         return (
             f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
         )
     if steps[0].module == "torch.autograd.graph":
         return _DDP_BACKWARD  # C++ calls DDP's reducer
-    if any(module.startswith("torch.distributed.tensor") for module in modules):
+    if any(step.module.startswith("torch.distributed.tensor") for step in steps):
         return _dtensor(steps)
     return ""
 
@@ -214,9 +207,7 @@ def _full_name(step: _Step) -> str:
 
 
 def _with_class(step: _Step) -> str:
-    """Return a function's name with its class. Before Python 3.11, the class is that of
-    ``self``.
-    """
+    """Return a function's name with its class (``self``'s before Python 3.11)."""
     qualified: str = getattr(step.frame.f_code, "co_qualname", "")
     if qualified:
         return qualified.replace(".<locals>", "")

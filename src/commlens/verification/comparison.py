@@ -12,24 +12,20 @@ from commlens.matching.collectives import compare_collectives
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
+from commlens.verification import messages
 from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpack
 from commlens.verification.channels import FunctionCall, Pending, group_label
-from commlens.verification.messages import (
-    Row,
-    Subject,
-    leaves_text,
-    mismatch_refusal,
-    mismatch_text,
-)
+from commlens.verification.messages import Row, Subject
 from commlens.verification.peers import Peers
+from commlens.verification.ready_clock import ReadyClock
 from commlens.verification.refusals import Refusals
 
 # a mismatch is reported when all ranks have announced, or after this
 FULL_TABLE_NS: Final = 400_000_000
-_NAP_S: Final = 50e-6
+_NAP_S: Final = 1e-3
 _KEPT: Final = 10_000  # sets of signatures that agree
+_Signatures = tuple[tuple[int, int], ...]  # of each rank
 _Announcements = list[tuple[int, int, dict[str, Any] | None]]  # rank, signature, blob
-_now = time.monotonic_ns
 
 
 class Comparison:
@@ -47,7 +43,7 @@ class Comparison:
         self._peers = peers
         self._refusals = refusals
         self._exchange = exchange
-        self._agreed: set[tuple[tuple[int, int], ...]] = set()
+        self._agreed: set[_Signatures] = set()
 
     def compare(self, pending: Pending) -> None:
         """Compare a collective with the announcements of the peers in ``pending.absent``, and keep
@@ -110,9 +106,7 @@ class Comparison:
         """Return this rank's own row: its arguments, with the call site and the name from its
         board.
         """
-        board = self._peers.own()
-        seen = board.announced(pending.channel.slot, pending.number)
-        blob = (board.blob(seen[1]) if seen is not None else None) or {}
+        blob = self._peers.own().announced_blob(pending.channel.key, pending.number) or {}
         return table_row(
             self._peers.rank,
             {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")},
@@ -138,21 +132,18 @@ class Comparison:
         """Return what the announced arguments disagree in; None if they match. Signatures that
         agree are remembered, also in C++.
         """
+        blobs = {rank: blob for rank, _, blob in announced if blob is not None}
         if (
             isinstance(pending.args, FunctionCall)
-            and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1
+            and len({blob["op"] for blob in blobs.values()}) == 1
         ):
             return compare_leaves(
-                {
-                    rank: unpack(blob.get("leaves"))
-                    for rank, _, blob in announced
-                    if blob is not None
-                }
+                {rank: unpack(blob.get("leaves")) for rank, blob in blobs.items()}
             )
         key = tuple((rank, signature) for rank, signature, _ in announced)
         if key in self._agreed:
             return None
-        by_rank = {rank: _arguments(blob) for rank, _, blob in announced if blob is not None}
+        by_rank = {rank: _arguments(blob) for rank, blob in blobs.items()}
         if pending.args.op in POINT_TO_POINT:
             if len(by_rank) < 2:
                 return None
@@ -162,32 +153,43 @@ class Comparison:
             answer = compare_collectives(by_rank, pending.channel.group.ranks)
         if isinstance(answer, Disagree):
             return answer
+        self._remember(key, is_complete=len(by_rank) == len(announced))
+        return None
+
+    def _remember(self, key: _Signatures, *, is_complete: bool) -> None:
+        """Remember signatures that agree; in C++ only if the arguments of all were compared."""
         if len(self._agreed) > _KEPT:
             self._agreed.clear()
         self._agreed.add(key)
-        if self._exchange is not None and len(by_rank) == len(announced):
+        if self._exchange is not None and is_complete:
             self._exchange.agree(
                 [number for rank_and_signature in key for number in rank_and_signature]
             )
-        return None
 
     def _refuse(self, pending: Pending) -> None:
         """Wait briefly until the other ranks have announced, so that the table is complete; then
         post the refusal and raise it. Return if the ranks that differed have withdrawn.
         """
-        until = _now() + FULL_TABLE_NS
-        while _now() < until and len(self._announcements(pending)) < len(pending.channel.peers) + 1:
+        clock = ReadyClock()
+        while True:
+            announced = self._announcements(pending)
+            late = set(pending.channel.peers) - {rank for rank, _, _ in announced}
+            pids = self._peers.pids_here(late)
+            clock.watch(pids)
+            if not late or clock.is_over(FULL_TABLE_NS, pids):
+                break
             self._refusals.raise_if_posted(pending)
             time.sleep(_NAP_S)
-        answer = self._disagreement(pending, self._announcements(pending))
+        answer = self._disagreement(pending, announced)
         if answer is None:
             return
         subject, rows = self.subject(pending), self.rows(pending)
-        if isinstance(answer, LeafDisagreement):
-            text, leaves = leaves_text(answer, subject, rows), answer
-        else:
-            text, leaves = mismatch_text(answer, subject, rows), None
-        self._refusals.post(pending, mismatch_refusal(answer.aspect, subject, rows, leaves), text)
+        self._refusals.post(
+            pending,
+            messages.leaves(answer, subject, rows)
+            if isinstance(answer, LeafDisagreement)
+            else messages.mismatch(answer, subject, rows),
+        )
 
 
 def table_row(rank: int, blob: dict[str, Any]) -> Row:

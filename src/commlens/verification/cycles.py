@@ -83,9 +83,7 @@ class Cycles:
         """Return a step as a refusal shows it."""
         rank, key, number = step
         board = self._peers[rank]
-        slot = board.slot(key)
-        seen = board.announced(slot, number) if slot else None
-        blob = (board.blob(seen[1]) if seen is not None else None) or {}
+        blob = board.announced_blob(key, number) or {}
         group = group_name((board.channel(key) or {}).get("group"))
         collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of {group}"
         return CycleStep(
@@ -144,18 +142,10 @@ class Cycles:
 
     def announced(self, key: int, number: int) -> dict[int, dict[str, Any]]:
         """Return the arguments of a collective by rank, of those that have announced it."""
-        boards = {
-            rank: board
+        blobs = {
+            rank: board.announced_blob(key, number)
             for rank in self._peers.members(key)
             if (board := self._peers.known(rank)) is not None
-        }
-        seen = {
-            rank: board.announced(slot, number)
-            for rank, board in boards.items()
-            if (slot := board.slot(key))
-        }
-        blobs = {
-            rank: boards[rank].blob(entry[1]) for rank, entry in seen.items() if entry is not None
         }
         return {rank: blob for rank, blob in blobs.items() if blob is not None}
 

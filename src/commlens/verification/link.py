@@ -50,7 +50,15 @@ class Link:
         import torch.distributed as dist
 
         world_size = dist.get_world_size()
-        here = self._ranks_here()
+        # the recorded ranks of this node that are alive, this one included
+        here = {
+            self._rank,
+            *(
+                job_dirs.box_rank(box)
+                for box in job_dirs.boxes(self._folder)
+                if job_dirs.has_ended(box) is False
+            ),
+        }
         if world_size in (len(here), launchers.number(os.environ, [launchers.LOCAL_WORLD_SIZE])):
             return False
         if self._rank == min(here):
@@ -60,20 +68,11 @@ class Link:
             time.sleep(_NAP_S)
         return True
 
-    def _ranks_here(self) -> set[int]:
-        """Return the recorded ranks of this node that are alive, this one included."""
-        return {
-            self._rank,
-            *(
-                job_dirs.box_rank(box)
-                for box in job_dirs.boxes(self._folder)
-                if job_dirs.has_ended(box) is False
-            ),
-        }
-
     def _start_relay(self, world_size: int) -> None:
         """Start the relay, and a thread that exchanges the address of rank 0's relay."""
-        store = _default_store()
+        from torch.distributed import distributed_c10d
+
+        store = distributed_c10d._get_default_store()
         host = _store_host(store)
         address = _local_address(host) if self._rank == 0 else ""
         # On this machine, its own name may resolve to a loopback address, while other nodes reach
@@ -138,18 +137,10 @@ class Link:
 
 
 def _reachable(published: str, store_host: str) -> list[str]:
-    """Return the addresses at which this node may reach rank 0's node: the published one, and the
-    host of the store.
-    """
+    """Return the published address, and that of the store, of rank 0's node."""
     if published.startswith(_LOOPBACK) and store_host and not store_host.startswith(_LOOPBACK):
         return [store_host]
     return [*dict.fromkeys([published, store_host or published])]
-
-
-def _default_store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
 
 
 def _store_host(store: Any) -> str:
@@ -160,9 +151,7 @@ def _store_host(store: Any) -> str:
 
 
 def _local_address(host: str) -> str:
-    """Return the address from which this machine connects to a host: the one that the job's
-    connections have. It sends nothing.
-    """
+    """Return the address of our end of a connection to a host; nothing is sent."""
     for target in (host, socket.gethostname()):
         with contextlib.suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]

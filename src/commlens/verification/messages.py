@@ -7,12 +7,13 @@ others name ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from commlens.matching.answer import Disagree
-from commlens.model.collective import CollectiveArgs
+from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT, SENT_BY_ROOT
 from commlens.model.refusal import Refusal, RefusedRow, RefusedWait
 from commlens.text import format_ranks, ranks_phrase, verb
@@ -91,38 +92,118 @@ def group_name(label: str | None) -> str:
     return f"group {label}" if label else "the default group"
 
 
-def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> str:
-    """Return the message for ranks that disagree.
+class Refused(NamedTuple):
+    """What is refused, as data, and the message."""
+
+    refusal: Refusal
+    text: str
+
+
+def mismatch(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> Refused:
+    """Return the refusal of a collective in which ranks disagree.
 
     Args:
         answer: the aspect that they disagree in.
         subject: the collective.
         rows: all ranks that have announced, in order of rank.
     """
-    if answer.aspect == "op":
-        first = f"Cannot apply desired operation: {_OTHER_OPS}."
-    else:
-        first = f"Cannot apply desired operation due to {_MISMATCHES[answer.aspect][0]}."
-    return "\n".join(
-        [
-            first,
-            "",
-            _operation(subject, rows, answer.aspect),
-            f"{_heading(answer.aspect)}:",
-            *_table(answer.aspect, rows),
-        ]
+    table = _call_rows(answer.aspect, rows)
+    return _mismatch(
+        answer.aspect,
+        subject,
+        rows,
+        table,
+        [f"{_heading(answer.aspect)}:", *_lines(answer.aspect, table)],
     )
 
 
-def absence_text(
+def leaves(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> Refused:
+    """Return the refusal of a call to which ranks pass different arguments.
+
+    Args:
+        answer: the aspect that they disagree in, and its places in the arguments.
+        subject: the call and its group.
+        rows: all ranks that have announced, in order of rank.
+    """
+    tables = list(_leaf_tables(answer, rows))
+    heading, lines = _heading(answer.aspect), []
+    for alike in tables:
+        argument = alike[0].argument
+        lines += [
+            f"{heading} of {argument}:" if argument else f"{heading}:",
+            *_lines(answer.aspect, alike),
+        ]
+    if not tables:
+        lines = ["The arguments differ, but have too many elements to show where."]
+    if (more := len(answer.at) - _LEAVES_SHOWN) > 0:
+        lines.append(f"... and {more} more")
+    return _mismatch(answer.aspect, subject, rows, list(itertools.chain(*tables)), lines)
+
+
+def tags(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> Refused:
+    """Return the refusal of a receive whose sender has only sent a message with another tag.
+
+    Args:
+        subject: the message that is waited for.
+        rows: the receive, and the sender's message with the other tag.
+        waited_s: how long the receiver has waited, in seconds.
+        where: the sender's whereabouts, "" if unknown.
+    """
+    receive, send = rows
+    table = _call_rows("p2p", rows)
+    return _mismatch(
+        "p2p",
+        subject,
+        rows,
+        table,
+        [
+            f"{_heading('p2p')}:",
+            *_lines("p2p", table),
+            *([f"Rank {send.rank} {where}."] if where else []),
+        ],
+        f" due to tag mismatches. Rank {send.rank} sent no message with tag {receive.tag} within"
+        f" {waited_s:.1f} s. It sent one with tag {send.tag}, which rank {receive.rank} does not"
+        " receive",
+    )
+
+
+def _mismatch(
+    aspect: str,
+    subject: Subject,
+    rows: Sequence[Row],
+    table: Sequence[RefusedRow],
+    lines: Sequence[str],
+    why: str = "",
+) -> Refused:
+    known = _MISMATCHES.get(aspect)
+    refusal = Refusal(
+        f"mismatch/{aspect}",
+        aspect=aspect,
+        reason=known[0] if known else _OTHER_OPS,
+        operation=_operation_name(subject, rows, aspect),
+        heading=_heading(aspect),
+        rows=tuple(table[:_ROWS_KEPT]),
+    )
+    why = why or (f" due to {refusal.reason}" if known else f": {refusal.reason}")
+    return _refused(refusal, why, *lines)
+
+
+def _refused(refusal: Refusal, why: str, *lines: str) -> Refused:
+    operation = [f"Operation: {refusal.operation}"] if refusal.operation else []
+    return Refused(
+        refusal, "\n".join([f"Cannot apply desired operation{why}.", "", *operation, *lines])
+    )
+
+
+def absence(
     kind: str,
     subject: Subject,
     rows: Sequence[Row],
     absent: Mapping[int, str],
     waited_s: float,
     behind: Sequence[CycleStep] = (),
-) -> str:
-    """Return the message for ranks that do not arrive.
+) -> Refused:
+    """Return the refusal of a collective in which ranks do not arrive.
 
     Args:
         kind: "missing" or "dead".
@@ -133,147 +214,60 @@ def absence_text(
         waited_s: how long the others have waited, in seconds.
         behind: further ranks that wait, for those that wait.
     """
-    fact = _absence(kind, absent, waited_s)
-    table = _table("missing", [*rows, *(Row(rank, None, where) for rank, where in absent.items())])
-    held_up = ["Held up by this:", *map(_wait_line, behind)] if behind else []
-    return "\n".join(
-        [
-            f"Cannot apply desired operation: {fact}.",
-            "",
-            _operation(subject, rows, "missing"),
-            "Ranks:",
-            *table,
-            *held_up,
-        ]
-    )
-
-
-def _absence(kind: str, absent: Mapping[int, str], waited_s: float) -> str:
-    ranks = ranks_phrase(absent)
+    fact = f"did not take part within {waited_s:.0f} s"
     if kind == "dead":
-        return f"{ranks} {verb(absent, 'has', 'have')} ended and will not take part"
-    return f"{ranks} did not take part within {waited_s:.0f} s"
-
-
-def absence_refusal(
-    kind: str,
-    subject: Subject,
-    rows: Sequence[Row],
-    absent: Mapping[int, str],
-    waited_s: float,
-) -> Refusal:
-    """Return the facts of :func:`absence_text`, which takes the same arguments."""
-    return Refusal(
+        fact = f"{verb(absent, 'has', 'have')} ended and will not take part"
+    refusal = Refusal(
         kind,
-        reason=_absence(kind, absent, waited_s),
+        reason=f"{ranks_phrase(absent)} {fact}",
         operation=_operation_name(subject, rows, "missing"),
         absent=tuple(absent),
     )
+    all_rows = [*rows, *(Row(rank, None, where) for rank, where in absent.items())]
+    held_up = ["Held up by this:", *map(_wait_line, behind)] if behind else []
+    table = _lines("missing", _call_rows("missing", all_rows))
+    return _refused(refusal, f": {refusal.reason}", "Ranks:", *table, *held_up)
 
 
-def mismatch_refusal(
-    aspect: str,
-    subject: Subject,
-    rows: Sequence[Row],
-    leaves: LeafDisagreement | None = None,
-) -> Refusal:
-    """Return the facts of a message about ranks that disagree in ``aspect``: of a user's function,
-    in these ``leaves`` of its arguments.
-    """
-    tables = _leaf_tables(leaves, rows) if leaves is not None else [_call_rows(aspect, rows)]
-    return Refusal(
-        f"mismatch/{aspect}",
-        aspect=aspect,
-        reason=_MISMATCHES[aspect][0] if aspect in _MISMATCHES else _OTHER_OPS,
-        operation=_operation_name(subject, rows, aspect),
-        heading=_heading(aspect),
-        rows=tuple(itertools.islice(itertools.chain.from_iterable(tables), _ROWS_KEPT)),
-    )
-
-
-def cycle_refusal(steps: Sequence[CycleStep]) -> Refusal:
-    """Return the facts of :func:`cycle_text`."""
-    waits = (
-        RefusedWait(step.rank, step.collective, tuple(step.absent), step.where) for step in steps
-    )
-    return Refusal("cycle", reason=_CYCLE, waits=tuple(waits))
-
-
-def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> str:
-    """Return the message for a receive whose sender has only sent a message with another tag.
-
-    Args:
-        subject: the message that is waited for.
-        rows: the receive, and the sender's message with the other tag.
-        waited_s: how long the receiver has waited, in seconds.
-        where: the sender's whereabouts, "" if unknown.
-    """
-    receive, send = rows
-    first = (
-        f"Cannot apply desired operation due to tag mismatches. Rank {send.rank} sent no message"
-        f" with tag {receive.tag} within {waited_s:.1f} s. It sent one with tag {send.tag}, which"
-        f" rank {receive.rank} does not receive."
-    )
-    ordered = sorted(rows, key=lambda row: row.rank)
-    lines = [first, "", _operation(subject, ordered, "p2p"), "Messages:", *_table("p2p", ordered)]
-    return "\n".join([*lines, *([f"Rank {send.rank} {where}."] if where else [])])
-
-
-def no_such_peer_text(subject: Subject, row: Row) -> str:
-    """Return the message for a send to, or a receive from, a rank that does not exist."""
-    lines = [
-        f"Cannot apply desired operation: {_no_such_peer(subject, row)}.",
-        "",
-        _operation(subject, [row], "p2p"),
-        "Messages:",
-        *_table("p2p", [row]),
-    ]
-    return "\n".join(lines)
-
-
-def no_such_peer_refusal(subject: Subject, row: Row) -> Refusal:
-    """Return the facts of :func:`no_such_peer_text`."""
-    return Refusal(
+def no_such_peer(subject: Subject, row: Row) -> Refused:
+    """Return the refusal of a message to or from a rank that does not exist."""
+    does = "sends to" if row.args is not None and row.args.op == "send" else "receives from"
+    refusal = Refusal(
         "mismatch/p2p",
         aspect="peer",
-        reason=_no_such_peer(subject, row),
+        reason=(
+            f"rank {row.rank} {does} rank {row.peer}, which is not in"
+            f" {group_name(subject.group)} [{format_ranks(subject.ranks)}]"
+        ),
         operation=_operation_name(subject, [row], "p2p"),
         culprits=(row.rank,),
     )
+    table = _lines("p2p", _call_rows("p2p", [row]))
+    return _refused(refusal, f": {refusal.reason}", "Messages:", *table)
 
 
-def _no_such_peer(subject: Subject, row: Row) -> str:
-    does = "sends to" if row.args is not None and row.args.op == "send" else "receives from"
-    return (
-        f"rank {row.rank} {does} rank {row.peer}, which is not in {group_name(subject.group)}"
-        f" [{format_ranks(subject.ranks)}]"
+def cycle(steps: Sequence[CycleStep]) -> Refused:
+    """Return the refusal of the collectives in which ranks wait for each other in a cycle."""
+    waits = (
+        RefusedWait(step.rank, step.collective, tuple(step.absent), step.where) for step in steps
     )
-
-
-def cycle_text(steps: Sequence[CycleStep]) -> str:
-    """Return the message for ranks that wait for each other in a cycle."""
-    lines = [
-        f"Cannot apply desired operation: {_CYCLE}.",
-        "",
-        "Cycle:",
-    ]
-    lines += [*map(_wait_line, steps), ""]
+    refusal = Refusal("cycle", reason=_CYCLE, waits=tuple(waits))
     ops = {step.op for step in steps}
     if ops == {"recv"}:
-        lines.append("Each receives before it sends: let one of them send first.")
+        advice = "Each receives before it sends: let one of them send first."
     elif ops == {"send"}:
-        lines.append("Each sends before it receives: let one of them receive first.")
+        advice = "Each sends before it receives: let one of them receive first."
     elif ops & POINT_TO_POINT:
-        lines.append(
+        advice = (
             "A message's other side is missing, or comes only after a call that waits for this"
             " rank: issue it before that call."
         )
     else:
-        lines.append(
+        advice = (
             "Each has not reached the collective of another: let all of them issue these in the"
             " same order, and leave none out."
         )
-    return "\n".join(lines)
+    return _refused(refusal, f": {_CYCLE}", "Cycle:", *map(_wait_line, steps), "", advice)
 
 
 def _wait_line(step: CycleStep) -> str:
@@ -281,38 +275,6 @@ def _wait_line(step: CycleStep) -> str:
         f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}  "
         f" {step.where}".rstrip()
     )
-
-
-def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> str:
-    """Return the message for ranks that call a user's function with different arguments.
-
-    Args:
-        answer: the aspect that they disagree in, and its places in the arguments.
-        subject: the call and its group.
-        rows: all ranks that have announced, in order of rank.
-    """
-    return "\n".join(
-        [
-            f"Cannot apply desired operation due to {_MISMATCHES[answer.aspect][0]}.",
-            "",
-            _operation(subject, rows, answer.aspect),
-            *_leaves_table(answer, rows),
-        ]
-    )
-
-
-def _leaves_table(answer: LeafDisagreement, rows: Sequence[Row]) -> list[str]:
-    if not answer.at:
-        return ["The arguments differ, but have too many elements to show where."]
-    heading, lines = _heading(answer.aspect), []
-    for alike in _leaf_tables(answer, rows):
-        argument = alike[0].argument
-        lines += [
-            f"{heading} of {argument}:" if argument else f"{heading}:",
-            *_lines(answer.aspect, alike),
-        ]
-    more = len(answer.at) - _LEAVES_SHOWN
-    return [*lines, *([f"... and {more} more"] if more > 0 else [])]
 
 
 def _leaf_tables(answer: LeafDisagreement, rows: Sequence[Row]) -> Iterator[list[RefusedRow]]:
@@ -323,25 +285,14 @@ def _leaf_tables(answer: LeafDisagreement, rows: Sequence[Row]) -> Iterator[list
         yield _join_alike(at_path, path)
 
 
-def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
-    return f"Operation: {_operation_name(subject, rows, aspect)}"
-
-
 def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     """Return the operation's name and where it is: the library's name if a library issued it."""
     arrived = [row.args for row in rows if row.args is not None]
-    names = sorted({row.name for row in rows if row.args is not None and row.name})
+    names = sorted({row.name for row in rows if row.args is not None} - {""})
     ops = {args.op for args in arrived}
-    plain = (
-        f"torch.distributed.{next(iter(ops))}"
-        if len(ops) == 1 and not any("." in op for op in ops)
-        else ""
-    )
-    group = "default group" if subject.group == "" else group_name(subject.group)
-    where = f"{group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
-    roots = {args.root for args in arrived}
-    if len(roots) == 1 and (root := next(iter(roots))) is not None:
-        where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"
+    of_torch = len(ops) == 1 and "." not in min(ops)
+    plain = f"torch.distributed.{min(ops)}" if of_torch else ""
+    where = _place(subject, arrived)
     if aspect == "op" or not names:
         return f"{f'`{plain}`  ' if plain else ''}({where})"
     if len(names) == 1 and plain and not names[0].startswith("torch.distributed."):
@@ -349,12 +300,19 @@ def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     return f"{', '.join(f'`{name}`' for name in names)}  ({where})"
 
 
+def _place(subject: Subject, arrived: Sequence[CollectiveArgs]) -> str:
+    """Return the group, its ranks, the number, and the root if there is one."""
+    group = "default group" if subject.group == "" else group_name(subject.group)
+    where = f"{group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
+    roots = {args.root for args in arrived}
+    if len(roots) == 1 and (root := next(iter(roots))) is not None:
+        from_root = any(args.op in SENT_BY_ROOT for args in arrived)
+        where += f", {'src' if from_root else 'dst'} {root}"
+    return where
+
+
 def _heading(aspect: str) -> str:
     return _MISMATCHES[aspect][1] if aspect in _MISMATCHES else _OTHER_OPS_HEADING
-
-
-def _table(aspect: str, rows: Sequence[Row]) -> list[str]:
-    return _lines(aspect, _call_rows(aspect, rows))
 
 
 def _call_rows(aspect: str, rows: Sequence[Row]) -> list[RefusedRow]:
@@ -399,43 +357,32 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
     if args is None:
         return "has not arrived", ""
     specs = args.payload
-    shapes = ", ".join(str(list(spec.shape)) for spec in specs[:4]) + (
-        f", ... ({len(specs)} tensors)" if len(specs) > 4 else ""
-    )
+    more = f", ... ({len(specs)} tensors)" if len(specs) > 4 else ""
+    shapes = ", ".join(str(list(spec.shape)) for spec in specs[:4]) + more
     dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
     tensors = f"{shapes} {dtypes}".strip()
     if args.op in POINT_TO_POINT:
         peer = f"rank {row.peer}" if row.peer is not None else "any rank"
         return f"{args.op} {'to' if args.op == 'send' else 'from'} {peer}, tag {row.tag}", tensors
     if aspect in ("op", "missing"):
-        through = (
-            f" of {row.name}"
-            if row.name not in ("", args.op) and not row.name.startswith("torch.distributed.")
-            else ""
-        )
-        return _op_words(args) + through, tensors
+        is_torchs = row.name in ("", args.op) or row.name.startswith("torch.distributed.")
+        return _op_words(args) + ("" if is_torchs else f" of {row.name}"), tensors
     if aspect == "dtype":
         return dtypes, shapes
-    if aspect == "reduce-op":
-        return args.reduce_op or "unknown", tensors
-    if aspect == "root":
-        return f"root {args.root}", tensors
-    if aspect == "device":
-        return ", ".join(sorted({spec.device for spec in specs})), tensors
-    if aspect == "layout":
-        orders = {
-            spec.layout if spec.layout != "strided" else _order(spec.memory_order) for spec in specs
-        }
-        return ", ".join(sorted(orders)), tensors
-    if aspect == "splits":
-        return (
-            (
-                f"sends {list(args.input_splits) or 'even'}, receives"
-                f" {list(args.output_splits) or 'even'}"
-            ),
-            tensors,
-        )
+    if aspect in _WORDS_OF:
+        return _WORDS_OF[aspect](args), tensors
     return shapes or "no tensor", dtypes
+
+
+_WORDS_OF: dict[str, Callable[[CollectiveArgs], str]] = {
+    "reduce-op": lambda args: args.reduce_op or "unknown",
+    "root": lambda args: f"root {args.root}",
+    "device": lambda args: ", ".join(sorted({spec.device for spec in args.payload})),
+    "layout": lambda args: ", ".join(sorted({_layout(spec) for spec in args.payload})),
+    "splits": lambda args: (
+        f"sends {list(args.input_splits) or 'even'}, receives {list(args.output_splits) or 'even'}"
+    ),
+}
 
 
 def _op_words(args: CollectiveArgs) -> str:
@@ -447,5 +394,8 @@ def _op_words(args: CollectiveArgs) -> str:
     return words
 
 
-def _order(order: tuple[int, ...] | None) -> str:
+def _layout(spec: TensorSpec) -> str:
+    if spec.layout != "strided":
+        return spec.layout
+    order = spec.memory_order
     return "row-major" if order is None else f"dimensions in order {list(order)}"

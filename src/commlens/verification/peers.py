@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,8 @@ FRESH_NS: Final = 1_500_000_000  # three beats of a relay: what is older may be 
 # the relay itself gives up a node that is silent for 5 s; it may be stopped, too
 GIVE_UP_NS: Final = 7_000_000_000
 AWAIT_BOARDS_S: Final = 10.0
-ANSWER_S: Final = 1.0  # the longest wait for another node's answer
+ANSWER_S: Final = 4.0  # the longest wait for another node's answer
+_ASK_EVERY_S: Final = 0.1
 _LOW_HALF: Final = (1 << 32) - 1
 
 
@@ -110,9 +111,7 @@ class Peers:
                 time.sleep(0.01)
 
     def _ended_ranks(self) -> set[int]:
-        """Return the ranks of this node that had a black box, and whose processes have all
-        ended.
-        """
+        """Return the ranks of this node whose processes with a black box have all ended."""
         owners = list(filter(None, map(job_dirs.owner, job_dirs.boxes(self._folder))))
         return {owner.rank for owner in owners} - {
             owner.rank for owner in owners if not owner.has_ended and not owner.closed
@@ -178,6 +177,11 @@ class Peers:
         )
         return "was killed or crashed" if ended else ""
 
+    def pids_here(self, ranks: Iterable[int]) -> list[int]:
+        """Return the processes of those of these ranks that are on this node."""
+        boards = [self[rank] for rank in ranks]
+        return [board.pid for board in boards if not board.is_remote]
+
     def is_doubtful(self, rank: int) -> bool:
         """Return whether it is not known if a rank on another node lives. If that lasts, the rank
         is given up.
@@ -203,35 +207,33 @@ class Peers:
         """Return whether that is the case for any of these ranks."""
         return any(self.is_doubtful(rank) for rank in ranks)
 
-    def ask(self, rank: int, set_question: Callable[[int], None]) -> str:
-        """Return what a rank on another node is doing, as its node answers; "" if no answer comes.
+    def ask(self, ranks: Sequence[int], set_question: Callable[[int], None]) -> dict[int, str]:
+        """Return what ranks on other nodes are doing, as their nodes answer; "" if no answer comes.
 
         Args:
-            rank: the rank.
+            ranks: the ranks. All together are waited for ``ANSWER_S``, or one question each.
             set_question: writes the word ``ASKS`` of this rank's board.
         """
-        self._questions += 1
-        question = self._questions << 32 | (rank + 1) & _LOW_HALF
-        set_question(question)
+        before, told = {rank: self[rank].answer for rank in ranks}, dict.fromkeys(ranks, "")
         until = time.monotonic() + ANSWER_S
-        while time.monotonic() < until:
-            answered, text = self[rank].answer
-            if answered == question:
-                return text
-            time.sleep(0.005)
-        return ""
+        # An answer is empty while the rank's watchdog thread, which knows its line, has no core.
+        while (left := [rank for rank in ranks if not told[rank]]) and time.monotonic() < until:
+            for rank in left:
+                self._questions += 1
+                set_question(self._questions << 32 | (rank + 1) & _LOW_HALF)
+                time.sleep(_ASK_EVERY_S)
+                answer = self[rank].answer
+                told[rank] = answer[1] if answer != before[rank] else ""
+        return told
 
     def warn_about(self, members: Iterable[int], peers: list[int]) -> None:
         """Warn once of each rank on this node whose collectives are not compared."""
         here = launchers.ranks_of_node(os.environ, self.rank)
-        new = [
-            rank
-            for rank in members
-            if rank != self.rank and rank not in peers and rank not in self._warned and rank in here
-        ]
+        new = self.take_unwarned(
+            rank for rank in members if rank in here and rank not in (self.rank, *peers)
+        )
         if not new:
             return
-        self._warned.update(new)
         owners = filter(None, map(job_dirs.owner, job_dirs.boxes(self._folder)))
         lives = {owner.rank for owner in owners if not owner.has_ended and not owner.closed}
         without = [rank for rank in new if rank in lives]

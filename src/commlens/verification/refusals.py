@@ -14,6 +14,7 @@ from commlens.boards.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.model.refusal import Refusal
 from commlens.verification.channels import Pending
+from commlens.verification.messages import Refused
 
 # the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
 _ON_ALL_NODES_S: Final = 10.0
@@ -97,8 +98,7 @@ class Refusals:
     def post(
         self,
         pending: Pending,
-        refusal: Refusal,
-        text: str,
+        refused: Refused,
         *,
         about: tuple[int, int] | None = None,
         ranks: Iterable[int] = (),
@@ -108,8 +108,7 @@ class Refusals:
 
         Args:
             pending: the collective that is not issued.
-            refusal: what is refused, as data.
-            text: the message.
+            refused: what is refused, and the message.
             about: key and number of the collective that all ranks post it under, if not
                 ``pending``.
             ranks: the ranks that it concerns besides the channel's members.
@@ -120,8 +119,8 @@ class Refusals:
         key, number = about or (pending.channel.key, pending.number)
         concerned = sorted({*pending.channel.members, *ranks})
         content = {
-            **msgspec.to_builtins(refusal),
-            "text": text,
+            **msgspec.to_builtins(refused.refusal),
+            "text": refused.text,
             "by": self._rank,
             "ranks": concerned,
         }
@@ -162,9 +161,7 @@ def _concerns(posted: dict[str, Any], rank: int) -> bool:
 
 
 def _exception(posted: dict[str, Any]) -> DistributedOperationException:
-    """Return a :class:`commlens.DistributedOperationException` that also is Accelerate's, if
-    accelerate is loaded.
-    """
+    """Return commlens's exception, which also is Accelerate's if that is loaded."""
     operations = sys.modules.get("accelerate.utils.operations")
     accelerates = getattr(operations, "DistributedOperationException", None)
     text = str(posted.get("text", ""))

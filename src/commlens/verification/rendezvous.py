@@ -13,6 +13,7 @@ from commlens.blackbox import job_dirs
 from commlens.boards import board as B
 from commlens.boards.board import Board
 from commlens.verification.peers import Peers
+from commlens.verification.ready_clock import ReadyClock
 
 PATIENCE_NS: Final = 10_000_000_000  # the longest wait for ranks that do not arrive
 NAP_S: Final = 500e-6
@@ -49,7 +50,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._find_new_boards = find_new_boards
         self._count = 0
-        self._expected: list[int] = []  # ranks to wait for
+        self._expected: dict[int, list[int]] = {}  # ranks to wait for: their processes here
         self._missed: dict[int, int] = {}  # rank: how often it did not arrive
 
     def meet(self) -> list[int]:
@@ -60,7 +61,7 @@ class Rendezvous:
         Returns:
             The ranks that did not arrive, named once each.
         """
-        began = time.monotonic_ns()
+        clock = ReadyClock()
         patience = min(int(self._timeout_s() * 1e9) or PATIENCE_NS, PATIENCE_NS)
         self._expected = self._expected or self._recorded_ranks()
         number = self._count + 1
@@ -68,8 +69,11 @@ class Rendezvous:
         while True:
             absent = [rank for rank in self._expected if not self._has_reached(rank, number)]
             missing = [rank for rank in absent if not self._is_alone(rank)]
-            waited = time.monotonic_ns() - began
-            if not any(waited < patience // 10 ** self._missed.get(rank, 0) for rank in missing):
+            clock.watch([pid for rank in missing for pid in self._expected[rank]])
+            if all(
+                clock.is_over(patience // 10 ** self._missed.get(rank, 0), self._expected[rank])
+                for rank in missing
+            ):
                 break
             time.sleep(NAP_S)
             self._expected = self._recorded_ranks()
@@ -84,16 +88,18 @@ class Rendezvous:
             self._missed[rank] = self._missed.get(rank, 0) + 1
         return self._peers.take_unwarned(missing)
 
-    def _recorded_ranks(self) -> list[int]:
-        """Return the other ranks of the job that are alive: on this node by their black boxes, on
-        others by the copies of their boards.
+    def _recorded_ranks(self) -> dict[int, list[int]]:
+        """Return the other live ranks, by black boxes here and boards of others, and their
+        processes here.
         """
-        ranks = set(self._late) | set(self._peers.all_elsewhere())
+        ranks: dict[int, list[int]] = {
+            rank: [] for rank in (*self._late, *self._peers.all_elsewhere())
+        }
         for box in job_dirs.boxes(self._folder):
             rank = job_dirs.box_rank(box)
             if rank != self._peers.rank and job_dirs.has_ended(box) is False:
-                ranks.add(rank)
-        return sorted(ranks)
+                ranks[rank] = [job_dirs.box_pid(box)]
+        return dict(sorted(ranks.items()))
 
     def _has_reached(self, rank: int, number: int) -> bool:
         self._find_new_boards()

@@ -44,7 +44,7 @@ from commlens.verification.call_site import call_site
 from commlens.verification.channels import Pending, VerifiedChannel, group_label
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.link import Link
-from commlens.verification.messages import Subject, no_such_peer_refusal, no_such_peer_text
+from commlens.verification.messages import Subject, no_such_peer
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import ALL_RENDEZVOUS, Rendezvous
@@ -173,7 +173,7 @@ class Verifier:
         try:
             self._catch_up()
             skipped = self._sampler is not None and self._depth == 1 and self._sampler.skips(token)
-            code = reduce_op_code(reduce_op) if reduce_op is not None else None
+            code = reduce_op_code(reduce_op)
             pending = self._announcer.announce(token, frame, code, ring=not skipped)
             if pending is None or skipped:
                 return
@@ -182,13 +182,20 @@ class Verifier:
                 self._waiting.before_issue(pending, args, self._plans_changed)
             if pending.absent:
                 self._waiting.refuse_if_ended(pending)
-                self._remember(token.index, pending)
+                self._keep(token.index, pending)
         except DistributedOperationException:
             raise
         except Exception as error:
             self._give_up(error)
         finally:
             self._update_exchange()
+
+    def _keep(self, index: int, pending: Pending) -> None:
+        """Keep a collective for the thread that waits for it; forget old ones if there are many."""
+        if len(self._pending) > _PENDING_LIMIT:
+            for old in list(self._pending)[: _PENDING_LIMIT // 2]:
+                self._pending.pop(old, None)
+        self._pending[index] = pending
 
     def _refuse_peer(self, token: Token, frame: FrameType | None) -> NoReturn:
         """Refuse a message to or from a rank that does not exist: torch lets it wait for ever.
@@ -199,7 +206,7 @@ class Verifier:
         args = token.args
         group = args.channel.group
         name, where = call_site(frame, args.op)
-        subject = Subject(group_label(group), group.ranks, token.number)
+        subject = Subject(group_label(group), group.members, token.number)
         row = table_row(
             self.rank,
             {**args.content, "peer": args.peer, "tag": args.tag, "name": name, "where": where},
@@ -208,8 +215,7 @@ class Verifier:
         channel = VerifiedChannel(group, key, 0, group.ranks, [])
         self._refusals.post(
             Pending(channel, token.number, 0, 0, args),
-            no_such_peer_refusal(subject, row),
-            no_such_peer_text(subject, row),
+            no_such_peer(subject, row),
         )
 
     def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
@@ -494,12 +500,6 @@ class Verifier:
         self._announcer.peers_changed()
         self._plans_changed()
 
-    def _remember(self, index: int, pending: Pending) -> None:
-        if len(self._pending) > _PENDING_LIMIT:
-            for old in list(self._pending)[: _PENDING_LIMIT // 2]:
-                self._pending.pop(old, None)
-        self._pending[index] = pending
-
     def _plans_changed(self) -> None:
         if self.exchange is not None:
             self.exchange.forget()
@@ -528,9 +528,7 @@ class Verifier:
 
 
 def _has_live_boards(folder: Path) -> bool:
-    """Return whether a process of this start of the job has a board already. Removes the boards of
-    processes that have ended.
-    """
+    """Remove the boards of ended processes; return whether others are left."""
     found = False
     for path in folder.glob(f"rank*{B.SUFFIX}"):
         try:
@@ -545,9 +543,7 @@ def _has_live_boards(folder: Path) -> bool:
 
 
 def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) -> bool:
-    """Return whether a refusal is about this collective. Boards and boxes count messages
-    differently.
-    """
+    """Return whether a refusal is about this collective; boards count otherwise."""
     group, theirs = channel.group, op.channel.group
     is_same = (
         op.args.op in POINT_TO_POINT

@@ -11,26 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from commlens.boards import board as B
 from commlens.boards.board import Board
 from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import ranks_phrase
+from commlens.verification import messages
 from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
-from commlens.verification.messages import (
-    Subject,
-    absence_refusal,
-    absence_text,
-    cycle_refusal,
-    cycle_text,
-    mismatch_refusal,
-    tag_text,
-)
+from commlens.verification.messages import Subject
 from commlens.verification.peers import HAS_FINISHED, Peers
+from commlens.verification.ready_clock import ReadyClock
 from commlens.verification.refusals import Refusals
 from commlens.verification.whereabouts import waits_in_store, whereabouts
 
@@ -115,6 +109,8 @@ class Waiting:
         self._refusals = refusals
         self._cycles = Cycles(peers, refusals)
         self._timeout_s = timeout_s
+        # by channel: the number of the collective that ranks are late for, and its clock
+        self._clocks: dict[int, tuple[int, ReadyClock]] = {}
 
     def before_issue(
         self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]
@@ -171,7 +167,6 @@ class Waiting:
             return
         began = _now()
         checked = began
-        warned = False
         thread = threading.get_ident()
         if patience_ns is None:  # a bounded wait ends by itself, so it must not count in a cycle
             self._board.set_waiting(pending.channel.key, pending.number, began)
@@ -191,29 +186,40 @@ class Waiting:
                 if patience_ns is not None and now - began > patience_ns:
                     return
                 if now - checked > CHECK_EVERY_NS:
-                    checked = now
-                    absent = [rank for rank in pending.absent if rank in wanted]
-                    if (
-                        releases
-                        and now - began > RELEASE_AFTER_NS
-                        and any(self._waits_in_store(rank) for rank in absent)
-                    ):
+                    if releases and self._is_released(pending, wanted, now - began):
                         return
-                    self._check(pending, absent, now - began)
-                    if not warned and now - began > WARN_AFTER_NS:
-                        warned = True
-                        log.warning(
-                            "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
-                            self._peers.rank,
-                            (now - began) / 1e9,
-                            pending.args.op,
-                            pending.number & B.NUMBER_MASK,
-                            self._comparison.subject(pending).group,
-                            ranks_phrase(absent),
-                        )
+                    self._check_late(pending, wanted, now - began, checked - began)
+                    checked = now
         finally:
             self._bells.awake(thread)
             self._board.set_waiting(0, 0, 0)
+
+    def _is_released(self, pending: Pending, wanted: set[int], waited_ns: int) -> bool:
+        """Return whether an absent rank may wait for a key that this rank writes to a store."""
+        return waited_ns > RELEASE_AFTER_NS and any(
+            not (board := self._peers[rank]).is_remote
+            and waits_in_store(self._folder, rank, board.pid)
+            for rank in wanted & set(pending.absent)
+        )
+
+    def _check_late(
+        self, pending: Pending, wanted: set[int], waited_ns: int, checked_ns: int
+    ) -> None:
+        """Check absent ranks, last checked after ``checked_ns`` of the wait, and warn of them
+        once.
+        """
+        absent = [rank for rank in pending.absent if rank in wanted]
+        self._check(pending, absent, waited_ns)
+        if checked_ns <= WARN_AFTER_NS < waited_ns:
+            log.warning(
+                "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
+                self._peers.rank,
+                waited_ns / 1e9,
+                pending.args.op,
+                pending.number & B.NUMBER_MASK,
+                self._comparison.subject(pending).group,
+                ranks_phrase(absent),
+            )
 
     def refuse_if_ended(self, pending: Pending) -> None:
         """Refuse the op at once if a rank that it needs has finished: if C++ waits for it, there is
@@ -247,7 +253,7 @@ class Waiting:
         Raises:
             DistributedOperationException: there is such a rank.
         """
-        until = _now() + ENDING_NS
+        clock = ReadyClock()
         while failed := [
             found for channel in channels if (found := self._lacking(channel)) is not None
         ]:
@@ -256,15 +262,15 @@ class Waiting:
                 absent = needed(pending.args, pending.absent, self._peers.rank)
                 if timed_out and absent and not self._peers.any_doubtful(absent):
                     self._refuse_missing(pending, absent, self._timeout_s() * 1e9)
-            if _now() > until:
+            pids = {pid for each in failed for pid in self._peers.pids_here(each.absent)}
+            clock.watch(pids)
+            if clock.is_over(ENDING_NS, pids):
                 return
             time.sleep(CHECK_EVERY_NS / 1e9)
             self._refusals.raise_new()
 
     def _lacking(self, channel: VerifiedChannel) -> Pending | None:
-        """Return the first collective of a channel that this rank has announced and other ranks
-        have not; None if there is none.
-        """
+        """Return the channel's first collective that others have not announced, if any."""
         own = self._peers.own()
         last = own.last_number(channel.slot)
         behind: dict[int, int] = {}  # rank: the next number that it has not announced
@@ -283,11 +289,11 @@ class Waiting:
         return pending
 
     def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
-        """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the
-        timeout.
-        """
+        """Refuse the op if an absent rank has ended, in a cycle, or after the timeout."""
         if not absent:
             return  # all others have just arrived, or are given up
+        clock, pids = self._clock(pending), self._peers.pids_here(absent)
+        clock.watch(pids)
         ended = {rank: how for rank in absent if (how := self._peers.how_it_ended(rank))}
         if ended:
             self._comparison.compare(pending)  # a rank may have announced just before it ended
@@ -295,14 +301,30 @@ class Waiting:
             if set(ended.values()) == {HAS_FINISHED}:
                 self._refuse_if_tags_differ(pending, waited_ns, HAS_FINISHED)
             if ended:
-                self._refuse_absence("dead", pending, ended, waited_ns)
+                compared = self._comparison
+                refused = messages.absence(
+                    "dead",
+                    compared.subject(pending),
+                    compared.rows(pending),
+                    ended,
+                    waited_ns / 1e9,
+                )
+                self._refusals.post(pending, refused)
         if self._peers.any_doubtful(absent):
             return  # its announcement may be on the way
         if waited_ns > CYCLE_AFTER_NS:
             self._refuse_if_in_cycle(pending, waited_ns)
-        timeout_s = self._timeout_s()
-        if timeout_s and waited_ns > timeout_s * 1e9:
+        timeout_ns = self._timeout_s() * 1e9
+        if timeout_ns and clock.is_over(timeout_ns, pids, waited_ns):
             self._refuse_missing(pending, absent, waited_ns)
+
+    def _clock(self, pending: Pending) -> ReadyClock:
+        """Return the clock of this collective, which runs since its first check."""
+        number, clock = self._clocks.get(pending.channel.key, (None, None))
+        if clock is None or number != pending.number:
+            clock = ReadyClock()
+            self._clocks[pending.channel.key] = pending.number, clock
+        return clock
 
     def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> None:
         """Refuse the collective because ranks are late. If they wait in another one themselves,
@@ -314,12 +336,12 @@ class Waiting:
         chain = cycles.chain(absent, half)
         if not chain:
             absent = [rank for rank in absent if not cycles.waits_in(rank, half)] or absent
-            where = {rank: self._whereabouts(rank) for rank in absent}
+            where = self._whereabouts(absent)
             compared.compare(pending)
             if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
                 return
             self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-            absence = (
+            refused = messages.absence(
                 "missing",
                 compared.subject(pending),
                 compared.rows(pending),
@@ -327,9 +349,7 @@ class Waiting:
                 waited_ns / 1e9,
             )
             members = cycles.held_up(set(pending.channel.members), half)
-            self._refusals.post(
-                pending, absence_refusal(*absence), absence_text(*absence), ranks=members
-            )
+            self._refusals.post(pending, refused, ranks=members)
         steps = [(self._peers.rank, pending.channel.key, pending.number), *chain]
         last, key, number = steps[-1]
         late = [
@@ -342,28 +362,13 @@ class Waiting:
             number & B.NUMBER_MASK,
         )
         rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
-        where = {rank: self._whereabouts(rank) for rank in late}
-        absence = ("missing", subject, rows, where, waited_ns / 1e9)
-        text = absence_text(*absence, [cycles.describe(step) for step in steps[:-1]])
+        where = self._whereabouts(late)
+        behind = [cycles.describe(step) for step in steps[:-1]]
+        refused = messages.absence("missing", subject, rows, where, waited_ns / 1e9, behind)
         members = cycles.held_up(
             {rank for _, each, _ in steps for rank in self._peers.members(each)}, half
         )
-        self._refusals.post(
-            pending, absence_refusal(*absence), text, about=(key, number), ranks=members
-        )
-
-    def _refuse_absence(
-        self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float
-    ) -> NoReturn:
-        compared = self._comparison
-        absence = (
-            kind,
-            compared.subject(pending),
-            compared.rows(pending),
-            absent,
-            waited_ns / 1e9,
-        )
-        self._refusals.post(pending, absence_refusal(*absence), absence_text(*absence))
+        self._refusals.post(pending, refused, about=(key, number), ranks=members)
 
     def _refuse_if_in_cycle(self, pending: Pending, waited_ns: int) -> None:
         cycle = self._cycles.find()
@@ -374,61 +379,53 @@ class Waiting:
             self._comparison.compare(pending)
             self._refuse_if_tags_differ(pending, waited_ns)
             concerned = {member for _, key, _ in cycle for member in self._peers.members(key)}
-            steps = [self._cycles.describe(step) for step in cycle]
-            self._refusals.post(
-                pending,
-                cycle_refusal(steps),
-                cycle_text(steps),
-                about=cycle[0][1:],
-                ranks=concerned,
-            )
+            refused = messages.cycle([self._cycles.describe(step) for step in cycle])
+            self._refusals.post(pending, refused, about=cycle[0][1:], ranks=concerned)
 
     def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
-        """Refuse a receive if the peer has instead sent a message with another tag, which this rank
-        has not received.
+        """Refuse a receive whose peer has sent a message with another tag. Both ranks may be the
+        first to see it: they post it under the receive.
         """
         if not pending.channel.family:
             return
-        compared = self._comparison
+        compared, receives = self._comparison, pending.args.op == "recv"
         for rank in pending.absent:
-            for blob in self._other_tags(pending, rank):
+            for key, number, blob in self._other_tags(pending, rank):
                 rows = compared.own_row(pending), table_row(rank, blob)
-                subject = compared.subject(pending)
-                self._refusals.post(
-                    pending,
-                    mismatch_refusal("p2p", subject, rows),
-                    tag_text(subject, rows, waited_ns / 1e9, where),
+                rows, about = (
+                    (rows, (pending.channel.key, pending.number))
+                    if receives
+                    else (rows[::-1], (key, number))
                 )
+                subject = compared.subject(pending)
+                refused = messages.tags(subject, rows, waited_ns / 1e9, where if receives else "")
+                self._refusals.post(pending, refused, about=about)
 
-    def _other_tags(self, pending: Pending, rank: int) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of a peer's messages to this rank that have another tag and are not
-        received yet.
+    def _other_tags(self, pending: Pending, rank: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield the peer's unmatched messages with another tag: their channels' keys, their numbers
+        and their arguments.
         """
         board, own = self._peers[rank], self._peers.own()
         for key, description in board.channels():
             if description.get("family") != pending.channel.family or key == pending.channel.key:
                 continue
             newest, slot = board.last_number(board.slot(key)), own.slot(key)
-            received = own.last_number(slot) & B.NUMBER_MASK if slot else 0
-            seen = board.announced(board.slot(key), (newest & ~B.NUMBER_MASK) + received + 1)
-            blob = board.blob(seen[1]) if seen is not None else None
-            if blob is not None:
-                yield blob
+            matched = own.last_number(slot) & B.NUMBER_MASK if slot else 0
+            number = (newest & ~B.NUMBER_MASK) + matched + 1
+            if (blob := board.announced_blob(key, number)) is not None:
+                yield key, number, blob
 
-    def _whereabouts(self, rank: int) -> str:
-        """Return what an absent rank is doing; "" if unknown."""
-        board = self._peers[rank]
-        if not board.is_remote:
-            return whereabouts(self._folder, rank, board.pid)
-        return self._peers.ask(rank, self._ask)
+    def _whereabouts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what absent ranks are doing, by rank; "" if unknown."""
+        boards = {rank: self._peers[rank] for rank in ranks}
+        here = {rank: board.pid for rank, board in boards.items() if not board.is_remote}
+        elsewhere = [rank for rank in boards if rank not in here]
+        found = whereabouts(self._folder, here) | self._peers.ask(elsewhere, self._ask)
+        return {rank: found[rank] for rank in boards}
 
     def _receives_from_any(self, ranks: Iterable[int]) -> bool:
         """Return whether one of these ranks may have received a message without announcing it."""
         return any(self._peers[rank].word(B.ANY_SOURCE) for rank in ranks)
-
-    def _waits_in_store(self, rank: int) -> bool:
-        board = self._peers[rank]
-        return not board.is_remote and waits_in_store(self._folder, rank, board.pid)
 
     def _ask(self, question: int) -> None:
         self._board.set_word(B.ASKS, question)

@@ -1,37 +1,91 @@
-"""What a rank of this node is doing, and how it ended, from outside of its process. No torch."""
+"""What ranks of this node are doing, from outside of their processes. No torch."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import read_box
 from commlens.errors import FormatError
+from commlens.model.ranklog import RankLog
+from commlens.processes.observer import SILENT_S, Observer, Pulse
 from commlens.text import frame_phrase
+from commlens.verification.ready_clock import ReadyClock
 
-SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
+_WATCHED_NS: Final = 1_000_000_000
+"""How long ranks are watched whose watchdog threads do not run: they may have no core."""
+_SAMPLE_EVERY_S: Final = 0.1
 
 
-def whereabouts(folder: Path, rank: int, pid: int) -> str:
-    """Return what a rank is doing; "" if unknown. The rank's watchdog thread recorded the line of
-    its main thread.
+def whereabouts(folder: Path, pids: Mapping[int, int], *, watch: bool = True) -> dict[int, str]:
+    """Return what ranks are doing, by rank; "" if unknown. A rank's watchdog thread recorded the
+    line of its main thread.
+
+    Args:
+        folder: the job's folder of black boxes.
+        pids: the ranks' processes.
+        watch: whether there is time to watch a rank that runs no Python code. Else it is unknown
+            why.
     """
-    if job_dirs.stat_fields(pid)[0] in "Tt":
-        return "is stopped by a signal"
+    found = {
+        rank: "is stopped by a signal" if job_dirs.stat_fields(pid)[0] in "Tt" else ""
+        for rank, pid in pids.items()
+    }
+    logs = {rank: log for rank in pids if not found[rank] and (log := _log(folder, rank, pids))}
+    silent = {rank: log for rank, log in logs.items() if _silent_s(log) > SILENT_S}
+    found |= {rank: _line(log) for rank, log in logs.items() if rank not in silent}
+    if silent and watch:
+        found |= _watch(folder, {rank: pids[rank] for rank in silent})
+    return found
+
+
+def _log(folder: Path, rank: int, pids: Mapping[int, int]) -> RankLog | None:
     try:
-        box = read_box(folder / job_dirs.box_name(rank, pid))
+        return read_box(folder / job_dirs.box_name(rank, pids[rank]))
     except (OSError, FormatError):
-        return ""
-    silent_s = (box.captured_ns - box.heartbeat_ns) / 1e9 if box.heartbeat_ns else 0.0
-    if silent_s > SILENT_AFTER_S:
-        return f"has run no Python code for {silent_s:.0f} s (is the GIL held?)"
-    main = box.main_stack
-    newest = max((op.announced_ns for op in box.collectives[-1:]), default=0)
+        return None
+
+
+def _silent_s(log: RankLog) -> float:
+    return (log.captured_ns - log.heartbeat_ns) / 1e9 if log.heartbeat_ns else 0.0
+
+
+def _line(log: RankLog) -> str:
+    main = log.main_stack
+    newest = max((op.announced_ns for op in log.collectives[-1:]), default=0)
     if main is None or main.taken_ns < newest:
         return ""  # the stack is older than its newest collective
-    frame = main.source
-    return f"is in {frame_phrase(frame)}" if frame is not None else ""
+    return f"is in {frame_phrase(main.source)}" if main.source is not None else ""
+
+
+def _watch(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
+    """Watch ranks without heartbeats, as a watcher does: only of a rank that could run and does
+    not, another thread holds the GIL.
+    """
+    observer, clock = Observer(use_py_spy=False), ReadyClock()
+    clock.watch(pids.values())
+    for pid in pids.values():
+        observer.add(pid, job_dirs.start_ticks(pid))
+    while True:
+        logs = {rank: log for rank in pids if (log := _log(folder, rank, pids)) is not None}
+        now = time.monotonic_ns()
+        for rank, log in logs.items():
+            observer.sample(pids[rank], Pulse(heartbeat_ns=now - int(_silent_s(log) * 1e9)))
+        silent = [pids[rank] for rank, log in logs.items() if _silent_s(log) > SILENT_S]
+        if not silent or clock.is_over(_WATCHED_NS, silent):
+            break
+        time.sleep(_SAMPLE_EVERY_S)
+    return {
+        rank: _line(log)
+        if pids[rank] not in silent
+        else f"has run no Python code for {_silent_s(log):.0f} s (is the GIL held?)"
+        if observer.observe(pids[rank]).holds_gil
+        else ""
+        for rank, log in logs.items()
+    }
 
 
 def waits_in_store(folder: Path, rank: int, pid: int) -> bool:

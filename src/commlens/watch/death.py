@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from commlens.model.ranklog import LATE_KILL_NS, STOP_SIGNALS
 from commlens.watch.roster import Member
 
 SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
@@ -12,9 +13,6 @@ STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or th
 ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
-# a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
-LATE_KILL_NS: Final = 5_000_000_000
-STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATED_CODE: Final = 128 + 15
 _INTERRUPTED_CODE: Final = 128 + 2
 _STOP_EXIT_CODES: Final = (_TERMINATED_CODE, _INTERRUPTED_CODE)
@@ -120,24 +118,12 @@ class DeathDetector:
             Whether the first death of the job is among them.
         """
         known = self.first
-        for member in sorted(ended, key=lambda one: one.ended_ns):
-            if member.ended_well is not False:
-                continue
+        dead = [member for member in ended if member.ended_well is False]
+        for member in sorted(dead, key=lambda one: one.ended_ns):
             if self.first is None:
-                self.first, self._first_at = member, now
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
                 was_alone = member.handle.ended_alone or (len(ended) == 1 and alone())
-                self.alone = (
-                    ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
-                )
-                settle_s = (
-                    ALONE_SETTLE_S
-                    if self.alone
-                    else STOP_SETTLE_S
-                    if was_stopped(member) and not self._elsewhere
-                    else SETTLE_S
-                )
-                self._due = now + settle_s
+                self._add_first(member, now, was_alone=was_alone)
             elif was_stopped(self.first) and not was_stopped(member):
                 # the job was not stopped as a whole: this rank died because the first one was
                 # stopped
@@ -145,6 +131,16 @@ class DeathDetector:
         if self._due is not None and not self.alone and not any(member.alive for member in members):
             self._due = now
         return known is None and self.first is not None
+
+    def _add_first(self, member: Member, now: float, *, was_alone: bool) -> None:
+        self.first, self._first_at = member, now
+        self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
+        settle_s = SETTLE_S
+        if self.alone:
+            settle_s = ALONE_SETTLE_S
+        elif was_stopped(member) and not self._elsewhere:
+            settle_s = STOP_SETTLE_S
+        self._due = now + settle_s
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
         """Return whether the ranks were stopped from outside, and not because one of them was;

@@ -4,7 +4,8 @@ for, node by node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from commlens.diagnosis.fold.alike import (
@@ -91,23 +92,28 @@ def few_ranks(
         asked |= asking
         if len(asked) > NODES_MAX:
             return None
-        if asking:
-            answers, late = _ask(nodes, asking)
-            found |= answers
-            silent += late
-        logs = [*here, *(log for node in found.values() for log in node.logs)]
+        answers, late = _ask(nodes, asking)
+        found |= answers
+        silent += late
+        logs = list(itertools.chain(here, *(node.logs for node in found.values())))
         if not fit(states, logs):
             return None
-        examined = frozenset(log.rank for log in logs)
-        alike = AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
+        alike = _alike(classes, logs)
         wanted = awaited_others(logs, alike)
         if not wanted:
-            standing = standing_for_others(logs, alike)
-            return FewRanks(logs, standing, found, silent, states.poses)
+            return FewRanks(logs, standing_for_others(logs, alike), found, silent, states.poses)
     return None
 
 
+def _alike(classes: Iterable[frozenset[int]], logs: Iterable[RankLog]) -> AlikeRanks:
+    """Return which ranks of each state were examined."""
+    examined = frozenset(log.rank for log in logs)
+    return AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
+
+
 def _ask(nodes: Nodes, slots: set[int]) -> tuple[dict[int, NodeEvidence], list[Beat]]:
+    if not slots:
+        return {}, []
     ranks = sum(len(beat.ranks) for beat in nodes.others if beat.slot in slots)
     return nodes.gather(
         lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),

@@ -1,6 +1,4 @@
-"""Ends a job because of a verdict (``on_stall: abort``, ``on_mismatch: abort``), on all of its
-nodes.
-"""
+"""Ends a job because of a verdict, if the setting ``abort_on`` asks for it, on all of its nodes."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class JobAbort:
         self._kill_at: float | None = None
         self.has_begun = False
 
-    def begin_for(self, setting: str, verdict: Verdict) -> bool:
+    def begin_for(self, fault: str, verdict: Verdict) -> bool:
         """End the job, if it is not being ended and the evidence is complete. Returns whether it is
         being ended.
         """
@@ -60,9 +58,9 @@ class JobAbort:
             return True
         doubt = reason_to_go_on(verdict, self._roster.current(), self._nodes.ranks)
         if doubt:
-            self._reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
+            self._reporter.say(f"the job goes on, although abort_on includes {fault}: {doubt}.")
             return False
-        self._reporter.tell(f"ending the job, because {setting} is set to abort.", abort=True)
+        self._reporter.tell(f"ending the job, because abort_on includes {fault}.", abort=True)
         self.begin(verdict)
         return True
 
@@ -76,7 +74,14 @@ class JobAbort:
             self._end_job("" if verdict is None else str(verdict))
         else:
             if verdict is not None:
-                self._write_error_files(verdict)
+                # torchrun's summary shows the verdict as the error of the culprits, or of all ranks
+                # if none of them is on this node
+                members = [
+                    member for member in self._roster.current() if member.alive and member.here
+                ]
+                culprits = verdict.culprits if len(verdict.worlds.worlds) < 2 else []
+                for member in [member for member in members if member.rank in culprits] or members:
+                    error_file.write(process.environment(member.pid), str(verdict))
             self._signal_ranks(signal.SIGTERM)
 
     def kill_late_ranks(self) -> None:
@@ -84,14 +89,6 @@ class JobAbort:
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_at = None
             self._signal_ranks(signal.SIGKILL)
-
-    def _write_error_files(self, verdict: Verdict) -> None:
-        """Let torchrun's summary show the verdict as the error of the culprits, or of all ranks if
-        none of them is on this node.
-        """
-        members = [member for member in self._roster.current() if member.alive and member.here]
-        for member in [member for member in members if member.rank in verdict.culprits] or members:
-            error_file.write(process.environment(member.pid), str(verdict))
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():

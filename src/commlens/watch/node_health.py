@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commlens.config import Settings
 from commlens.health.monitor import Monitor
-from commlens.health.places import CHOICES, VISIBLE, RankProcess
+from commlens.health.places import CHOICES, VISIBLE, RankOfNode
 from commlens.health.ras import VARIABLE
 from commlens.health.sources import ROOT
 from commlens.health.topology import VARIABLES
@@ -62,7 +62,7 @@ class HealthOfNode:
         if self._monitor is None:
             return None
         ranks = [
-            RankProcess(
+            RankOfNode(
                 member.rank,
                 member.pid,
                 member.local_rank,

@@ -15,7 +15,7 @@ from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
 from commlens.dumps.clocks import correct_clocks
 from commlens.model.ranklog import RankLog
 from commlens.text import count, duration, ranks_and_verb, ranks_phrase
-from commlens.watch.few_ranks import few_ranks
+from commlens.watch.few_ranks import FewRanks, few_ranks
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import Beat
@@ -77,69 +77,74 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
         with contextlib.closing(store.open(lambda waited_s: waited_s < _PATIENCE_S)) as client:
             nodes = AskedNodes(client, here)
             found = OtherNodes(lines=other_node_lines(nodes.beats, here))
-            return _look(nodes, here, lambda: snapshot(job_dir, window_s=_WINDOW_S))
+            return _ask_others(nodes, here, lambda: snapshot(job_dir, window_s=_WINDOW_S))
     except OSError as error:
         problem = f"Not all is known of the other nodes: {store} {_why(error)}."
         return found._replace(lines=[problem, *found.lines])
 
 
-def _look(
+def _ask_others(
     nodes: AskedNodes, here: Sequence[int], read_here: Callable[[], list[RankLog]]
 ) -> OtherNodes:
     others = nodes.others
     if len(others) > TREE_ABOVE and any(map(_is_unusual, nodes.beats)):
-        few = few_ranks(nodes, States({}), read_here)
+        few = few_ranks(nodes, States(), read_here)
         if few is not None:
-            told = few.alike.others.union(log.rank for log in few.logs)
-            silent = [beat for beat in others if not told.issuperset(beat.ranks)]
-            return OtherNodes(
-                [log for log in few.logs if log.rank not in here],
-                [
-                    *_problems(few.nodes.values()),
-                    *map(_silent_line, silent),
-                    *other_node_lines(_left(nodes, here), here),
-                ],
-                few.alike,
-                {rank: beat.host for beat in others for rank in beat.ranks},
-            )
-    asked = others if len(others) <= _ASKED_MAX else _some_of(others)
+            return _of_few(few, nodes, here)
+    asked = _some_of(others) if len(others) > _ASKED_MAX else {beat.slot for beat in others}
     answers, silent = nodes.gather(
         lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
-        of=[beat.slot for beat in asked],
+        of=sorted(asked),
         records=HEAD_RECORDS,
     )
-    slots = {beat.slot for beat in asked}
+    lines = _lines(answers.values(), silent, nodes, here, unread=nodes.unread)
+    lines += _not_asked_lines([beat for beat in others if beat.slot not in asked])
+    logs = [log for node in answers.values() for log in node.logs if log.rank not in here]
+    return OtherNodes(logs, lines)
+
+
+def _of_few(few: FewRanks, nodes: AskedNodes, here: Sequence[int]) -> OtherNodes:
+    """Return what is known of all nodes by a few ranks of each state."""
+    told = few.alike.others.union(log.rank for log in few.logs)
+    silent = [beat for beat in nodes.others if not told.issuperset(beat.ranks)]
     return OtherNodes(
-        [log for node in answers.values() for log in node.logs if log.rank not in here],
-        [
-            *_problems(answers.values()),
-            *([nodes.unread] if nodes.unread else []),
-            *map(_silent_line, silent),
-            *other_node_lines(_left(nodes, here), here),
-            *_not_asked_lines([beat for beat in others if beat.slot not in slots]),
-        ],
+        [log for log in few.logs if log.rank not in here],
+        _lines(few.nodes.values(), silent, nodes, here),
+        few.alike,
+        {rank: beat.host for beat in nodes.others for rank in beat.ranks},
     )
 
 
-def _some_of(others: Sequence[Beat]) -> list[Beat]:
-    """Return the nodes to look at if there are many: those with dead ranks and the longest waits,
-    and some of all.
+def _lines(
+    answers: Iterable[NodeEvidence],
+    silent: Iterable[Beat],
+    nodes: AskedNodes,
+    here: Sequence[int],
+    *,
+    unread: str = "",
+) -> list[str]:
+    """Return what could not be read, and what the nodes said last that did not answer or have
+    left.
+    """
+    left = [beat for beat in nodes.beats if beat.finished]
+    return [
+        *(problem for node in answers for problem in node.problems),
+        *filter(None, [unread]),
+        *map(_silent_line, silent),
+        *other_node_lines(left, here),
+    ]
+
+
+def _some_of(others: Sequence[Beat]) -> set[int]:
+    """Return the slots of the nodes to ask if there are many: those with dead ranks and the longest
+    waits, and some of all.
     """
     unusual = sorted(
         filter(_is_unusual, others),
         key=lambda beat: (not beat.dead, -beat.wait_s),
     )
-    chosen = {beat.slot: beat for beat in unusual[: _SAMPLE // 2]}
-    chosen |= {beat.slot: beat for beat in others[:: len(others) // (_SAMPLE // 2) + 1]}
-    return list(chosen.values())
-
-
-def _left(nodes: AskedNodes, here: Sequence[int]) -> list[Beat]:
-    return [beat for beat in nodes.beats if beat.finished and not set(beat.ranks) & set(here)]
-
-
-def _problems(answers: Iterable[NodeEvidence]) -> list[str]:
-    return [problem for node in answers for problem in node.problems]
+    some = others[:: len(others) // (_SAMPLE // 2) + 1]
+    return {beat.slot for beat in (*unusual[: _SAMPLE // 2], *some)}
 
 
 def _why(error: OSError) -> str:

@@ -9,6 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
@@ -20,13 +23,12 @@ from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
 from commlens.model.cause import LostNode
 from commlens.model.health import NodeHealth
-from commlens.model.ranklog import Observation, RankLog, UsualWait
+from commlens.model.ranklog import STOP_SIGNALS, Observation, RankLog, UsualWait
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
-from commlens.text import capital, ranks_phrase
+from commlens.text import capital, ranks_phrase, sentence
 from commlens.watch.alerts.alerts import Alerts
-from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
@@ -41,8 +43,10 @@ from commlens.watch.nodes.remote_evidence import (
 )
 from commlens.watch.nodes.states import States, states_of
 from commlens.watch.nodes.states_tree import TREE_ABOVE
+from commlens.watch.other_worlds import with_other_worlds
 from commlens.watch.roster import Member, Roster
-from commlens.watch.snapshot import one_run, read_logs
+from commlens.watch.snapshot import have_joined, one_run, read_logs
+from commlens.watch.stall import explains, leaves_standing
 
 log = logging.getLogger("commlens")
 
@@ -55,6 +59,8 @@ NOTICE_INDENT = " " * len("commlens: ")
 MANY_NODES = 16  # from more than these, only the newest records of each rank are asked for at first
 WAITERS_ASKED = 8
 _PY_SPY_WAIT_S = 0.8
+_DIVERGED_MAX: Final = 50  # findings in one verdict
+_HANDED_OVER: Final = f"{job_dirs.NUMBERS_VERDICT}*"
 ALERTS_END_S = 8.0
 """How long the end of the job may wait for commands that got verdicts."""
 
@@ -164,7 +170,9 @@ class Evidence:
     def _joined(self, logs: list[RankLog], problems: list[str]) -> tuple[list[RankLog], list[str]]:
         self.lost = self.nodes.lost(SILENT_S)
         self.vanished = vanished(self.lost, logs)
-        return one_run(logs), [*problems, *correct_clocks(logs)]
+        clocks = correct_clocks(logs)
+        logs = one_run(logs)
+        return with_other_worlds(logs, self._roster.folders), [*problems, *clocks]
 
     def states(self) -> States:
         """Return the states of this node's ranks."""
@@ -196,12 +204,13 @@ class Evidence:
         problems += [*map(_unanswered, few.silent), *self.nodes.unknown]
         return self._joined(few.logs, problems)
 
-    def logs_again(self) -> list[RankLog]:
+    def logs_with_last_evidence(self) -> list[RankLog]:
         """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking
         them.
         """
         logs = self._logs_here()[0]
-        return one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
+        logs = one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
+        return with_other_worlds(logs, self._roster.folders)
 
     def _logs_here(self) -> tuple[list[RankLog], list[str]]:
         members = self._roster.current()
@@ -227,21 +236,17 @@ class Evidence:
         others = self.nodes.others
         self.lacks_records = about is None and len(others) > MANY_NODES
         concerned = set(nodes_to_ask(about, others)) if about is not None else set()
-        share = (
-            more_records_of_each
-            if concerned
-            else first_records_of_each
-            if self.lacks_records
-            else records_of_each
-        )
+        share = first_records_of_each if self.lacks_records else records_of_each
+        asked = others
+        if concerned:
+            share = more_records_of_each
+            asked = [beat for beat in others if beat.slot in concerned]
         found, silent = self.nodes.gather(
             lambda slot, content: remote_evidence.unpack(content, self.nodes.host(slot)),
             of=sorted(concerned),
-            records=share(
-                sum(len(beat.ranks) for beat in others if not concerned or beat.slot in concerned)
-            ),
+            records=share(sum(len(beat.ranks) for beat in asked)),
         )
-        if about is None or not concerned:
+        if not concerned:
             self._newest = {}
         self._newest |= found
         self.remote |= {node.host: node for node in found.values()}
@@ -262,15 +267,15 @@ class Evidence:
         wait_s = _PY_SPY_WAIT_S if any(member.alive for member in members) else 0.0
         return {member.pid: self._observed(member, wait_s) for member in members if member.here}
 
+    def health_here(self) -> NodeHealth | None:
+        """Return what this node tells of its hardware."""
+        return self.health.report(self._roster.current())
+
     def observations(self) -> dict[int, Observation]:
         """Return the observations by rank."""
         return {
             member.rank: self._observed(member) for member in self._roster.current() if member.here
         }
-
-    def health_here(self) -> NodeHealth | None:
-        """Return what this node tells of its hardware."""
-        return self.health.report(self._roster.current())
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
         frozen = self.frozen.get(member.pid)
@@ -333,6 +338,7 @@ class Reporter:
         self.say = say or say_to_stderr
         self.evidence = evidence
         self.verdict: Verdict | None = None  # the last one printed
+        self.before_restart = ""  # the last fault of the former workers, as its verdict puts it
         self.dump: Path | None = None  # the last one saved
         self.is_saving = False  # its page may be missing
         self.logs: list[RankLog] = []  # of the last diagnosis
@@ -373,7 +379,9 @@ class Reporter:
         self.preload()
         # with records of many nodes, it would take as long as the diagnosis
         with collector_paused():
-            return self._diagnose_again(stands_still=stands_still)
+            few = self._judge_few() if stands_still else None
+            self._diagnosed = verdict = few or self._judge_all()
+            return verdict
 
     def diagnose_few(self) -> Verdict | None:
         """Diagnose a few ranks in each state of a job on many nodes. None if that does not tell
@@ -382,11 +390,6 @@ class Reporter:
         self.preload()
         with collector_paused():
             self._diagnosed = verdict = self._judge_few()
-        return verdict
-
-    def _diagnose_again(self, *, stands_still: bool) -> Verdict:
-        few = self._judge_few() if stands_still else None
-        self._diagnosed = verdict = few or self._judge_all()
         return verdict
 
     def _judge_few(self) -> Verdict | None:
@@ -428,6 +431,9 @@ class Reporter:
         so it is only a notice.
         """
         self.verdict = verdict
+        if self.before_restart and verdict.is_fault and verdict.findings:
+            said = sentence(f"Before the workers were restarted: {self.before_restart}")
+            verdict.findings[0].evidence.append(said)
         if line:
             self.tell(line)
         elif verdict.kind == "waiting":
@@ -535,7 +541,8 @@ class Reporter:
         if saved is None:
             return
         job, restart = next(
-            ((log.job, log.restart) for log in self.logs if log.job), (folders[0].name, 0)
+            ((log.job, log.restart) for log in self.logs if log.job and len(log.worlds.worlds) < 2),
+            (folders[0].name, 0),
         )
         for node in self.evidence.remote.values():
             try:
@@ -570,7 +577,7 @@ class Reporter:
             logs, alike = self.logs, self.evidence.alike
             if self._diagnosed is not self.verdict:
                 # some of them may be of ranks that were not examined before
-                logs, alike = self.evidence.logs_again(), NONE_ALIKE
+                logs, alike = self.evidence.logs_with_last_evidence(), NONE_ALIKE
             examined = examine_logs(logs, stalled_after_s=self._stalled_after_s, alike=alike)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
@@ -589,3 +596,102 @@ class Reporter:
             )
             log.debug("the page's error", exc_info=True)
             return None
+
+
+# --- ranks that died
+
+
+def lines_at_end(members: Sequence[Member]) -> list[str]:
+    """Name the ranks without a record if all ranks of this node ended, not normally, before any of
+    them had left init_process_group.
+    """
+    seen = [member for member in members if member.here and member.box is not None]
+    size = max((member.world_size for member in seen), default=0)
+    unrecorded = sorted(set(range(size)) - {member.rank for member in members})
+    ended_early = not any(member.alive or member.ended_well for member in seen)
+    if not unrecorded or not ended_early or have_joined(seen):
+        return []
+    them = "it" if len(unrecorded) == 1 else "they"
+    return [
+        f"{ranks_phrase(member.rank for member in seen)} ended before init_process_group had"
+        f" returned. There is no record of {ranks_phrase(unrecorded)}: {them} may have been killed"
+        " before recording began, or run on another node."
+    ]
+
+
+def report_death(
+    reporter: Reporter,
+    dead: Sequence[Member],
+    elsewhere: Sequence[int],
+    *,
+    earlier: Verdict | None,
+    has_reported: Callable[[Verdict], bool],
+) -> None:
+    """Diagnose the death of ranks and report it.
+
+    Args:
+        reporter: of the job.
+        dead: the ranks of this node that died.
+        elsewhere: those of other nodes.
+        earlier: the verdict on the current stall, if there is one.
+        has_reported: returns whether a verdict is on a mismatch that was reported before.
+    """
+    verdict = reporter.diagnose()
+    ranks = ranks_phrase([*(member.rank for member in dead), *elsewhere])
+    end = _end_of_hang(reporter, dead, verdict, earlier) if dead and earlier is not None else ""
+    if end:
+        reporter.tell(f"{ranks} {end}; the verdict above stands.")
+    elif has_reported(verdict):
+        reporter.report(
+            verdict, f"{ranks} ended because of the mismatch; the verdict above stands."
+        )
+    elif verdict.kind not in NOTHING_FOUND:
+        reporter.report(verdict)
+        if earlier is not None and explains(verdict, earlier):
+            late = ranks_phrase(earlier.culprits or earlier.victims)
+            reporter.say(
+                f"the earlier verdict on {late} no longer holds: the wait was for {ranks}."
+            )
+
+
+def _end_of_hang(
+    reporter: Reporter, dead: Sequence[Member], verdict: Verdict, earlier: Verdict
+) -> str:
+    """Return how ranks ended that an earlier verdict explains; empty if it does not."""
+    if _are_victims(dead, earlier):
+        errors = [each.exception for each in reporter.logs if each.rank == dead[0].rank]
+        error = next((f" ({each})" for each in errors if each), "")
+        return f"gave up waiting{error}"
+    return "ended while the job hung" if leaves_standing(verdict, earlier) else ""
+
+
+def _are_victims(dead: Sequence[Member], earlier: Verdict) -> bool:
+    """Return whether ranks that ended by themselves were held up, by an earlier verdict."""
+    waiting = {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())}
+    were_killed = any(member.ending is not None and member.ending.signal for member in dead)
+    return earlier.is_fault and not were_killed and waiting.issuperset(one.rank for one in dead)
+
+
+# --- tensors that differ between ranks
+
+
+def take_handed_over(folders: Iterable[Path]) -> Verdict | None:
+    """Return a verdict that a rank handed over as a file in the job's folder, and remove the file;
+    None if there is none. The rank logs a verdict that no watcher collected.
+    """
+    for path in (path for folder in folders for path in folder.glob(_HANDED_OVER)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            content = path.read_bytes()
+            path.unlink()  # of two that read it, one reports it
+            return msgspec.json.decode(content.removeprefix(job_dirs.NUMBERS_HEAD), type=Verdict)
+    return None
+
+
+def together(former: Verdict | None, verdict: Verdict) -> Verdict:
+    """Return a verdict on all tensors that were found to differ so far: the first ones may be why
+    the others do.
+    """
+    if former is None or former.kind != "diverged":
+        return verdict
+    findings = [*former.findings, *verdict.findings][:_DIVERGED_MAX]
+    return Verdict.from_findings(findings, looked_at=former.looked_at)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
 from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
+from commlens.processes.ranks import RankProcess, rank_process
 
 RESTART_TICKS: Final = 100
 """Clock ticks of 10 ms. The workers of a node start within this time, and those that replace them
@@ -27,20 +27,8 @@ later.
 """
 
 
-@dataclass(frozen=True)
-class Worker:
-    """A rank's process as its launcher sees it, even if it has no box yet or never gets one."""
-
-    rank: int
-    pid: int
-    start_ticks: int
-    world_size: int = 0
-    local_rank: int | None = None
-    restart: int = 0
-    local_size: int = 0  # number of ranks on this node; 0: unknown
-
-
-Workers = Callable[[], list[Worker]]
+Workers = Callable[[], list[RankProcess]]
+"""Returns the ranks that a launcher sees, even those that have no box yet or never get one."""
 
 
 @dataclass(eq=False)
@@ -64,7 +52,9 @@ class Member:
     generation: int = 0  # how often this node's workers had been replaced when it started
 
     @classmethod
-    def of(cls, known: Worker | BoxStatus, handle: process.Handle, *, here: bool = True) -> Member:
+    def of(
+        cls, known: RankProcess | BoxStatus, handle: process.Handle, *, here: bool = True
+    ) -> Member:
         """Return the member that a launcher or a box describes."""
         return cls(
             known.pid,
@@ -210,7 +200,7 @@ class Roster:
                 new.append(self.adopt(worker))
         return new
 
-    def adopt(self, worker: Worker) -> Member:
+    def adopt(self, worker: RankProcess) -> Member:
         """Add a process that has no box, or none yet."""
         member = Member.of(worker, process.Handle(worker.pid, worker.start_ticks))
         member.local_size = worker.local_size
@@ -242,7 +232,7 @@ class Roster:
             self._poll.register(member.handle.fileno, select.POLLIN)
         return member
 
-    def adopt_ended(self, worker: Worker, ending: process.Ending) -> Member:
+    def adopt_ended(self, worker: RankProcess, ending: process.Ending) -> Member:
         """Add a process of the newest generation that ended before it was seen."""
         member = Member.of(worker, process.Handle.invisible(worker.pid))
         member.ending, member.ended_ns, member.generation = ending, time.time_ns(), self.generation
@@ -373,41 +363,23 @@ def children_workers(parent: int) -> Workers:
     """Return a function that lists the ranks among a launcher's children, recognised by the
     environment that torchrun gives them.
     """
-    known: dict[tuple[int, int], Worker | None] = {}
+    known: dict[tuple[int, int], RankProcess | None] = {}
 
-    def workers() -> list[Worker]:
-        found: list[Worker] = []
+    def workers() -> list[RankProcess]:
+        found: list[RankProcess] = []
         for pid in process.children(parent):
             seen = process.read_stat(pid)
             if seen is None:
                 continue
             key = (pid, seen.start_ticks)
             if key not in known:
-                if seen.ended:
-                    continue
                 environ = process.environment(pid)
                 # Between fork and exec, a child has its parent's environment: try again later.
-                if "RANK" not in environ or "TORCHELASTIC_RUN_ID" not in environ:
+                if seen.ended or "RANK" not in environ or "TORCHELASTIC_RUN_ID" not in environ:
                     continue
-                known[key] = _worker(pid, seen.start_ticks, environ)
-            worker = known[key]
-            if worker is not None:
+                known[key] = rank_process(pid, environ, ["RANK"], stat=seen)
+            if (worker := known[key]) is not None:
                 found.append(worker)
         return found
 
     return workers
-
-
-def _worker(pid: int, start_ticks: int, environ: dict[str, str]) -> Worker | None:
-    rank = launchers.number(environ, ["RANK"])
-    if rank < 0:
-        return None
-    return Worker(
-        rank,
-        pid,
-        start_ticks,
-        launchers.number(environ, ["WORLD_SIZE"], 0),
-        launchers.number(environ, ["LOCAL_RANK"], 0),
-        launchers.number(environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
-        launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0),
-    )

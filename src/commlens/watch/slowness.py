@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from statistics import median
 from typing import Final, NamedTuple
 
-from commlens.diagnosis.straggler import straggler_verdict
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import Observer
-from commlens.processes.profile import Profiling
-from commlens.speed.job_pace import Judgement, judge, packed
+from commlens.processes.pyspy import InBackground, Profile, take_profile
 from commlens.speed.pace import (
+    Judgement,
     Pace,
+    Sample,
     Slow,
     condensed,
     find_slow_ranks,
+    judge,
     measure,
     recent,
     with_cpu,
@@ -76,11 +79,11 @@ class Slowness:
         self._no_cpu: dict[int, int] = {}  # pid: ns
         # Both only while ranks seem to be slow. The watcher's own observer must not see the job
         # before it stalls: it looks for work.
-        self._profiling: Profiling | None = None
+        self._profiles: dict[int, InBackground[Profile]] = {}  # by rank
         self._observer: Observer | None = None
         self._meet_at = 0.0
         self._has_other_nodes = False
-        self._condensed: list[Pace] = []
+        self._condensed: list[Sample] = []
         # on the ranks of all nodes; None: this node judges its own
         self._judgement: Judgement | None = None
         self._slow: Slow | None = None  # the ranks that this node explained or explains now
@@ -127,7 +130,7 @@ class Slowness:
         if not others or max(beat.world_size for beat in others) > RANKS_MAX:
             self._judgement = None
             return
-        reporter, own = nodes.reporter, packed(self._condensed)
+        reporter, own = nodes.reporter, self._condensed
         here = (
             judge([own, *(beat.pace for beat in others)], self._judgement)
             if reporter is None
@@ -137,39 +140,42 @@ class Slowness:
         self._judgement = here if reporter is None else reporter.judgement
 
     def _sample(self, members: Sequence[Member]) -> list[Verdict | Line]:
-        ranks = [
-            member
-            for member in members
-            if member.alive and member.here and member.box is not None and member.rank >= 0
-        ]
+        ranks = [member for member in members if _is_recorded(member)]
         least = 1 if self._has_other_nodes else 2
-        if len(ranks) < least or len(ranks) < sum(member.here for member in members):
+        if len(ranks) < max(least, sum(member.here for member in members)):
             return []
         if self._observer is not None:
             sample(ranks, self._observer)
         steps = min(member.status.steps if member.status is not None else 0 for member in ranks)
         # a sample spans at least one step, not the start of the job
+        if not self._steps:
+            self._sampled_ns = time.monotonic_ns()
         if not self._steps or steps <= self._steps:
-            self._steps, self._sampled_ns = (
-                steps,
-                (time.monotonic_ns() if not self._steps else self._sampled_ns),
-            )
+            self._steps = steps
             return []
-        logs, problems = read_logs(ranks, {}, newest=NEWEST)
+        pace = self._measure(ranks, steps, least)
+        if pace is None:
+            return []
+        if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
+            self._paces.clear()
+        self._paces = [*self._paces[1 - _KEPT :], pace]
+        self._condensed = condensed(self._paces)
+        return [*self._judge_ranks(ranks, self.logs), *self._judge_steps(pace)]
+
+    def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> Pace | None:
+        """Read the ranks' newest records and return the pace since the last sample; None if it
+        cannot be told.
+        """
+        logs, problems = read_logs(list(ranks), {}, newest=NEWEST)
         pace = measure(logs, self._until_ns, least=least) if not problems else None
         no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
         done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
         self._until_ns = min(each.captured_ns for each in logs)
         if pace is None:
-            return []
-        shares = {rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
-        pace = pace._replace(steps=done, step_s=elapsed_ns * 1e-9 / done, no_cpu_s=shares)
-        if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
-            self._paces.clear()
-        self._paces = [*self._paces[1 - _KEPT :], pace]
-        self._condensed = condensed(self._paces)
+            return None
         self.logs = logs
-        return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
+        shares = {rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
+        return pace._replace(steps=done, step_s=elapsed_ns * 1e-9 / done, no_cpu_s=shares)
 
     def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
         """Return for how long each rank was ready to run and had no CPU since the last sample, in
@@ -189,46 +195,48 @@ class Slowness:
         slow = self._slow = self._slow_ranks({member.rank for member in ranks})
         before = self.verdict
         if slow is None:
-            self._profiling = self._observer = None
-            if before is not None:
-                self.verdict = None
-                return [
-                    Line(
-                        f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')}"
-                        " the job slow.",
-                        of_this_node=True,
-                    )
-                ]
-            return []
+            self._profiles, self._observer, self.verdict = {}, None, None
+            if before is None:
+                return []
+            them = ranks_and_verb(before.culprits, "no longer makes", "no longer make")
+            return [Line(f"{them} the job slow.", of_this_node=True)]
         if before is not None and before.culprits == slow.ranks:
             return []
-        pids = {member.rank: member.pid for member in ranks}
-        if self._profiling is None:
-            box = ranks[0].box
-            classify = box.classifier() if box is not None else lambda _: FrameKind.USER
-            others = [rank for rank in pids if rank not in slow.ranks]
-            self._profiling = Profiling(
-                {rank: pids[rank] for rank in (slow.ranks[0], *others[:1])}, classify
-            )
-            self._observer = Observer(use_py_spy=False)
-            for member in ranks:
-                self._observer.add(member.pid, member.start_ticks)
-            sample(ranks, self._observer)
+        if self._observer is None:
+            self._begin_profiles(ranks, slow)
             return []  # the next sample has them
-        if not self._profiling.is_done or self._observer is None:
+        profiles = {rank: each.wait() for rank, each in self._profiles.items()}
+        taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
+        if len(taken) < len(profiles):
             return []
+        pids = {member.rank: member.pid for member in ranks}
         for each in logs:
             each.observation = self._observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
-        profiles = self._profiling.profiles
-        self._profiling = self._observer = None
-        self.verdict = straggler_verdict(
-            slow,
-            logs,
-            profiles,
-            compared=self._judgement.ranks if self._judgement is not None else (),
-        )
+        self._profiles, self._observer = {}, None
+        compared = self._judgement.ranks if self._judgement is not None else ()
+        from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
+
+        self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
+
+    def _begin_profiles(self, ranks: Sequence[Member], slow: Slow) -> None:
+        """Profile a slow rank and another one, and observe all."""
+        box = ranks[0].box
+        classify = box.classifier() if box is not None else lambda _: FrameKind.USER
+        pids = {member.rank: member.pid for member in ranks}
+        others = [rank for rank in pids if rank not in slow.ranks]
+        self._profiles = {
+            rank: InBackground(
+                partial(take_profile, pids[rank], classify),
+                lambda _: Counter(),  # the verdict comes without it
+            )
+            for rank in (slow.ranks[0], *others[:1])
+        }
+        self._observer = Observer(use_py_spy=False)
+        for member in ranks:
+            self._observer.add(member.pid, member.start_ticks)
+        sample(ranks, self._observer)
 
     def _slow_ranks(self, here: Collection[int]) -> Slow | None:
         """Return the slow ranks that this node explains, if any.
@@ -266,3 +274,7 @@ class Slowness:
                 of_this_node=False,
             )
         ]
+
+
+def _is_recorded(member: Member) -> bool:
+    return member.alive and member.here and member.box is not None and member.rank >= 0

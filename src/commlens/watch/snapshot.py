@@ -13,8 +13,9 @@ from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
 from commlens.processes.process import Ending
+from commlens.processes.store_address import look_at_store
 from commlens.watch.roster import Member, Roster
-from commlens.watch.strangers import why_unrecorded
+from commlens.watch.strangers import meeting_address, why_unrecorded
 
 _LOOK_EVERY_S = 0.1
 
@@ -69,6 +70,10 @@ def read_logs(
         if log is None:
             log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
+        last = log.setups[-1] if log.setups else None
+        if last is not None and last.in_flight and member.alive and member.here:
+            place = meeting_address(last)
+            log.observation.store = look_at_store(member.pid, *place) if place else None
         logs.append(log)
     _add_twins(logs, {member.box.path.parent for member in members if member.box is not None})
     return one_run(logs), problems
@@ -126,8 +131,12 @@ def one_run(logs: list[RankLog]) -> list[RankLog]:
     return logs
 
 
-def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int, Observation]:
-    """Observe a roster's processes for ``window_s`` seconds. Returns the observations by pid."""
+def observe(
+    roster: Roster, observer: Observer, *, window_s: float, wait_s: float = 2.0
+) -> dict[int, Observation]:
+    """Observe a roster's processes for ``window_s`` seconds, and wait for so long for py-spy.
+    Returns the observations by pid.
+    """
     add_new_members(roster, observer)
     end = time.monotonic() + window_s
     while True:
@@ -141,7 +150,7 @@ def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int,
             break
         time.sleep(min(_LOOK_EVERY_S, left))
     return {
-        member.pid: observer.observe(member.pid, wait_s=2.0)
+        member.pid: observer.observe(member.pid, wait_s=wait_s)
         for member in roster.current()
         if member.here
     }

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import AUTO, Settings
-from commlens.diagnosis.late_ranks import late_ranks, may_go_on, stayed_ns
-from commlens.diagnosis.standstill import NO_POSES, PoseKeys, Standstill, cannot_go_on
+from commlens.diagnosis.standstill import (
+    NO_POSES,
+    PoseKeys,
+    Standstill,
+    cannot_go_on,
+    late_ranks,
+    may_go_on,
+    stayed_ns,
+)
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
+from commlens.model.worlds import ONE_WORLD
 from commlens.processes.observer import WINDOW_S
-from commlens.text import ranks_phrase
+from commlens.text import naming_worlds, ranks_phrase
 from commlens.watch.roster import Member
 from commlens.watch.strangers import why_unrecorded
 
@@ -68,9 +76,11 @@ def patience_s(stall_timeout: float, steps: int) -> float:
     return stall_timeout
 
 
-def _begin_s(limit_s: float) -> float:
-    """Return how long a wait lasts before the processes are sampled, given its learned limit."""
-    return max(limit_s / 2, limit_s - WINDOW_S - 2)
+def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bool:
+    """Return whether a wait is so long that the processes are sampled."""
+    return age_s >= max(patience_s / 4, patience_s - WINDOW_S - 2) or any(
+        each.waited_s >= max(each.limit_s / 2, each.limit_s - WINDOW_S - 2) for each in limits
+    )
 
 
 def timeout_lead_s(timeout_s: float) -> float:
@@ -157,25 +167,26 @@ def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
         now_ns: CLOCK_MONOTONIC.
     """
     verdict, began_ns = stall.verdict, time.time_ns() - (now_ns - stall.since_ns)
-    waited = {*verdict.victims, *verdict.culprits} if verdict is not None else set()
-    records = {
-        log.rank: [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight]
-        for log in logs
-        if log.rank in waited
-    }
-    gave_up = sorted(
-        rank for rank, ops in records.items() if any(op.state is State.FAILED for op in ops)
-    )
-    if any(records[rank][-1].state is State.FAILED for rank in gave_up):
-        return ""
-    late = waited_for(verdict) if verdict is not None else []
-    what = (
-        f"{ranks_phrase(gave_up)} gave up waiting"
-        if gave_up
-        else f"{ranks_phrase(late)} arrived"
-        if late
-        else "the wait ended"
-    )
+    late: list[int] = []
+    gave_up: list[int] = []
+    worlds = ONE_WORLD
+    if verdict is not None:
+        worlds, late = verdict.worlds, waited_for(verdict)
+        waited = {*verdict.victims, *verdict.culprits} if len(worlds.worlds) < 2 else set()
+        for log in logs:
+            ops = [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight]
+            if log.rank in waited and any(op.state is State.FAILED for op in ops):
+                gave_up.append(log.rank)
+                if ops[-1].state is State.FAILED:
+                    return ""
+    with naming_worlds(worlds):
+        what = (
+            f"{ranks_phrase(gave_up)} gave up waiting"
+            if gave_up
+            else f"{ranks_phrase(late)} arrived"
+            if late
+            else "the wait ended"
+        )
     return f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on."
 
 
@@ -189,7 +200,8 @@ def explains(death: Verdict, earlier: Verdict) -> bool:
         and death.group == earlier.group
     )
     return (
-        earlier.is_fault
+        death.kind == "dead"
+        and earlier.is_fault
         and same
         and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
     )
@@ -223,23 +235,22 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         members: the ranks of this node.
         elsewhere: the ranks of other nodes whose evidence is known.
     """
-    here = [member for member in members if member.here and not member.unreadable]
     seen = [
         member
-        for member in here
-        if member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))
+        for member in members
+        if member.here
+        and not member.unreadable
+        and (
+            member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))
+        )
     ]
-    size = max((member.world_size for member in seen), default=0)
-    concerned = (
-        verdict.group.ranks
-        if verdict.group is not None and verdict.kind.startswith("mismatch")
-        else range(size)
-    )
-    unseen = sorted(
-        set(concerned) - {member.rank for member in seen} - elsewhere - _never_started(verdict)
-    )
-    if unseen:
-        return f"there is no record of {ranks_phrase(unseen)} here"
+    concerned: Iterable[int] = range(max((member.world_size for member in seen), default=0))
+    if verdict.group is not None and verdict.kind.startswith("mismatch"):
+        concerned = verdict.group.ranks if len(verdict.worlds.worlds) < 2 else concerned
+    known = {member.rank for member in seen} | elsewhere | _never_started(verdict)
+    if unseen := sorted(set(concerned) - known):
+        with naming_worlds(verdict.worlds):
+            return f"there is no record of {ranks_phrase(unseen)} here"
     return (
         "the verdict's confidence is low"
         if verdict.confidence == "low" and not verdict.certain
@@ -318,6 +329,26 @@ class Check(NamedTuple):
         return self.age_s < self.patience_s
 
 
+def _check_of(
+    now: float,
+    age_s: float,
+    patience_s: float,
+    limits: Sequence[_Limit],
+    *,
+    timeout_s: float = 0.0,
+    finished: bool = False,
+) -> Check | None:
+    """Return the check that is due: a process group times out, a rank has finished, or a wait is
+    longer than its limit.
+    """
+    over = [each for each in limits if each.waited_s >= each.limit_s]
+    before_timeout = age_s < patience_s - CONFIRM_S - SAMPLE_S and not finished and not timeout_s
+    if before_timeout and not over:
+        return None
+    notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
+    return Check(now, age_s, patience_s, timeout_s, finished, before_timeout, notice_due)
+
+
 class StallDetector:
     """Follows the ranks' waits. It does no I/O: the caller passes times and members."""
 
@@ -388,20 +419,13 @@ class StallDetector:
             looks_early: whether a wait may be looked at before the stall timeout.
         """
         now = now_ns / 1e9
-        steps = max(
-            (member.status.steps for member in members if member.status is not None), default=0
-        )
+        steps = max((member.status.steps for member in members if member.status), default=0)
         patience = patience_s(self._settings.stall_ceiling_s, steps)
         oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
         limits = self._limits(waiting, now_ns, patience, is_first=steps == 0) if looks_early else []
-        if (
-            age < max(patience / 4, patience - WINDOW_S - 2)
-            and not timeout_s
-            and self._finished_due is None
-            and not any(each.waited_s >= _begin_s(each.limit_s) for each in limits)
-        ):
+        if not (timeout_s or self._finished_due or _is_suspect(age, patience, limits)):
             # else the job was paused meanwhile
             if self.stall is None or self.stall.verdict is None:
                 self.stall = None
@@ -409,26 +433,18 @@ class StallDetector:
         stall = self.stall = self.stall or Stall(oldest_ns, next_check=now + OBSERVED_S)
         if stall.verdict is None:
             stall.since_ns = max(stall.since_ns, oldest_ns)
-        finished = (
+        if timeout_s:
+            return _check_of(now, age, patience, limits, timeout_s=timeout_s)
+        if now < stall.next_check:
+            return None
+        return _check_of(now, age, patience, limits, finished=self._some_finished(now, members))
+
+    def _some_finished(self, now: float, members: Sequence[Member]) -> bool:
+        """Return whether a rank has finished, and ranks that had time to finish since still run."""
+        return (
             self._finished_due is not None
             and now >= self._finished_due
             and any(member.alive for member in members)
-        )
-        over = [each for each in limits if each.waited_s >= each.limit_s]
-        before_timeout = age < patience - CONFIRM_S - SAMPLE_S
-        is_due = now >= stall.next_check and bool(finished or over or not before_timeout)
-        return (
-            Check(
-                now,
-                age,
-                patience,
-                timeout_s,
-                finished and not timeout_s,
-                before_timeout and not finished and not timeout_s,
-                any(each.is_learned and each.waited_s >= NOTICE_S for each in over),
-            )
-            if timeout_s or is_due
-            else None
         )
 
     def _limits(
@@ -557,29 +573,32 @@ class StallDetector:
             check.is_early or self._is_known_wait(check, verdict)
         )
         if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait:
-            if not check.rank_finished and key == stall.pending:
-                stall.pending = None
-            stall.next_check = check.now + stall.interval_s
-            stall.interval_s = min(
-                stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_ceiling_s / 2)
-            )
-            if check.rank_finished:
-                self._finished_looks += 1
-                self._finished_due = (
-                    check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
-                )
+            self._add_nothing(stall, check, key)
             return False
         is_early = check.is_early and not check.rank_finished
         if not check.timeout_s and (key != stall.pending or is_early):
             stall.pending = key
-            stall.next_check = check.now + (
-                min(CONFIRM_S, max(0.02, check.patience_s - check.age_s)) if is_early else CONFIRM_S
-            )
+            left_s = max(0.02, check.patience_s - check.age_s) if is_early else CONFIRM_S
+            stall.next_check = check.now + min(CONFIRM_S, left_s)
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
         self._note_reported(stall, check, verdict)
         return True
+
+    def _add_nothing(self, stall: Stall, check: Check, key: tuple[object, ...]) -> None:
+        """Note a check whose verdict is not reported, and when to look again."""
+        if not check.rank_finished and key == stall.pending:
+            stall.pending = None
+        stall.next_check = check.now + stall.interval_s
+        stall.interval_s = min(
+            stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_ceiling_s / 2)
+        )
+        if check.rank_finished:
+            self._finished_looks += 1
+            self._finished_due = (
+                check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
+            )
 
     def _note_reported(self, stall: Stall, check: Check, verdict: Verdict) -> None:
         stall.reported.append(_key(verdict))

@@ -4,21 +4,28 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commlens import launchers
-from commlens.blackbox import job_dirs
 from commlens.errors import FormatError
+from commlens.model.collective import Collective
+from commlens.model.limits import LOOPBACK
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.process import has_torch
+from commlens.processes.ranks import (
+    RankProcess,
+    ancestors_of,
+    one_of_each,
+    python_processes,
+    rank_process,
+)
 from commlens.text import ranks_phrase
-from commlens.watch.roster import Member, Roster, Worker
+from commlens.watch.roster import Member, Roster
 
 _LOOK_EVERY_S = 2.0
 _LINES_AFTER_S = 2.0  # all ranks leave init_process_group at about the same time
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 class Strangers:
@@ -82,11 +89,6 @@ class Meeting(NamedTuple):
     # what the ranks of a node have in common in their environment, if they have it
     node: tuple[str, ...] = ("", "", "", "")
 
-    @property
-    def is_on_this_node(self) -> bool:
-        """Whether all ranks are on this node."""
-        return self.host in _LOOPBACK and self.node_size in (0, self.world_size)
-
 
 def meeting_of(members: Sequence[Member]) -> Meeting | None:
     """Return where the ranks meet, from a rank's note on init_process_group, else from its
@@ -100,47 +102,54 @@ def meeting_of(members: Sequence[Member]) -> Meeting | None:
                 setups = member.box.log(newest=1).setups
             except FormatError:
                 continue
-            place = next(
-                (op.module for op in setups if op.op == "init_process_group" and op.module), ""
-            )
-            if place.startswith("tcp://"):
-                host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")
+            place = next(filter(None, map(meeting_address, setups)), None)
+            host, port = place or (host, port)
         size = launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0)
         if port and member.world_size:
             return Meeting(host, port, member.world_size, size, _node(environ))
     return None
 
 
-def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> list[Worker]:
+def meeting_address(op: Collective) -> tuple[str, str] | None:
+    """Return the host and port at which ``init_process_group`` meets the other ranks; None for
+    other calls, and if it meets them otherwise.
+    """
+    place = op.module or ""
+    if op.op != "init_process_group" or not place.startswith("tcp://"):
+        return None
+    host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")
+    return host, port
+
+
+def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> list[RankProcess]:
     """Return the processes of this user and node that their environment makes ranks of the job,
     without the ranks that are known.
     """
-    found: dict[int, Worker] = {}
-    candidates: dict[int, int] = {}  # pid: rank
-    for pid in process.pids():
-        if process.runs_python(pid):
-            environ = process.environment(pid)
-            hosts = {environ.get("MASTER_ADDR") or meeting.host, meeting.host}
-            same_port = environ.get("MASTER_PORT") == meeting.port and environ.get(
-                "WORLD_SIZE"
-            ) == str(meeting.world_size)
-            # two names that are no loopback: ranks of another job
-            if same_port and (len(hosts) == 1 or hosts & _LOOPBACK):
-                rank = _rank(environ)
-                same_node = all(
-                    "" in pair or pair[0] == pair[1]
-                    for pair in zip(_node(environ), meeting.node, strict=True)
-                )
-                if rank >= 0 and rank not in known and same_node:
-                    candidates[pid] = rank
-    # A rank's own children have its environment, and perhaps so has a program that started it.
-    for pid, rank in sorted(candidates.items(), key=lambda item: job_dirs.start_ticks(item[0])):
-        better = found.get(rank)
-        if better is None or (not has_torch(better.pid) and has_torch(pid)):
-            found[rank] = Worker(
-                rank, pid, job_dirs.start_ticks(pid), meeting.world_size, None, restart
-            )
-    return [found[rank] for rank in sorted(found)]
+    found: list[RankProcess] = []
+    for pid, environ in python_processes():
+        # PyTorch Lightning sets the ranks of the first node only
+        names = ["RANK", *(["LOCAL_RANK"] if environ.get("NODE_RANK", "0") == "0" else [])]
+        one = rank_process(pid, environ, names) if _is_of_job(environ, meeting) else None
+        if one is not None and one.rank not in known:
+            size = meeting.world_size
+            found.append(RankProcess(one.rank, pid, one.start_ticks, size, restart=restart))
+    return one_of_each(found)
+
+
+def _is_of_job(environ: Mapping[str, str], meeting: Meeting) -> bool:
+    """Return whether a process with this environment is in the job that meets there, and on this
+    node of it.
+    """
+    if environ.get("MASTER_PORT") != meeting.port:
+        return False
+    hosts = {environ.get("MASTER_ADDR") or meeting.host, meeting.host}
+    # two names that are no loopback: ranks of another job
+    same_job = environ.get("WORLD_SIZE") == str(meeting.world_size) and (
+        len(hosts) == 1 or hosts & LOOPBACK
+    )
+    return bool(same_job) and all(
+        "" in pair or pair[0] == pair[1] for pair in zip(_node(environ), meeting.node, strict=True)
+    )
 
 
 def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -149,11 +158,6 @@ def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
         environ.get(name, "")
         for name in ("GROUP_RANK", "NODE_RANK", "COMMLENS_BOX_DIR", "SLURM_JOB_ID")
     )
-
-
-def _rank(environ: Mapping[str, str]) -> int:
-    names = ["RANK", *(["LOCAL_RANK"] if environ.get("NODE_RANK", "0") == "0" else [])]
-    return launchers.number(environ, names)
 
 
 def why_unrecorded(pid: int, *, joined: bool) -> str:
@@ -189,39 +193,29 @@ def unrecorded_lines(members: Sequence[Member]) -> list[str]:
     others may be on another node.
     """
     recorded = [member for member in members if member.box is not None]
-    reasons = {
-        m.rank: why
-        for m in members
-        if m.box is None and m.alive and (why := why_unrecorded(m.pid, joined=True))
-    }
     meeting = meeting_of(recorded)
     size = meeting.world_size if meeting is not None else 0
-    absent = sorted(set(range(size)) - {member.rank for member in members})
-    if len(recorded) >= size or not (
-        reasons or (absent and meeting is not None and meeting.is_on_this_node)
-    ):
+    if meeting is None or len(recorded) >= size:
         return []
-    lines = []
-    for member in members:
-        if member.rank in reasons:
-            parent = parent_among(member.pid, recorded)
-            child = f" is a child of rank {parent.rank}" if parent is not None else ""
-            lines.append(
-                f"rank {member.rank} (pid {member.pid}){child and f'{child} and'} is not recorded:"
-                f" {reasons[member.rank]}"
-            )
-    if absent and not reasons:
+    lines = list(_unrecorded(members, recorded))
+    absent = sorted(set(range(size)) - {member.rank for member in members})
+    all_here = meeting.host in LOOPBACK and meeting.node_size in (0, size)
+    if absent and all_here and not lines:
         lines.append(f"no process of {ranks_phrase(absent)} was found on this node")
-    return [f"{len(recorded)} of {size} ranks are recorded: {'; '.join(lines)}."]
+    return [f"{len(recorded)} of {size} ranks are recorded: {'; '.join(lines)}."] if lines else []
+
+
+def _unrecorded(members: Sequence[Member], recorded: Sequence[Member]) -> Iterator[str]:
+    """Yield a clause with the reason for each rank that runs and will never be recorded."""
+    for member in members:
+        is_unrecorded = member.box is None and member.alive
+        if is_unrecorded and (why := why_unrecorded(member.pid, joined=True)):
+            parent = parent_among(member.pid, recorded)
+            child = f" is a child of rank {parent.rank} and" if parent is not None else ""
+            yield f"rank {member.rank} (pid {member.pid}){child} is not recorded: {why}"
 
 
 def parent_among(pid: int, members: Sequence[Member]) -> Member | None:
     """Return the member that is the nearest ancestor of a process."""
     by_pid = {member.pid: member for member in members}
-    for _ in range(64):
-        pid = job_dirs.parent_of(pid)
-        if pid <= 1:
-            return None
-        if pid in by_pid:
-            return by_pid[pid]
-    return None
+    return next((by_pid[each] for each in ancestors_of(pid)[1:] if each in by_pid), None)

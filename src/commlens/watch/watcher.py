@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -29,12 +29,11 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.observer import WINDOW_S, Observer
-from commlens.processes.senders import remember_senders, take_sender
+from commlens.processes.ranks import RankProcess
+from commlens.processes.senders import take_sender
 from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
-from commlens.watch.death_report import lines_at_end, report_death
-from commlens.watch.diverged import take_verdict, together
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
@@ -46,11 +45,28 @@ from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.nodes.states import states_snapshot
 from commlens.watch.nodes.states_tree import TREE_ABOVE
-from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
-from commlens.watch.roster import Member, Roster, Worker, Workers
+from commlens.watch.reporting import (
+    Diagnose,
+    Evidence,
+    Reporter,
+    Say,
+    lines_at_end,
+    report_death,
+    take_handed_over,
+    together,
+)
+from commlens.watch.roster import Member, Roster, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
-from commlens.watch.stall import Check, Stall, StallDetector, end_of_wait, waits, waits_recorded
+from commlens.watch.stall import (
+    Check,
+    Stall,
+    StallDetector,
+    Wait,
+    end_of_wait,
+    waits,
+    waits_recorded,
+)
 from commlens.watch.stall_limit import StallLimit
 from commlens.watch.strangers import Strangers
 
@@ -76,7 +92,7 @@ requests of each node.
 _NEWEST: Final = 16  # records that show how a wait ended
 # a job that is stopped after ranks have waited this long gets a verdict
 STOPPED_REPORT_S: Final = 5.0
-_STOP_NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+STOP_NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
 class Watcher:
@@ -84,11 +100,11 @@ class Watcher:
 
     Args:
         folders: where the black boxes are or will be; several if the ranks may have to choose.
-        settings: stall_timeout, on_stall, dump_dir and so on.
+        settings: stall_timeout, abort_on, dump_dir and so on.
         say: prints a line or a verdict; by default to stderr.
         workers: the ranks that the launcher started, with or without a box.
         early: handles on the ranks, opened before this module was imported.
-        end_job: ends the job as the launcher does (``on_stall: abort``), given the verdict in
+        end_job: ends the job as the launcher does (``abort_on``), given the verdict in
             words. Ranks that are still alive 5 s later are killed.
         diagnose: makes a verdict of logs; by default
             :func:`commlens.diagnosis.examine.diagnose_logs`.
@@ -238,7 +254,7 @@ class Watcher:
         return min(CALM_POLL_S, max(POLL_S, self.settings.stall_ceiling_s / 12)) if calm else POLL_S
 
     def _on_signals(self, numbers: bytes) -> None:
-        stops = _STOP_NUMBERS.intersection(numbers)
+        stops = STOP_NUMBERS.intersection(numbers)
         if stops and not self._over and self._deaths.first is None:
             self._over = True
             senders = [(number, take_sender(number)) for number in sorted(stops)]
@@ -256,8 +272,6 @@ class Watcher:
                 self.reporter.say(stopped_line(stop))
 
     def _tick(self) -> None:
-        if self._launched:
-            remember_senders(_STOP_NUMBERS)
         new = add_new_members(self._roster, self._observer)
         self._health.add(new)
         if new and self._roster.generation > self._generation:
@@ -294,6 +308,8 @@ class Watcher:
             self._roster.poll()
             self._add_ended()
             self._close_generation()
+        if self.reporter.verdict is not None and self.reporter.verdict.is_fault:
+            self.reporter.before_restart = self.reporter.verdict.summary
         if self.reporter.verdict is not None or self.reporter.dump is not None:
             kept = (
                 f"; the former ones' dump stays in {self.reporter.dump}"
@@ -319,7 +335,9 @@ class Watcher:
             time.sleep(0 if self._over else POLL_S)
         if self._own_dump_due is not None:
             self.reporter.save_own_dump()
-        self._say_final_lines()
+        with self._comparing():
+            self._mismatches.read_rest()
+        self.reporter.say_all(self._mismatches.final_lines())
         self._nodes.leave(self.reporter.evidence.packed)
 
     # --- other nodes
@@ -334,14 +352,23 @@ class Watcher:
         if (line := self._lost_store.take_line(nodes, self._roster.current())) and not self._over:
             self.reporter.say(line)
         if (request := nodes.take_request()) is not None:
-            if request.tree is not None:
-                nodes.answer_states(request, self.reporter.evidence.states())
-            else:
-                nodes.answer(request, self.reporter.evidence.packed(request.records))
-        for host, news in nodes.take_news():
-            self.reporter.say(
-                f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text
+            evidence = self.reporter.evidence
+            is_of_states = request.tree is not None
+            nodes.answer(
+                request, evidence.states() if is_of_states else evidence.packed(request.records)
             )
+        self._take_news()
+        if self._own_dump_due is not None and (nodes.dump or time.monotonic() > self._own_dump_due):
+            self._own_dump_due = None
+            self.reporter.save_own_dump()
+        if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
+            self._deaths.add_elsewhere(time.monotonic())
+
+    def _take_news(self) -> None:
+        """Print what other nodes say, and follow the one that has reported."""
+        for host, news in self._nodes.take_news():
+            whole = f" (the whole verdict was printed on {host})" if news.kind else ""
+            self.reporter.say(f"{news.text}{whole}")
             if news.kind:
                 self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
@@ -349,11 +376,6 @@ class Watcher:
             if news.abort and not self._job_abort.has_begun:
                 self._over = True
                 self._job_abort.begin()
-        if self._own_dump_due is not None and (nodes.dump or time.monotonic() > self._own_dump_due):
-            self._own_dump_due = None
-            self.reporter.save_own_dump()
-        if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
-            self._deaths.add_elsewhere(time.monotonic())
 
     # --- deaths
 
@@ -425,9 +447,21 @@ class Watcher:
         """Compare new records and report ranks that disagree, whether or not it hangs the job: its
         results may be wrong.
         """
-        try:
+        verdicts = []
+        with self._comparing():
             verdicts = self._mismatches.poll_job(time.monotonic(), self._nodes)
-        except Exception as error:  # stalls and deaths are still reported
+        for verdict, may_abort in verdicts:
+            self.reporter.report(verdict)
+            self.reporter.save_dump()
+            if may_abort and self._abort("mismatch", verdict):
+                return
+
+    @contextlib.contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Compare nothing any more after an error; stalls and deaths are still reported."""
+        try:
+            yield
+        except Exception as error:
             self._mismatches.disable()
             log.warning(
                 "commlens: deferred verification failed and stops; the job is still watched:"
@@ -436,28 +470,17 @@ class Watcher:
                 error,
             )
             log.debug("the comparison's error", exc_info=True)
-            return
-        for verdict, may_abort in verdicts:
-            self.reporter.report(verdict)
-            self.reporter.save_dump()
-            if (
-                may_abort
-                and self.settings.on_mismatch == "abort"
-                and self._abort("on_mismatch", verdict)
-            ):
-                return
 
     def _report_diverged(self) -> None:
         """Report tensors that ranks must have alike and do not, which rank 0 has found."""
-        verdict = take_verdict(self.folders) if not self._over else None
+        verdict = take_handed_over(self.folders) if not self._over else None
         if verdict is None:
             return
         former = self.reporter.verdict
         self.reporter.report(verdict)
         self.reporter.verdict = together(former, verdict)
         self.reporter.save_dump()
-        if self.settings.on_diverged == "abort":
-            self._abort("on_diverged", verdict)
+        self._abort("diverged", verdict)
 
     # --- stalls
 
@@ -467,27 +490,17 @@ class Watcher:
         self._limit.follow(members, now_ns, resumed_ns=self._stalls.resumed_ns)
         waiting = self._limit.applied(waits(members)) + self._nodes.waits(now_ns)
         before = self._stalls.stall
-        ended = self._stalls.take_ended(waiting, now_ns)
-        if ended is not None:
-            alive = any(member.alive for member in members)
-            line = (
-                end_of_wait(ended, read_logs(members, {}, newest=_NEWEST)[0], now_ns)
-                if alive
-                else ""
-            )
-            if line:
-                self.reporter.tell(line)
-            else:
-                self._stalls.stall = ended
+        self._tell_end_of_wait(members, waiting, now_ns)
         # each look asks all nodes for the states of their ranks
         looks_early = len(self._nodes.others) <= LOOK_EARLY_NODES
         check = self._stalls.update(members, waiting, now_ns, looks_early=looks_early)
-        if before is not None and self._stalls.stall is not before:
+        stall = self._stalls.stall
+        if before is not None and stall is not before:
             self._observer.forget_samples()
-        if self._stalls.stall is not None and self._stalls.stall is not before:
+        if stall is not None and stall is not before:
             self._health.look_now(ask_ras=self._nodes.reporter is None)
         self._look_for_slow_ranks(members)
-        if self._stalls.stall is None:
+        if stall is None:
             return
         sample(members, self._observer)
         seen = [member for member in members if member.alive and member.here]
@@ -499,7 +512,22 @@ class Watcher:
                 )
             return
         if check is not None and self._nodes.reporter is None:
-            self._check(self._stalls.stall, check)
+            self._check(stall, check)
+
+    def _tell_end_of_wait(
+        self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int
+    ) -> None:
+        """Print how a reported wait ended, unless the ranks may be ending."""
+        ended = self._stalls.take_ended(waiting, now_ns)
+        if ended is None:
+            return
+        line = ""
+        if any(member.alive for member in members):
+            line = end_of_wait(ended, read_logs(list(members), {}, newest=_NEWEST)[0], now_ns)
+        if line:
+            self.reporter.tell(line)
+        else:
+            self._stalls.stall = ended
 
     def _check(self, stall: Stall, check: Check) -> None:
         """Diagnose a stall and report a verdict that is new."""
@@ -510,43 +538,44 @@ class Watcher:
             stall.next_check = check.now + 1.0  # observe them first
             return
         others = len(self._nodes.others)
-        is_cheap = check.before_timeout and others > TREE_ABOVE
-        verdict = reporter.diagnose_few() if is_cheap else reporter.diagnose(stands_still=True)
+        few = check.before_timeout and others > TREE_ABOVE
+        verdict = reporter.diagnose_few() if few else reporter.diagnose(stands_still=True)
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._over:
             return
         if check.timeout_s and not waits_recorded(reporter.logs, check.timeout_s):
             return
+        rest_s = others / LOOKED_AT_PER_S
         is_new = (
             self._stalls.add_early(
-                check,
-                verdict,
-                reporter.logs,
-                reporter.evidence.poses,
-                rest_s=others / LOOKED_AT_PER_S,
+                check, verdict, reporter.logs, reporter.evidence.poses, rest_s=rest_s
             )
             if check.before_timeout
             else verdict is not None and self._stalls.add_verdict(check, verdict)
         )
-        if verdict is None:
-            return
+        if verdict is not None:
+            self._report_stall(stall, check, verdict, is_new=is_new)
+
+    def _report_stall(self, stall: Stall, check: Check, verdict: Verdict, *, is_new: bool) -> None:
+        """Report what a check found: a verdict if it is new, a notice of a wait, a dump."""
+        reporter = self.reporter
+        is_mismatch = self._mismatches.has_reported(verdict)
         if is_new:
             held = verdict.victims or verdict.culprits
             line = (
                 f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"
                 " verdict above stands."
             )
-            reporter.report(verdict, line if self._mismatches.has_reported(verdict) else "")
+            reporter.report(verdict, line if is_mismatch else "")
             if verdict.is_fault:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
                     stall.dumps += 1
                     reporter.save_dump()
                 reporter.send_alert()
-                if self.settings.on_stall == "abort":
-                    self._abort("on_stall", verdict)
+                self._abort("stall", verdict)
         elif (
             check.before_timeout
-            and not self._mismatches.has_reported(verdict)
+            and not is_mismatch
             and self._stalls.add_notice(check, verdict, reporter.logs)
         ):
             reporter.tell(long_wait(verdict, reporter.logs))
@@ -576,11 +605,11 @@ class Watcher:
 
     # --- the end
 
-    def _abort(self, setting: str, verdict: Verdict) -> bool:
-        """End the job, if it is not being ended and the evidence is complete. Returns whether it is
-        being ended.
+    def _abort(self, fault: str, verdict: Verdict) -> bool:
+        """End the job, if the settings ask for it, it is not being ended and the evidence is
+        complete. Returns whether it is being ended.
         """
-        if not self._job_abort.begin_for(setting, verdict):
+        if not (self.settings.aborts_on(fault) and self._job_abort.begin_for(fault, verdict)):
             return False
         self._over = True
         return True
@@ -616,7 +645,7 @@ class Watcher:
         if any(member.alive and member.here and member.box is not None for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
-            self._look_back(members)
+            self._diagnose_after_end(members)
             self.reporter.say_all(lines_at_end(members))
         # Also those that have been damaged since, which are not recognised any more.
         self._roster.forget([member for member in members if member.here], remove_boxes=True)
@@ -624,9 +653,6 @@ class Watcher:
             with contextlib.suppress(OSError):
                 if is_over(folder):  # else ranks in another container use it
                     save.discard_job(folder)
-
-    def _say_final_lines(self) -> None:
-        self.reporter.say_all(self._mismatches.final_lines())
 
     def _add_unseen_failures(self) -> None:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit
@@ -644,12 +670,12 @@ class Watcher:
                 if member.ending == process.Ending():
                     member.ending = ending
                 continue
-            member = self._roster.adopt_ended(Worker(rank, pid, 0, restart=restart), ending)
+            member = self._roster.adopt_ended(RankProcess(rank, pid, 0, restart=restart), ending)
             self._observer.add(pid, 0)
             self._observer.ended(pid, ending)
             self._deaths.first = self._deaths.first or member
 
-    def _look_back(self, members: list[Member]) -> None:
+    def _diagnose_after_end(self, members: list[Member]) -> None:
         """Diagnose a job after its end.
 
         Ranks may have disagreed without any effect but wrong results (another reduce op), and

@@ -130,6 +130,35 @@ and in fake worlds.
 """
 
 
+USUAL: Final = frozenset(
+    {
+        "tp_mlp",
+        "redistributions",
+        "fsdp2",
+        "hsdp",
+        "ddp",
+        "zero",
+        "ring_by_hand",
+        "gpipe",
+        "moe",
+        "checkpoint_non_reentrant",
+        "compiled_part",
+        "save_and_load",
+        "plain_calls",
+        "monitored_barriers",
+        "point_to_point",
+        "receive_from_anyone",
+        "objects",
+        "coalescing",
+        "functional_calls",
+        "other_threads",
+    }
+)
+"""One of each way in which a library comes to its collectives. The others combine these, and are
+left to ``make test-all``.
+"""
+
+
 def traced_cases(backend: str, size: int) -> list[Family]:
     """Return the families whose traces are checked on a backend at a world size."""
     return [

@@ -33,7 +33,7 @@ def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
         )
         launched.append(path)
     place = Place(1, 2, "file:///tmp/meeting")
-    monkeypatch.setattr(job_box, "_box_of_ancestor", lambda _: launched[0])
+    monkeypatch.setattr(job_box, "_ancestor", lambda _: (launched[0], job_dirs.owner(launched[0])))
     monkeypatch.setattr("sys.argv", ["/home/me/train.py"])
     assert job_box.twin_of(None, place) == "", "alone"  # type: ignore[arg-type]
     (claim,) = [path for path in tmp_path.iterdir() if path.name.startswith(".claim")]

@@ -12,6 +12,7 @@ import boxes
 import pytest
 from boxes import COMMLENS, MONO, STDLIB, TORCH, UNIX, Box, busy_box
 
+from commlens.blackbox import layout as L
 from commlens.blackbox.reader import OpenBox, read_box, read_status
 from commlens.errors import FormatError
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
@@ -52,6 +53,15 @@ class TestWhoAndWhat:
         )
         assert log.coverage == ["CUDA graphs"]
         assert (log.collectives, log.issued, log.problems) == ([], 0, [])
+
+    def test_a_rank_that_makes_a_new_default_group_has_not_left(self) -> None:
+        box = busy_box(3, 4)
+        box.word(L.PHASE, L.PHASE_LEFT)
+        assert read_status(box.bytes()[:4096]).left
+        box.word(L.SETUP_SINCE, MONO + 9_000_000)
+        assert not read_status(box.bytes()[:4096]).left
+        box.word(L.SETUP_SINCE, L.SETUP_RAISED)
+        assert read_status(box.bytes()[:4096]).left
 
     def test_status_without_reading_the_records(self) -> None:
         box = busy_box(3, 4)

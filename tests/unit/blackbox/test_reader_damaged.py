@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from commlens.blackbox import layout as L
 from commlens.blackbox.reader import read_box, read_status
 from commlens.errors import FormatError
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.ranklog import RankLog
 
 GOOD = busy_box(records=40)
@@ -38,7 +39,7 @@ places = st.sampled_from(USED).flatmap(lambda part: st.integers(part[0], part[1]
 
 
 def read(content: bytes) -> RankLog | None:
-    """The log, or None where it is refused. Whatever comes out can be written down."""
+    """The log, or None where it is refused. Whatever comes out can be written and diagnosed."""
     try:
         log = read_box(content, name="x.box", captured_ns=1)
     except FormatError as error:
@@ -46,6 +47,7 @@ def read(content: bytes) -> RankLog | None:
         assert str(error).endswith(".")
         return None
     msgspec.json.encode(log)
+    assert len(columns_from_log(log)) == len(log.collectives)
     assert all(len(problem) < 300 for problem in log.problems)
     return log
 

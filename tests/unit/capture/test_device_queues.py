@@ -41,7 +41,8 @@ def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
         offset=0,
         index=1,
     )
-    queues = DeviceQueues(lambda *_: None, lambda *_: None, lambda *_: None, lambda: 1, 100)
+    writer = SimpleNamespace(capacity=100, last_index=1, mark_outcome=lambda *_: None)
+    queues = DeviceQueues(SimpleNamespace(writer=writer, done=lambda *_: None))
     # the tests' clock starts here, however long ago this file was imported
     queues._asked_ns = NOW_NS
     queues.add(token)

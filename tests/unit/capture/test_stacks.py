@@ -8,6 +8,8 @@ import threading
 import traceback
 from typing import Any
 
+import pytest
+
 from commlens.capture.stacks import all_threads
 from commlens.capture.uncaught import hide_our_frames
 from conftest import SOURCE
@@ -113,5 +115,34 @@ thread = threading.Thread(target=lambda: found.extend(stacks.all_threads(0)[0]))
 thread.start()
 thread.join()
 os._exit([entry["tid"] for entry in found if entry["main"]] != [os.getpid()])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("before", "is_locked_out"),
+    [
+        ("", True),
+        ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", True),
+        ("signal.signal(signal.SIGUSR1, lambda *_: lock.release())", False),
+        ("threading.Timer(60, lock.release).start()", False),
+    ],
+)
+def test_a_lock_that_nothing_can_release(before: str, is_locked_out: bool) -> None:
+    program = f"""
+import os, signal, threading, time
+from commlens.capture import stacks
+lock = threading.Lock()
+def look():
+    told, end = None, time.monotonic() + 1.0
+    while not told and time.monotonic() < end:
+        time.sleep(0.02)
+        told = stacks.all_threads(0)[0][0].get("locked_out", False)
+    os._exit(told is not {is_locked_out})
+threading.Thread(target=look, name="commlens-test").start()
+lock.acquire()
+{before}
+with lock:
+    pass
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

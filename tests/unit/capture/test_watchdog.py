@@ -61,13 +61,7 @@ def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> N
     )
     oldest = SimpleNamespace(since=0, index=1, args=None)
     verifier = Verifier()
-    queues = DeviceQueues(
-        writer.mark_outcome,
-        lambda *_: None,
-        lambda *_: None,
-        lambda: writer.last_index,
-        writer.capacity,
-    )
+    queues = DeviceQueues(SimpleNamespace(writer=writer))
     recorder: Any = SimpleNamespace(
         writer=writer,
         verifier=verifier,

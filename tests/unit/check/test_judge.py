@@ -9,7 +9,7 @@ from sequences import Player, play
 
 from commlens.check.branches import Decision, Moment
 from commlens.check.judge import judge
-from commlens.check.sequence import FileLook, Guess
+from commlens.check.sequence import FileLook, Guess, Unseen
 from commlens.model.collective import Frame
 from commlens.model.hazard import Hazard
 from commlens.model.verdict import Verdict
@@ -154,6 +154,48 @@ def test_a_guess_after_a_rank_waits_for_ever_does_not_matter() -> None:
     for rank in first.victims or [0]:
         sequences[rank].guesses = [Guess("object", GUESS.stack, after=1000)]
     assert judge(sequences).verdict.kind == first.kind != "undetermined"
+
+
+@pytest.mark.parametrize(("after", "is_fault"), [(0, False), (1, True)])
+def test_a_guess_after_the_call_at_which_ranks_differ_does_not_matter(
+    after: int, is_fault: bool
+) -> None:
+    sequences = play(3, other_reduce_op)
+    for sequence in sequences.values():
+        sequence.guesses = [Guess("object", GUESS.stack, after)]
+    assert judge(sequences).verdict.is_fault is is_fault
+
+
+def test_what_is_not_seen_is_not_proven() -> None:
+    sequences = play(2, legal)
+    frame = Frame("/home/me/train.py", 3, "main")
+    for sequence in sequences.values():
+        sequence.unseen = [Unseen("group", frame, "3 ranks")]
+    verdict = judge(sequences).verdict
+    assert verdict.kind == "undetermined" and verdict.confidence == "low"
+    assert "train.py:3" in verdict.summary
+    (reason,) = verdict.missing_evidence
+    assert "a group of 3 ranks by hand" in reason
+
+
+def waits_for_a_key_of_another_program(rank: Player) -> None:
+    rank.collective()
+    rank.store("store.wait", "sync/0/2")
+
+
+def test_ranks_that_wait_for_ever_are_no_proof_if_no_fault_is_found() -> None:
+    sequences = play(2, waits_for_a_key_of_another_program)
+    checked = judge(sequences)
+    assert checked.outcome.stuck == [0, 1]
+    assert checked.verdict.kind == "undetermined", checked.verdict
+    (reason,) = checked.verdict.missing_evidence
+    assert "store.wait at train.py:2" in reason
+
+
+def test_what_is_not_seen_excuses_no_fault() -> None:
+    sequences = play(3, one_other_op)
+    sequences[1].unseen = [Unseen("store", None, "127.0.0.1:29600")]
+    assert judge(sequences).verdict.kind == "mismatch/op"
 
 
 def test_a_guess_limits_what_is_proven() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from object_chain import chain
 
+from commlens.check import player as player_module
 from commlens.check.objects import Shared
 from commlens.check.player import Player
 from commlens.check.run_rank import Plan, Run, warm_up
@@ -22,11 +25,8 @@ def _warm() -> None:
 
 
 def told(player: Player) -> Run:
-    while True:
-        assert select.select([player], [], [], 30)[0]
-        run = player.receive()
-        if run is not None:
-            return run
+    assert select.select([player], [], [], 30)[0]
+    return player.receive()
 
 
 def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
     try:
         waits = told(second)
         assert waits.needs is not None and waits.needs[:3] == ("send", 0, 1)
-        assert second.needs == waits.needs and second.memory() > 1 << 20
+        assert second.waits and second.memory() > 1 << 20
         first = Player(plan, 0, shared)
         try:
             gave = told(first)
@@ -60,6 +60,39 @@ def test_a_process_that_dies_is_told() -> None:
         player.end()
     assert run.sequence.end == End.KILLED
     assert run.sequence.problem == "its run ended early (SIGKILL)"
+
+
+def test_a_process_that_pauses_within_a_message_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send_half(link: Connection, _: object) -> None:
+        os.write(link.fileno(), (100).to_bytes(4, "big") + b"half")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(player_module, "_send", send_half)
+    monkeypatch.setattr(player_module, "_LINK_S", 1)
+    player = Player(Plan(lambda: None, 2), 0, Shared())
+    try:
+        run = told(player)
+    finally:
+        player.end()
+    assert run.sequence.problem == "its process paused for 1 s while it sent its sequence"
+
+
+def test_a_process_that_is_paused_does_not_hold_up_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(player_module, "_LINK_S", 1)
+    player = Player(chain(tmp_path), 1, Shared())
+    try:
+        assert told(player).needs is not None
+        os.kill(player._pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        player.go_on(Shared(keys={"more than a socket holds": [bytes(16 << 20)]}))
+        assert time.monotonic() - began_s < 20
+        assert not player.waits
+    finally:
+        player.end()
 
 
 def test_a_process_that_takes_too_long_is_late() -> None:

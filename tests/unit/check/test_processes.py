@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from object_chain import SIZE, chain
 
 from commlens.check import processes
-from commlens.check.processes import Ranks
+from commlens.check.branches import Answers
+from commlens.check.processes import Ranks, common_answers, disagreeing
 from commlens.check.run_rank import warm_up
 
 
@@ -19,7 +21,7 @@ def test_each_rank_starts_once_if_the_memory_suffices(
     monkeypatch.setattr(processes, "_WAITING_MAX", memory)
     warm_up()
     ranks = Ranks(chain(tmp_path))
-    sequences = ranks.run(range(SIZE))
+    sequences = ranks.sequences_of(range(SIZE))
     starts = (tmp_path / "starts").read_text().split()
     assert set(starts) == {"0", "1", "2", "3"}
     assert (len(starts) == SIZE) is (memory > 0)
@@ -27,3 +29,48 @@ def test_each_rank_starts_once_if_the_memory_suffices(
         f"rank {rank} has {5 + rank}\n" for rank in range(SIZE)
     ]
     assert not any(sequence.problem for sequence in sequences.values())
+
+
+def test_what_ranks_know_does_not_depend_on_the_number_of_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_WAITING_MAX", 0)
+    warm_up()
+    starts = []
+    for cpus in (1, SIZE):
+        monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid, n=cpus: range(n))
+        folder = tmp_path / str(cpus)
+        folder.mkdir()
+        Ranks(chain(folder)).sequences_of(range(SIZE))
+        starts.append(sorted((folder / "starts").read_text().split()))
+    assert starts[0] == starts[1]
+
+
+def test_others_need_not_import_what_a_first_rank_that_waits_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[tuple[str, ...]] = []
+    monkeypatch.setattr(processes, "import_modules", imported.append)
+    warm_up()
+    Ranks(chain(tmp_path)).sequences_of([1, 2])
+    assert len(imported) == 1
+
+
+KEY = "train.py", 81, "bool", ()
+
+
+def test_a_rank_that_knows_the_value_decides() -> None:
+    answers: dict[int, Answers] = {
+        0: {KEY: [(False, False), (False, False)]},
+        1: {KEY: [(True, True)]},
+        2: {KEY: [(True, False), (False, False), (True, False)]},
+    }
+    agreed = common_answers(answers)
+    assert agreed == {KEY: [(True, True), (False, False), (True, False)]}
+    assert disagreeing(answers, agreed) == [0]
+
+
+def test_ranks_that_read_elsewhere_do_not_disagree() -> None:
+    answers: dict[int, Answers] = {0: {KEY: [(math.nan, False)]}, 1: {KEY: [(math.nan, False)]}}
+    assert disagreeing(answers, common_answers(answers)) == []
+    assert disagreeing({2: {}}, common_answers(answers)) == []

@@ -5,8 +5,7 @@ from __future__ import annotations
 from sequences import Player, play
 
 from commlens.check.records import logs_of
-from commlens.check.rules import RULES
-from commlens.check.schedule import schedule
+from commlens.check.schedule import RULES, schedule
 from commlens.model.collective import State
 from commlens.model.ranklog import End, RankLog
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from sequences import Player, play
 
-from commlens.check.rules import RULES
-from commlens.check.schedule import Outcome, schedule
+from commlens.check.schedule import RULES, Outcome, schedule
+from commlens.model.ops import matches_by_tag
 
 Program = Callable[[Player], None]
 
@@ -193,3 +193,9 @@ def test_what_has_completed_is_the_same_in_each_run() -> None:
     first, second = (schedule(sequences, RULES["gloo"]) for _ in range(2))
     for rank, state in first.ranks.items():
         assert [op.done_at for op in state.ops] == [op.done_at for op in second.ranks[rank].ops]
+
+
+def test_the_rules_agree_with_those_of_the_diagnosis() -> None:
+    for backend, rules in RULES.items():
+        assert rules.backend == backend
+        assert rules.meets_by_tag == matches_by_tag(backend)

@@ -3,8 +3,7 @@
 from sequences import play
 
 from commlens.check import words
-from commlens.check.rules import RULES
-from commlens.check.schedule import schedule
+from commlens.check.schedule import RULES, schedule
 from commlens.check.sequence import Guess
 from commlens.model.verdict import Finding, Verdict
 
@@ -34,6 +33,6 @@ def test_a_fault_without_an_explanation_is_told_in_a_whole_sentence() -> None:
         summary="ranks 0-1 wait",
     )
     found = Verdict(kind="undetermined", summary=finding.summary, findings=[finding])
-    verdict = words.fault(found, outcome, "gloo", decides=False)
+    verdict = words.fault(found, outcome, "gloo")
     assert verdict.explanation == "Ranks 0-1 wait for ever in every run on gloo."
     assert verdict.findings[0].explanation == verdict.explanation

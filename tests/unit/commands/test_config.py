@@ -18,7 +18,7 @@ def yaml_file(folder: Path, text: str) -> Path:
 
 @pytest.mark.launches
 def test_config_show(run_commlens: RunCommlens, tmp_path):
-    path = yaml_file(tmp_path, "on_stall: abort\n")
+    path = yaml_file(tmp_path, "abort_on: stall\n")
     done = run_commlens(
         "config",
         "show",
@@ -29,7 +29,7 @@ def test_config_show(run_commlens: RunCommlens, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert tuple(rows) == NAMES
-    assert rows["on_stall"] == ["abort", str(path)]
+    assert rows["abort_on"] == ["stall", str(path)]
     assert rows["stall_timeout"] == ["5", "COMMLENS_STALL_TIMEOUT"]
     assert rows["keep_dumps"] == ["10", "default"]
     assert "TORCH_FR_BUFFER_SIZE=0" in done.stderr
@@ -37,10 +37,10 @@ def test_config_show(run_commlens: RunCommlens, tmp_path):
 
 @pytest.mark.launches
 def test_config_show_refuses_in_one_line(run_commlens: RunCommlens):
-    done = run_commlens("config", "show", environ={"COMMLENS_ON_STALL": "explode"})
+    done = run_commlens("config", "show", environ={"COMMLENS_ABORT_ON": "explode"})
     assert done.returncode == 2
     assert (
         done.stderr
-        == "commlens: COMMLENS_ON_STALL is 'explode', which is not accepted: it takes warn or"
-        " abort.\n"
+        == "commlens: COMMLENS_ABORT_ON is 'explode', which is not accepted: it takes nothing, all,"
+        " or some of stall, mismatch, diverged with commas between them.\n"
     )

@@ -44,5 +44,5 @@ def test_the_place_of_the_node_is_shown(
     monkeypatch.setenv("COMMLENS_TOPOLOGY", str(tmp_path / "topology.yaml"))
     assert commands.main(["doctor", "--node"]) == 0
     text = capsys.readouterr().out
-    assert "(switch leaf-1, rack r2):" in text
+    assert "(switch leaf-1, rack r2), with counts and times since boot:" in text
     assert "H100 80GB HBM3  near mlx5_1, 41" in text

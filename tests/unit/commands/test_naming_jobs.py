@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from commlens.commands import main
-from commlens.outside.find_ranks import FoundJob, RankProcess
+from commlens.outside.find_ranks import FoundJob
+from commlens.processes.ranks import RankProcess
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "dump"])
@@ -18,7 +19,7 @@ def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
     def ranks(first: int, numbers: list[int]) -> FoundJob:
         return FoundJob(
             [
-                RankProcess(rank, 2, rank, first + at, 1, "python train.py", ())
+                RankProcess(rank, first + at, 1, 2, rank, command="python train.py")
                 for at, rank in enumerate(numbers)
             ],
             [],

@@ -14,7 +14,7 @@ from traces import Recorder, one_event, training
 import commlens
 from commlens import commands
 from commlens.model.trace import TracedModule
-from commlens.reports.trace_perfetto import to_perfetto
+from commlens.reports.converted.perfetto import trace_to_perfetto
 from commlens.traces.rows import COLUMNS
 from conftest import RunCommlens
 
@@ -170,11 +170,9 @@ def test_ops(x, tmp_path, capsys):
     assert run(capsys, "view", tmp_path / "y.json", "--ops")[1].startswith("No tensor ops")
 
 
-def test_json_and_rows(x, capsys):
+def test_json(x, capsys):
     summary = json.loads(run(capsys, "view", x, "--json")[1])
     assert summary["calls"] == 32 and summary["schema"] == "commlens.trace-summary/1"
-    lines = run(capsys, "view", x, "--rows", "--phase", "outside")[1].splitlines()
-    assert [json.loads(line)["through"] for line in lines] == ["clip_grad_norm_"] * 2
 
 
 def test_csv(x, tmp_path, capsys):
@@ -228,7 +226,7 @@ def test_perfetto_slices_of_a_track_nest(tmp_path):
     data = training(steps=1)
     for number, event in enumerate(data.events):  # every wait ends while the next ones go on
         event.wait_ended_ns = event.started_ns + 250_000 + number
-    content, left_out = to_perfetto([(0, 0, commlens.Trace(data).to_rows())])
+    content, left_out = trace_to_perfetto([(0, 0, commlens.Trace(data).to_rows())])
     assert left_out == 0
     tracks: dict[int, list[tuple[float, float]]] = {}
     for event in json.loads(content)["traceEvents"]:

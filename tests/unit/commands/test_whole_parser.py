@@ -155,10 +155,10 @@ def test_own_options_after_the_script_are_the_scripts_and_one_line_says_so(
 
 
 def test_several_own_options_are_one_line(script: str, passed: Passed, capsys: Capture) -> None:
-    passed("run", script, "--debug=sample", "--on-stall", "abort", "--debug", "--", "--timing")
+    passed("run", script, "--debug=sample", "--abort-on", "stall", "--debug", "--", "--timing")
     assert (
         capsys.readouterr().err
-        == "commlens: --debug and --on-stall stand after train.py, so train.py gets them; "
+        == "commlens: --debug and --abort-on stand after train.py, so train.py gets them; "
         "to give them to commlens, put them before the script.\n"
     )
 
@@ -195,10 +195,10 @@ def test_torchruns_options_after_the_script_need_no_line(
     ("arguments", "message"),
     [
         (
-            ["launch", "--metric", "x"],
+            ["launch", "--dump", "x"],
             (
-                "commlens launch has no option '--metric'. Did you mean --metrics-file or"
-                " --metrics-port?"
+                "commlens launch has no option '--dump'. Did you mean --dump-dir, --dump-mode or"
+                " --dump-signal?"
             ),
         ),
         (
@@ -210,11 +210,8 @@ def test_torchruns_options_after_the_script_need_no_line(
             "commlens run has no option '--stall'. Did you mean --stall-timeout?",
         ),
         (
-            ["run", "--on=abort"],
-            (
-                "commlens run has no option '--on'. Did you mean --on-stall, --on-mismatch,"
-                " --on-diverged or --on-verdict?"
-            ),
+            ["run", "--abort=all"],
+            "commlens run has no option '--abort'. Did you mean --abort-on?",
         ),
         (
             ["trace", "--no-sum"],

@@ -13,6 +13,7 @@ from chosen import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps import SLOW, STEPS, Item, applies, broken, one_step, sizes, steps, with_fault
+from two_sides import tell_sides_apart
 from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -26,6 +27,7 @@ WAITS_FOR_ITSELF = re.compile(r"rank (\d+) waits[^;.]*for rank \1\b")
 def judge(logs: list[RankLog], seed: int) -> Verdict:
     verdict = diagnose_logs(logs)
     hold_to_schema(verdict)
+    assert tell_sides_apart(verdict)
     shuffled = list(logs)
     random.Random(seed).shuffle(shuffled)
     assert diagnose_logs(shuffled) == verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -128,6 +129,19 @@ class TestSaving:
             os.umask(before)
         assert len(list(saved.iterdir())) == 10
         assert {stat.S_IMODE(path.stat().st_mode) for path in (saved, *saved.iterdir())} == modes
+
+    def test_a_whole_copy_replaces_the_newest_records_that_another_node_saved(
+        self, tmp_path: Path
+    ) -> None:
+        job_dir = live_job(tmp_path)
+        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=3)
+        add_node(saved, [SavedRank(5, 7, SEEN, b"COMMPACK", 1)], host="n04", job="job-1")
+        assert (saved / "rank5.7.newest.box").exists()
+        busy_box(5, 8, pid=7).write(job_dir)
+        save_dump(job_dir, tmp_path / "dumps", {5: SEEN}, host="n04", keep=3)
+        listed = json.loads((saved / "observed-n04.json").read_bytes())["saved"]
+        assert sorted(listed) == sorted(path.name for path in saved.glob("*.box"))
+        assert "rank5.7.box" in listed and "rank5.7.newest.box" not in listed
 
     def test_nothing_to_save(self, tmp_path: Path) -> None:
         with pytest.raises(DumpError, match="There are no black boxes in"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -265,7 +266,7 @@ def test_a_file_is_read_where_neither_the_device_nor_the_journal_is(
     file.write_text("1790251391.500000 n03 kernel: NVRM: Xid (PCI:0000:4f:00): 63, pid=1, remap\n")
     monkeypatch.setattr(kernel_log, "KMSG", str(tmp_path / "kmsg"))
     monkeypatch.setattr(kernel_log, "LOG_FILES", (str(file),))
-    monkeypatch.setattr(kernel_log, "_journal_program", str)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     log = KernelLog(past=True)
     try:
         assert [event.number for event in log.read_new()] == [63]

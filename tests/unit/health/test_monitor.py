@@ -12,11 +12,11 @@ from node_files import NodeFiles, RasServer, communicator, gpu_address
 from commlens.health import monitor
 from commlens.health.changes import Look
 from commlens.health.monitor import Monitor, NodeRecord, Sampler, look_once
-from commlens.health.places import RankProcess
+from commlens.health.places import RankOfNode
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, Values
 
 S = 1_000_000_000
-RANKS = [RankProcess(0, 70, 0, {}), RankProcess(1, 71, 1, {})]
+RANKS = [RankOfNode(0, 70, 0, {}), RankOfNode(1, 71, 1, {})]
 
 
 def whats(health: NodeHealth) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from commlens.health.places import RankProcess, aliases, networks, part_names, place_ranks
+from commlens.health.places import RankOfNode, aliases, networks, part_names, place_ranks
 from commlens.model.health import RankPlace, Values
 
 GPUS: dict[str, Values] = {
@@ -26,12 +26,12 @@ NETWORK: dict[str, Values] = {
 
 
 def placed(environment: Mapping[str, str], local_rank: int | None = 1) -> str:
-    (place,) = place_ranks([RankProcess(5, 77, local_rank, environment)], GPUS, {})
+    (place,) = place_ranks([RankOfNode(5, 77, local_rank, environment)], GPUS, {})
     return place.gpu
 
 
 def test_the_driver_tells_the_gpu_of_a_process() -> None:
-    process = RankProcess(5, 77, 1, {})
+    process = RankOfNode(5, 77, 1, {})
     assert place_ranks([process], GPUS, {77: "0000:03:00.0"}) == [
         RankPlace(5, 77, "0000:03:00.0", gpu_seen=True, gpu_index=3)
     ]

@@ -10,7 +10,7 @@ from node_files import NodeFiles, gpu_address
 
 from commlens.errors import CommandError
 from commlens.health.monitor import Monitor, Sampler
-from commlens.health.places import RankProcess
+from commlens.health.places import RankOfNode
 from commlens.health.topology import (
     find_layout,
     hosts_in,
@@ -194,7 +194,7 @@ def test_the_watcher_tells_the_places_of_its_ranks(tmp_path: Path):
     try:
         monitor.learn_places({})
         monitor.look_now()
-        health = monitor.report([RankProcess(6, 77, 0, {}), RankProcess(7, 78, 1, {})], wait_s=20)
+        health = monitor.report([RankOfNode(6, 77, 0, {}), RankOfNode(7, 78, 1, {})], wait_s=20)
     finally:
         monitor.close()
     assert (health.leaf, health.rack) == ("leaf-1", "r2")

@@ -92,6 +92,10 @@ def test_the_odd_one_is_named(
     ("usual", "other"),
     [
         (asked("barrier"), asked("barrier", spec(1, device="cuda"))),
+        *[
+            (CollectiveArgs(op, op), CollectiveArgs(op, op))
+            for op in ("init_process_group", "new_group", "split_group", "init_device_mesh")
+        ],
         (A, asked("all_reduce", spec((4, 5, 1)), reduce_op="SUM")),
         (A, asked("all_reduce", spec(20), reduce_op="SUM")),
         (asked("all_reduce", spec(4, "complex64")), asked("all_reduce", spec((4, 2), "float32"))),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commlens.matching.error_texts import (
+    consequence_of,
+    distance_to_cause,
     is_closed_connection,
     is_mismatch_error,
     is_peer_error,
@@ -39,6 +41,21 @@ def test_errors_because_of_another_rank(
         timeout,
     )
     assert may_be_peer_error(text or "") is peer
+
+
+def test_consequences_by_how_near_the_cause_they_are() -> None:
+    nearer = (
+        "ValueError: loss is not finite",
+        "NCCL error: internal error - please report this issue to the NCCL developers",
+        CLOSED,
+        "RuntimeError: NCCL Async Error: remote process exited or there was a network error",
+        TIMED_OUT,
+        "RuntimeError: NCCL communicator was aborted after a previous error",
+    )
+    assert [distance_to_cause(text) for text in nearer] == [0, 1, 2, 3, 4, 5]
+    assert (
+        consequence_of(f"{nearer[1]}\nLast error:\nSocket recv failed while polling") == "network"
+    )
 
 
 def test_what_may_be_about_a_peer_is_wider() -> None:

@@ -42,6 +42,7 @@ RAY = "/v/lib/python3.12/site-packages/ray/_private/worker.py"
         ("/home/me/commlens/train.py", "user"),
         ("/tmp/torchinductor_me/ab/cabc.py", "torch"),
         ("<eval_with_key>.3", "torch"),
+        ("...", "python"),  # frames that were left out
         ("/usr/lib/python3.12/threading.py", "python"),
         ("<frozen runpy>", "python"),
     ],

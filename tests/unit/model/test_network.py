@@ -5,9 +5,7 @@ from __future__ import annotations
 from commlens.model.network import Estimate, Network, Setup
 
 
-def test_the_share_of_a_step() -> None:
+def test_the_average_step() -> None:
     network = Network(intra_bandwidth=1e9, inter_bandwidth=1e8)
     estimate = Estimate(network=network, parts=[], steps=4, seconds=2.0, setup=Setup())
-    assert (estimate.seconds_per_step, estimate.share) == (0.5, None)
-    estimate.step_time = 0.25
-    assert estimate.share == 2.0, "it cannot fit"
+    assert estimate.seconds_per_step == 0.5

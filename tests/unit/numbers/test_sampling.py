@@ -23,9 +23,10 @@ class Sent(SimpleNamespace):
     """An exchange that keeps what is sent."""
 
     def __init__(self) -> None:
-        super().__init__(is_running=True, inspections=[])
+        super().__init__(is_running=True, is_ending=False, checks=[], inspections=[])
 
-    def send(self, _check: CheckId, inspection: Inspection) -> None:
+    def send(self, check: CheckId, inspection: Inspection) -> None:
+        self.checks.append(check)
         self.inspections.append(inspection)
 
 
@@ -37,14 +38,17 @@ def sent(monkeypatch: pytest.MonkeyPatch, two_ranks: None) -> Sent:
     return exchange
 
 
-def train(parameters: list[Any]) -> None:
+def train(parameters: list[Any], every: int = 1, steps: int = 3, *, end: Any = None) -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    sampler = Sampler(NumberChecks(every=1))
-    for _ in range(3):
+    sampler = Sampler(NumberChecks(every))
+    for _ in range(steps):
         for each in parameters:
             each.grad = torch.ones_like(each)
         optimizer.step()
         sampler.after_step(optimizer)
+    if end is not None:
+        end()
+        sampler.end()
     sampler.stop()
 
 
@@ -101,3 +105,64 @@ def test_an_error_of_the_look_for_nan_is_logged_once_and_ends_the_checks(
     assert sampler.off
     nn.Identity()(torch.tensor([float("nan")]))
     assert sampler.watch.event is None
+
+
+def test_a_short_job_is_compared_early(sent: Sent) -> None:
+    train([nn.Parameter(torch.ones(3))], 100, 30)
+    assert len(sent.inspections) == 2  # after steps 1 and 10
+
+
+def test_at_the_end_the_steps_after_the_last_check_are_compared(sent: Sent) -> None:
+    model = nn.Linear(4, 4)
+    train(list(model.parameters()), 100, 30, end=lambda: None)
+    assert [each.number for each in sent.checks] == [1, 10, 30]
+    assert sent.is_ending
+    [table] = sent.inspections[-1].read()[0]
+    assert {each.kind for each in table.measures} == {"parameter"}
+
+
+@pytest.mark.parametrize("steps", [10, 200])
+def test_a_step_is_not_compared_twice(sent: Sent, steps: int) -> None:
+    train(list(nn.Linear(4, 4).parameters()), 100, steps, end=lambda: None)
+    assert [each.number for each in sent.checks] == [1, 10, 100, 200][: len(sent.checks)]
+    assert sent.checks[-1].number == steps
+
+
+def test_parameters_that_were_loaded_after_the_last_step_are_not_compared(sent: Sent) -> None:
+    model = nn.Linear(4, 4)
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    train(list(model.parameters()), 100, 30, end=lambda: model.load_state_dict(state))
+    assert [each.number for each in sent.checks] == [1, 10]
+
+
+def test_parameters_whose_writes_are_not_counted_end_no_checks(sent: Sent) -> None:
+    with torch.inference_mode():
+        frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = torch.optim.SGD([frozen, *nn.Linear(4, 4).parameters()], lr=0.1)
+    sampler = Sampler(NumberChecks(every=1))
+    sampler.after_step(optimizer)
+    assert [each.number for each in sent.checks] == [1]
+
+
+def test_a_job_that_ends_by_an_exception_is_not_compared_at_the_end(sent: Sent) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = Sampler(NumberChecks(every=100))
+    for _ in range(2):
+        sampler.after_step(optimizer)
+    try:
+        raise ValueError("no batch")
+    except ValueError:
+        sampler.end()
+    assert [each.number for each in sent.checks] == [1]
+    sampler.end()
+    assert [each.number for each in sent.checks] == [1, 2]
+
+
+def test_a_job_without_a_step_is_told_that_nothing_was_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Sampler(NumberChecks()).end()
+    assert [record.getMessage() for record in caplog.records] == [
+        "commlens: no numbers were compared: no optimizer of torch made a step"
+    ]

@@ -7,7 +7,8 @@ import os
 import pytest
 from seen_ranks import C10D, FUNCTIONAL, GROUP, call, frame, stay
 
-from commlens.outside.calls import SeenFrame, find_call
+from commlens.outside.calls import find_call, meeting_place
+from commlens.processes.pyspy import SeenFrame
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,9 @@ from commlens.outside.calls import SeenFrame, find_call
 def test_the_call_that_a_stack_waits_in(frames: list[SeenFrame], phrase: str | None):
     found = find_call(frames, os.getpid())
     assert (found.phrase if found is not None else None) == phrase
+
+
+def test_the_address_of_a_store_that_is_being_made():
+    making = frame("_create_c10d_store", 3, C10D, hostname="'n1'", port="29511")
+    assert meeting_place([making, frame("main", 2)]) == ("n1", "29511")
+    assert meeting_place([frame("main", 2, hostname="'n1'", port="29511")]) is None

@@ -17,10 +17,10 @@ from commlens.model.cause import (
     Unrecorded,
     Working,
 )
-from commlens.outside.calls import SeenFrame
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples
 from commlens.outside.seen import SeenJob
+from commlens.processes.pyspy import SeenFrame
 
 WAITS = call("all_reduce", 81)
 
@@ -136,3 +136,23 @@ def test_no_rank_waits() -> None:
     cause = none_waits(job)
     assert isinstance(cause, NoneWaits)
     assert (cause.moving, cause.whole_job, cause.confidence) == ([0, 1, 2, 3], True, "high")
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([17, 18, 18], LoopRound(0, "step", 17, 18)),
+        ([18, 18, 17], LoopRound(2, "step", 17, 18)),
+        ([17, 17, 18], LoopRound(2, "step", 18, 17)),
+        ([17, 18, 19], None),
+        ([17, 17, 18, 18], None),
+        ([17, 17, 17], None),
+    ],
+)
+def test_a_round_is_told_only_if_it_is_true_of_all_ranks(
+    steps: list[int], told: LoopRound | None
+) -> None:
+    calls = [call("all_reduce", 81 if i else 85, step=step) for i, step in enumerate(steps)]
+    (cause,) = causes(*calls)
+    assert isinstance(cause, Mismatch)
+    assert cause.other_round == told

@@ -8,7 +8,15 @@ import time
 
 import pytest
 
-from commlens.outside.find_ranks import script_of, short_command_of
+from commlens.errors import CommandError
+from commlens.outside import find_ranks
+from commlens.outside.find_ranks import (
+    FoundJob,
+    find_job,
+    script_of,
+    short_command_of,
+)
+from commlens.processes.ranks import RankProcess
 
 
 @pytest.mark.parametrize(
@@ -43,3 +51,58 @@ def until_executed(child: subprocess.Popen[bytes]) -> str:
     while not (found := short_command_of(child.pid)) and time.monotonic() < end:
         time.sleep(0.01)
     return found
+
+
+@pytest.mark.parametrize(
+    ("scripts", "wanted", "said"),
+    [
+        (
+            ["train.py", "train.py", "serve.py --port 80"],
+            None,
+            "Several jobs run on this machine: ranks 0-1 of train.py (pid 41); ranks 0-1 of"
+            " train.py (pid 51); ranks 0-1 of serve.py --port 80 (pid 61). Name one by its script,"
+            " such as serve.py, or by the pid of a rank.",
+        ),
+        (
+            ["train.py", "train.py"],
+            "train",
+            "Several jobs that match 'train' run on this machine: ranks 0-1 of train.py (pid 41);"
+            " ranks 0-1 of train.py (pid 51). Name one by the pid of a rank.",
+        ),
+        # the name of the one is in the command of the other
+        (["train.py", "pretrain.py"], None, "such as pretrain.py, or by the pid of a rank."),
+        (["train.py"] * 11, None, "ranks 0-1 of train.py (pid 111); 3 more. Name one by the pid"),
+    ],
+)
+def test_several_jobs_and_how_to_name_one(monkeypatch, scripts, wanted, said):
+    jobs = [
+        FoundJob(
+            [RankProcess(rank, pid + rank, 1, 2, rank, command=f"python {s}") for rank in (0, 1)],
+            [],
+        )
+        for pid, s in zip(range(41, 1000, 10), scripts, strict=False)
+    ]
+    monkeypatch.setattr(find_ranks, "find_jobs", lambda: jobs)
+    with pytest.raises(CommandError) as refused:
+        find_job(wanted)
+    assert said in str(refused.value)
+    if wanted is None and len(scripts) == 3:
+        assert find_job("serve.py") is jobs[2]
+
+
+@pytest.mark.parametrize("mine", [0, 1])
+def test_of_two_processes_of_one_rank_the_preferred_one_counts(monkeypatch, mine):
+    """Two launchers started the same job; one of them is asked about."""
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+    ):
+        pids = one.pid, other.pid
+        monkeypatch.setattr(
+            find_ranks, "python_processes", lambda: [(pid, environ) for pid in pids]
+        )
+        (job,) = find_ranks.find_jobs({pids[mine]})
+        assert [each.pid for each in job.ranks] == [pids[mine]]
+        for child in (one, other):
+            child.communicate()

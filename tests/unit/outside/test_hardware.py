@@ -15,11 +15,12 @@ from seen_ranks import call, sample, stay
 
 from commlens.model.health import NodeHealth
 from commlens.model.verdict import Verdict
-from commlens.outside.find_ranks import FoundJob, RankProcess
-from commlens.outside.hardware import HardwareLook
+from commlens.outside.find_ranks import FoundJob
+from commlens.outside.hardware import look_at_hardware
 from commlens.outside.sample import HostSamples
 from commlens.outside.verdict import judge
 from commlens.processes import process
+from commlens.processes.ranks import RankProcess
 
 NOW_NS = 1_790_251_400 * S  # 2026-09-24 12:03:20 UTC
 
@@ -119,20 +120,17 @@ def test_the_words_of_a_lost_gpu(tmp_path: Path):
 def this_job(*expected: int) -> FoundJob:
     stat = process.read_stat(os.getpid())
     assert stat is not None
-    one = RankProcess(0, 2, 0, os.getpid(), stat.start_ticks, "train.py", ())
+    one = RankProcess(0, os.getpid(), stat.start_ticks, 2, 0, command="train.py")
     return FoundJob([one], list(expected))
 
 
 def look(root: Path, job: FoundJob, meanwhile: object = None) -> NodeHealth:
     logs = [sample(0, call("all_reduce", 8)).log]
     logs[0].pid, logs[0].local_rank = os.getpid(), 0
-    found = HardwareLook(job, root)
-    try:
+    with look_at_hardware(job, root) as finish:
         if callable(meanwhile):
             meanwhile()
-        return found.finish(logs)
-    finally:
-        found.close()
+        return finish(logs)
 
 
 def test_what_happened_before_the_job_is_left_out(tmp_path: Path):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from commlens.outside.find_ranks import RankProcess
 from commlens.outside.torch_dumps import error_lines, take_dumps
+from commlens.processes.ranks import RankProcess
 
 DUMPER = """
 import os, pathlib, select, sys
@@ -43,7 +43,7 @@ def test_a_pipe_makes_torch_dump_and_logs_are_read(tmp_path):
         )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        one = RankProcess(1, 2, 1, process.pid, 0, "python train.py", ())
+        one = RankProcess(1, process.pid, 0, 2, 1, command="python train.py")
         dumps = take_dumps([one])
         lines = error_lines(one)
         process.kill()

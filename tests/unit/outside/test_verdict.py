@@ -9,9 +9,11 @@ import pytest
 from goldens import hold
 from seen_ranks import FUNCTIONAL, GROUP, call, frame, sample, seen_on, stay
 
-from commlens.outside.calls import SeenFrame, find_call
+from commlens.model.ranklog import StoreSeen
+from commlens.outside.calls import find_call
 from commlens.outside.sample import HostSamples
 from commlens.outside.verdict import judge
+from commlens.processes.pyspy import SeenFrame
 
 
 def verdict(*frames: list[SeenFrame], **options: object):
@@ -129,6 +131,43 @@ def test_of_two_that_wait_for_each_other_the_one_ahead_left_something_out():
 def test_a_rank_in_another_round_of_the_loop():
     found = verdict(*[call("all_reduce", 81)] * 3, call("all_reduce", 81, step=7))
     assert (found.culprits, found.confidence) == ([3], "low")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "barrier",
+        "monitored_barrier",
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "split_group",
+        "init_device_mesh",
+        "all_gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "gather_object",
+        "destroy_process_group",
+    ],
+)
+def test_a_step_speaks_of_what_a_call_has(op: str):
+    """None of these passes tensors of the program."""
+    found = verdict(*[call(op, 81)] * 4)
+    assert found.kind == "stuck-inside"
+    assert op in found.next_step
+    assert "tensor" not in found.next_step and "shapes" not in found.next_step
+    tensors = verdict(*[call("all_reduce", 81)] * 4)
+    assert "compare the tensors' shapes" in tensors.next_step
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 2.4])
+def test_ranks_that_wait_where_nobody_listens(busy_s: float):
+    samples = [sample(rank, call("init_process_group", 9), cpu_s=busy_s) for rank in range(4)]
+    for one in samples:
+        one.log.observation.store = StoreSeen("127.0.0.1:29511", listens=False, agent=True)
+    found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
+    assert (found.kind, found.culprits) == ("stuck-inside", [])
+    assert "nobody listens at 127.0.0.1:29511" in found.summary
 
 
 def test_a_job_that_moves():

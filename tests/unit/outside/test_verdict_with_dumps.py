@@ -10,10 +10,10 @@ from seen_ranks import call, sample, stay
 
 from commlens.model.cause import CollectiveRef, Missing
 from commlens.model.verdict import Verdict
-from commlens.outside.calls import SeenFrame
 from commlens.outside.sample import HostSamples
 from commlens.outside.verdict import judge
 from commlens.outside.verdict_with_dumps import judge_with_dumps
+from commlens.processes.pyspy import SeenFrame
 
 
 def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():

@@ -6,11 +6,11 @@ import pytest
 from seen_ranks import call, frame, sample, seen_on, stay
 
 from commlens.model.verdict import Finding
-from commlens.outside.calls import SeenFrame
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples, RankSample
 from commlens.outside.seen import SeenJob
 from commlens.outside.words import describe, describe_none_waits
+from commlens.processes.pyspy import SeenFrame
 
 WAITS = call("all_reduce", 81)
 AT = "all_reduce of the default group at train.py:81 step"
@@ -90,10 +90,10 @@ def test_the_words_about_several_ranks_are_plural() -> None:
         ([True, True], 2, "nothing is wrong: the job moves (step 6)"),
         ([True, True], 4, "nothing is wrong in what was seen: ranks 0-1 move (step 6)"),
         ([True, None], 2, "nothing is wrong: no rank waits for another, and rank 0 moves (step 6)"),
-        ([None, None], 2, "no rank waits for another, and none moved within 2.5 s (step 6)"),
+        ([None, None], 2, "no rank waits for another, and none moved within 30 s (step 6)"),
     ],
 )
 def test_no_rank_waits(moved: list[bool | None], world: int, summary: str) -> None:
     samples = [sample(rank, WAITS, moved=each) for rank, each in enumerate(moved)]
-    job = SeenJob([HostSamples("n1", samples, world, window_s=2.5)])
+    job = SeenJob([HostSamples("n1", samples, world, window_s=30.0)])
     assert describe_none_waits(job, none_waits(job)).summary == summary

@@ -266,7 +266,7 @@ def test_pyspy_answer() -> None:
     stacks = pyspy.parse(
         answer, 7, lambda file: FrameKind.TORCH if "torch" in file else FrameKind.USER, 99
     )
-    main = stacks.threads[0]
+    main = stacks.threads[0].stack
     assert (main.is_main, main.name, main.taken_ns, main.frames[0].kind) == (
         True,
         "MainThread",
@@ -275,14 +275,25 @@ def test_pyspy_answer() -> None:
     )
 
 
+@pytest.mark.parametrize(("main_id", "named_first"), [(7, False), (None, True)])
+def test_a_thread_that_the_program_names_main_thread(
+    main_id: int | None, named_first: bool
+) -> None:
+    named = {"os_thread_id": 8, "thread_name": "MainThread", "frames": []}
+    main = {"os_thread_id": main_id, "thread_name": "renamed", "frames": []}
+    threads = pyspy.parse([named, main], 7, lambda _: FrameKind.USER, 99).threads
+    assert [one.stack.is_main for one in threads] == [True, False]
+    assert (threads[0].stack.thread == 8) == named_first
+
+
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_stacks_of_a_real_process(child: subprocess.Popen[str]) -> None:
     stacks = pyspy.take(child.pid, lambda _: FrameKind.USER)
     if stacks.note is not None and "may not read" in stacks.note:
         pytest.skip(stacks.note)
     assert stacks.note is None
-    assert stacks.threads[0].is_main
-    assert stacks.threads[0].frames[-1].function == "<module>"
+    assert stacks.threads[0].stack.is_main
+    assert stacks.threads[0].stack.frames[-1].function == "<module>"
 
 
 def test_no_stacks_of_a_process_that_is_gone() -> None:

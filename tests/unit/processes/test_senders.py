@@ -19,14 +19,22 @@ pytestmark = [
     pytest.mark.skipif(not senders.AVAILABLE, reason="the handler in C was not built here"),
 ]
 
-PROGRAM = """
+PROGRAM = '''
 import os, signal, subprocess, sys, time
-from commlens.processes.senders import remember_senders, take_sender
+from commlens.processes.senders import senders_remembered, take_sender
 
 handled = []
+remembered = senders_remembered([signal.SIGHUP, signal.SIGTERM])
+remembered.__enter__()
 signal.signal(signal.SIGHUP, lambda number, _: handled.append(number))
-remember_senders([signal.SIGHUP, signal.SIGTERM])
-"""
+
+def hang_up():
+    """The sender is reaped after its signal has come, and its name can be read until then."""
+    before, sender = len(handled), subprocess.Popen(["kill", "-HUP", str(os.getpid())])
+    while len(handled) == before:
+        time.sleep(0.01)
+    sender.wait()
+'''
 WAIT = """
 print("ready", flush=True)
 until = time.monotonic() + 30
@@ -57,8 +65,8 @@ def test_a_program_that_ends_at_once():
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     kill = subprocess.Popen(["kill", "-HUP", str(process.pid)])
-    assert kill.wait(60) == 0
     said = process.communicate(timeout=60)[0]
+    assert kill.wait(60) == 0, "not reaped before, which nothing could keep up with"
     assert said.startswith("[1] Sender(is_kernel=False, "), "Python's handler was called, too"
     assert f"pid={kill.pid}, uid={os.getuid()}, is_own_user=True, name='kill'" in said
     with open("/proc/self/comm") as file:  # noqa: PTH123
@@ -93,19 +101,33 @@ def test_a_handler_that_is_installed_later():
     assert (
         run(
             """
-subprocess.run(["kill", "-HUP", str(os.getpid())])
-signal.signal(signal.SIGHUP, lambda number, _: handled.append("later"))
-subprocess.run(["kill", "-HUP", str(os.getpid())])
+hang_up()
 first = take_sender(signal.SIGHUP)
-subprocess.run(["kill", "-HUP", str(os.getpid())])
-unseen = take_sender(signal.SIGHUP)
 for _ in range(3):
-    remember_senders([signal.SIGHUP])
-subprocess.run(["kill", "-HUP", str(os.getpid())])
-print(handled, first.name, unseen, take_sender(signal.SIGHUP).name)
+    signal.signal(signal.SIGHUP, lambda number, _: handled.append("later"))
+hang_up()
+print(handled, first.name, take_sender(signal.SIGHUP).name)
 """
         )
-        == "[1, 'later', 'later', 'later'] kill None kill\n"
+        == "[1, 'later'] kill kill\n"
+    )
+
+
+def test_a_handler_that_was_installed_before():
+    assert (
+        run(
+            """
+remembered.__exit__(None, None, None)
+former = signal.signal
+signal.signal(signal.SIGHUP, lambda number, _: handled.append("later"))
+hang_up()
+unseen = take_sender(signal.SIGHUP)
+with senders_remembered([signal.SIGHUP]):
+    hang_up()
+print(handled, unseen, take_sender(signal.SIGHUP).name, signal.signal is former)
+"""
+        )
+        == "['later', 'later'] None kill True\n"
     )
 
 
@@ -122,9 +144,7 @@ def test_a_signal_of_its_own_has_no_sender():
         """
 print(flush=True)
 signal.signal(signal.SIGTERM, print)
-remember_senders([signal.SIGTERM])
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-remember_senders([signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)
 """,
     ],
@@ -140,7 +160,6 @@ def test_a_program_that_is_started_has_the_default():
         run(
             """
 signal.signal(signal.SIGTERM, print)
-remember_senders([signal.SIGTERM])
 child = subprocess.Popen(["sleep", "60"])
 child.terminate()
 print(child.wait(30))

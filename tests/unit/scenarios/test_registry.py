@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from more_scenarios import SCENARIOS, find
 
 from commlens.errors import CommandError
-from commlens.scenarios.registry import SCENARIOS, Ending, find
+from commlens.scenarios.registry import Ending
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)

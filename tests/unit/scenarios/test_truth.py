@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.scenarios.truth import PROGRAMS, culprit_rank, marked_lines
+from commlens.scenarios import find
+from commlens.scenarios.truth import culprit_rank, marked_lines
 
 
 def test_the_culprit_is_neither_the_first_nor_the_last_rank() -> None:
@@ -14,9 +15,11 @@ def test_the_culprit_is_neither_the_first_nor_the_last_rank() -> None:
 
 
 def test_the_faults_line_is_found_by_its_comment() -> None:
-    (line,) = marked_lines("transformer", "data-loader")
+    path = find("data-loader").path
+    (line,) = marked_lines(path, "data-loader")
     name, number = line.split(":")
-    text = (PROGRAMS / name).read_text().splitlines()[int(number) - 1]
+    assert name == path.name
+    text = path.read_text().splitlines()[int(number) - 1]
     assert "data-loader" in text.partition("# fault: ")[2]
     with pytest.raises(LookupError, match="is marked"):
-        marked_lines("plain", "no-such-scenario")
+        marked_lines(path, "no-such-scenario")

@@ -11,8 +11,10 @@ from paced_jobs import job
 
 from commlens.model.collective import LearnedHow
 from commlens.model.ranklog import RankLog
+from commlens.model.worlds import JobWorld, Worlds
 from commlens.reports.step_table import step_table
 from commlens.speed.step_times import StepTimes, step_times
+from commlens.text import naming_worlds
 
 
 def compute(rank: int, step: int) -> float:
@@ -55,6 +57,8 @@ def test_exposed_waits():
         == "A step takes 18 ms (steps 1 to 18). A rank waits in collectives for 4.7 ms of it (26%)."
         " Rank 2 waits least (998 us), rank 0 most (6.0 ms)."
     )
+    with naming_worlds(Worlds((JobWorld("trainer", 0, 2), JobWorld("rollout", 2, 2)))):
+        assert "Rollout 0 waits least (998 us), trainer 0 most" in step_table(times).answer
     assert table.headings == ["group", "where", "calls", "waited", "of the step"], (
         "no column without content"
     )

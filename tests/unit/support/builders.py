@@ -57,6 +57,7 @@ class Op:
     cpp: bool = False  # waited for in C++: no recorded wait
     handle: str = ""
     callers: tuple[Frame, ...] = ()  # of the line's function, innermost first
+    inner: tuple[Frame, ...] = ()  # of a library, between the line and torch's function
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ class Job:
             self.now + 1000,
             stack=(
                 Frame("/site/torch/distributed/c10d.py", 99, "wrapper", FrameKind.TORCH),
+                *action.inner,
                 Frame(SCRIPT, action.line, action.function),
                 *action.callers,
             ),

@@ -19,7 +19,7 @@ from node_files import NodeFiles, RasServer, communicator, gpu_address
 from commlens.health import ras
 from commlens.health.changes import Look
 from commlens.health.monitor import NodeRecord, Sampler
-from commlens.health.places import RankProcess
+from commlens.health.places import RankOfNode
 from commlens.model.health import NodeHealth, RasReport
 from commlens.model.ranklog import RankLog
 
@@ -479,7 +479,7 @@ def _health(
     node: _Node, logs: Sequence[RankLog], scene: Scene, report: RasReport | None
 ) -> NodeHealth:
     processes = [
-        RankProcess(rank, scene.pids[rank], index, {}, scene.swapped.get(rank, 0.0))
+        RankOfNode(rank, scene.pids[rank], index, {}, scene.swapped.get(rank, 0.0))
         for index, rank in enumerate(node.ranks)
     ]
     assert node.sampler.gpus is not None

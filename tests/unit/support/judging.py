@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from two_sides import tell_sides_apart
 from verdict_schema import hold_to_schema
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -25,6 +26,7 @@ def judge(logs: list[RankLog], **options: object) -> Verdict:
     assert diagnose_logs(shuffled, **options) == verdict
     text = render(verdict)
     print(text)
+    assert tell_sides_apart(verdict)
     assert max(map(len, text.splitlines())) <= 80
     return verdict
 

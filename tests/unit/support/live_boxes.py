@@ -157,8 +157,14 @@ class Rank:
 
     def beat(self) -> None:
         """The watchdog thread's round: a heartbeat, and reduce ops."""
+        self.begin_round()
+        self.read_reduce_ops()
+
+    def begin_round(self) -> None:
         self.beats += 1
         self.box.heartbeat(MONO + self.beats * 250_000_000, UNIX + self.beats * 250_000_000)
+
+    def read_reduce_ops(self) -> None:
         for index, name in self.undecoded:
             if index + self.box.capacity > self.box.index:
                 self.box.value(index, REDUCE_OP, REDUCE_OPS.index(name) + 1)

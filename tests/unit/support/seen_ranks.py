@@ -6,8 +6,9 @@ import os
 
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
-from commlens.outside.calls import SeenFrame, counters, find_call
+from commlens.outside.calls import counters, find_call
 from commlens.outside.sample import HostSamples, RankSample
+from commlens.processes.pyspy import SeenFrame
 
 LOGGER = "/env/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
 FUNCTIONAL = "/env/lib/python3.11/site-packages/torch/distributed/_functional_collectives.py"

@@ -16,7 +16,8 @@ from boxes import busy_box
 from commlens.blackbox import job_dirs, layout
 from commlens.blackbox.reader import OpenBox
 from commlens.processes import process
-from commlens.watch.roster import Member, Worker
+from commlens.processes.ranks import RankProcess
+from commlens.watch.roster import Member
 
 CHILD = r"""
 import json, os, signal, sys, threading, time
@@ -140,7 +141,7 @@ def eventually(condition: object, timeout_s: float = 15.0) -> None:
 
 def member(folder: Path, rank: int, *, box: bool = True, **options: int) -> Member:
     pid = os.getpid() if rank == 2 else 4000 + rank
-    found = Member.of(Worker(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
+    found = Member.of(RankProcess(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
     if box:
         path = folder / job_dirs.box_name(rank, pid)
         content = busy_box(rank, pid=pid, **options)

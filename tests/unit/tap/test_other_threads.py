@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from commlens.tap.other_threads import frames_of_thread, threads_with_frames
+from commlens.tap.other_threads import frames_of_thread, threads_with_frames, waits_for_lock
 
 
 class Guard:
@@ -115,3 +117,86 @@ def test_the_frames_of_another_thread_innermost_first() -> None:
     thread.join(30)
     assert found == [("idle", idle.__code__.co_firstlineno + 2)]
     assert frames_of_thread(thread.ident) == []
+
+
+_taken = threading.Lock()
+_taken.acquire()
+
+
+class Owner:
+    """An object with a lock that is taken."""
+
+    def __init__(self) -> None:
+        self.lock = _taken
+
+    def enter(self) -> None:
+        with self.lock:
+            pass
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+
+    def acquire_for_a_while(self) -> None:
+        self.lock.acquire(timeout=60)
+
+
+def _enter_global() -> None:
+    with _taken:
+        pass
+
+
+def _enter_local_of_a_global_name() -> None:
+    _free = _taken
+    with _free:
+        pass
+
+
+_free = threading.Lock()
+
+
+def _in_a_closure() -> None:
+    lock = _taken
+
+    def inner() -> None:
+        with lock:
+            pass
+
+    inner()
+
+
+def _of_processes() -> None:
+    lock = multiprocessing.get_context("fork").Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize(
+    ("stands", "waits"),
+    [
+        (Owner().enter, True),
+        (Owner().acquire, True),
+        (_enter_global, True),
+        (_enter_local_of_a_global_name, True),
+        (_in_a_closure, True),
+        (lambda: queue.Queue().get(), True),
+        (lambda: threading.Event().wait(), True),
+        (Owner().acquire_for_a_while, False),
+        (lambda: threading.Event().wait(60), False),
+        (lambda: time.sleep(60), False),
+        (_of_processes, False),
+    ],
+)
+def test_a_thread_that_waits_for_a_lock(stands: Callable[[], object], waits: bool) -> None:
+    thread = threading.Thread(target=stands, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + (5.0 if waits else 0.3)
+    while time.monotonic() < deadline and not waits_for_lock(thread.ident or 0):
+        time.sleep(0.01)
+    assert waits_for_lock(thread.ident or 0) == waits
+
+
+def test_a_thread_that_has_ended_waits_for_nothing() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    assert not waits_for_lock(thread.ident or 0)

@@ -46,6 +46,12 @@ def test_tensors_that_do_not_fit_each_other(content: dict[str, Any], refused: bo
     assert will_be_refused(content, 2) is refused
 
 
+def test_nccl_takes_lists_of_tensors_of_different_sizes() -> None:
+    uneven = asked("allgather_", [tensor(4)], [tensor(4), tensor(3)])
+    assert will_be_refused(uneven, 2) and not will_be_refused(uneven, 2, "nccl")
+    assert will_be_refused(uneven, 3, "nccl")
+
+
 def test_an_error_about_the_arguments_shows_that_nothing_was_sent() -> None:
     assert was_not_issued("all_to_all", RuntimeError("Split sizes doesn't match total dim 0 size"))
     assert not was_not_issued("all_reduce", RuntimeError("Connection closed by peer"))

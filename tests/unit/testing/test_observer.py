@@ -30,7 +30,7 @@ def test_a_look_before_the_timeout_saves_a_dump(tmp_path: Path) -> None:
         busy_box(rank, 2, pid=pid, start_ticks=job_dirs.start_ticks(pid), about=here).write(folder)
     job = job_of(folder, SimpleNamespace(dump=None, is_saving=False))
     observer._look(job)
-    (verdict,) = job.verdicts(0.0)
+    (verdict,) = job.verdicts(observer._test)
     assert verdict.is_fault
     dump = job.dump()
     assert dump is not None and {"index.html", "verdict.json"} <= {

@@ -9,7 +9,7 @@ import pytest
 
 from commlens.processes.process import Ending, Handle
 from commlens.watch.death import DeathDetector, job_was_stopped
-from commlens.watch.death_report import lines_at_end
+from commlens.watch.reporting import lines_at_end
 from commlens.watch.roster import Member
 
 

@@ -9,8 +9,7 @@ import pytest
 from builders import Job, Stay, all_reduce, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.fold.alike import counts_for_all
-from commlens.diagnosis.fold.state_key import state_key
+from commlens.diagnosis.fold.alike import counts_for_all, state_key
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch import few_ranks as module
 from commlens.watch.few_ranks import FewRanks, few_ranks
@@ -142,6 +141,14 @@ def test_all_ranks_are_needed_if_the_states_are_not_known(dumb: set[int]) -> Non
     others.dumb = dumb
     others.gather_states = lambda own: None if not dumb else own  # type: ignore[method-assign]
     assert others.evidence() is None
+
+
+def test_nothing_is_read_if_the_states_of_too_many_nodes_are_not_known() -> None:
+    others = Others(run(stays))
+    others.dumb = set(range(3, 23))
+    read = []
+    assert few_ranks(others, others.states(0), lambda: read.append("here") or []) is None  # type: ignore[arg-type, func-returns-value]
+    assert read == []
 
 
 def test_all_ranks_are_needed_if_each_is_in_a_state_of_its_own(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from builders import Job, Stay, all_reduce
 
-from commlens.diagnosis.fold.state_key import state_key
+from commlens.diagnosis.fold.alike import state_key
 from commlens.diagnosis.views.status import fold, status_of
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch import other_nodes as module
@@ -67,7 +67,7 @@ class Asked:
         }, [beat for beat in self.others if beat.slot in self.dumb.intersection(of)]
 
     def look(self) -> OtherNodes:
-        return module._look(self, list(HERE), lambda: self.of(0))  # type: ignore[arg-type]
+        return module._ask_others(self, list(HERE), lambda: self.of(0))  # type: ignore[arg-type]
 
 
 def run(nodes: int = NODES, late: int = 51) -> list[RankLog]:

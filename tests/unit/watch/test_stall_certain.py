@@ -1,4 +1,4 @@
-"""What is certainly wrong, whoever is to blame: on_stall=abort asks for it."""
+"""What is certainly wrong, whoever is to blame: abort_on=stall asks for it."""
 
 from __future__ import annotations
 

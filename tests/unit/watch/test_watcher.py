@@ -25,8 +25,9 @@ from commlens.config import Settings
 from commlens.diagnosis.index.activity import movement
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Confidence, Verdict
+from commlens.processes.ranks import RankProcess
 from commlens.watch.reporting import Reporter
-from commlens.watch.roster import Roster, Worker
+from commlens.watch.roster import Roster
 from commlens.watch.watcher import Watcher
 
 pytestmark = pytest.mark.launches
@@ -43,7 +44,7 @@ def diagnose(logs: Sequence[RankLog], **_: object) -> Verdict:
     absent = [log for log in logs if log.rank not in waiting]
     if not waiting or not absent:
         return Verdict()
-    works = any(movement(log.observation)[1] for log in absent)
+    works = any(movement(log)[1] for log in absent)
     newest = max(log.collectives[-1].sequence_number for log in logs if log.rank in waiting)
     return Verdict(
         kind="waiting" if works else "missing",
@@ -75,7 +76,7 @@ class Job:
 
     def watch(
         self,
-        workers: Callable[[], list[Worker]] | None = None,
+        workers: Callable[[], list[RankProcess]] | None = None,
         end_job: Callable[[str], None] | None = None,
         **changed: object,
     ) -> None:
@@ -234,7 +235,7 @@ def test_a_rank_that_gets_a_sigterm_under_a_launcher_died(job: Job) -> None:
     job.
     """
     job.start(3)
-    workers = [Worker(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
+    workers = [RankProcess(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
     job.watch(workers=lambda: workers, stall_timeout=60.0)
     time.sleep(0.5)
     os.kill(job.ranks[1].pid, signal.SIGTERM)
@@ -289,7 +290,7 @@ def test_a_wait_is_not_reported_while_a_rank_is_ending(
 def test_a_death_replaces_the_verdict_that_it_explains(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commlens.watch.death_report.explains", lambda death, earlier: True)
+    monkeypatch.setattr("commlens.watch.reporting.explains", lambda death, earlier: True)
     job.start()
     job.watch()
     job.ranks[0].tell("announce")
@@ -328,7 +329,7 @@ def test_damaged_words_are_not_believed_and_damaged_boxes_not_left(job: Job) -> 
 
 def test_abort_ends_the_ranks(job: Job) -> None:
     job.start()
-    job.watch(on_stall="abort")
+    job.watch(abort_on="stall")
     job.ranks[0].tell("announce")
     eventually(job.ended)
     assert job.said[0] == "missing [1]"
@@ -339,7 +340,7 @@ def test_abort_ends_the_ranks(job: Job) -> None:
 
 def test_a_disagreement_ends_the_job_even_if_it_is_not_known_which_rank_is_wrong(job: Job) -> None:
     job.start()
-    job.watch(on_stall="abort")
+    job.watch(abort_on="stall")
     assert job.watcher is not None
     verdict = Verdict(
         kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low", certain=True
@@ -357,12 +358,12 @@ def test_abort_needs_complete_evidence(
     job: Job, seen: int, confidence: Confidence, doubt: str
 ) -> None:
     job.ranks = [Rank(job.folder, rank, 2) for rank in range(seen)]
-    job.watch(on_stall="abort")
+    job.watch(abort_on="stall")
     assert job.watcher is not None
     verdict = Verdict(kind="missing", culprits=[1], victims=[0], confidence=confidence)
     job.watcher.reporter._diagnose = lambda logs, **_: verdict
     job.ranks[0].tell("announce")
-    eventually(lambda: job.heard("the job goes on, although on_stall is set to abort"))
+    eventually(lambda: job.heard("the job goes on, although abort_on includes stall"))
     assert job.heard(doubt)
     assert all(rank.process.poll() is None for rank in job.ranks)
 
@@ -371,7 +372,7 @@ def test_abort_kills_ranks_that_ignore_sigterm(job: Job, monkeypatch: pytest.Mon
     monkeypatch.setattr("commlens.watch.job_abort.KILL_AFTER_S", 0.5)
     job.start()
     os.kill(job.ranks[1].pid, signal.SIGSTOP)
-    job.watch(on_stall="abort")
+    job.watch(abort_on="stall")
     job.ranks[0].tell("announce")
     eventually(job.ended)
     assert job.ranks[1].process.wait(5) == -signal.SIGKILL
@@ -408,7 +409,7 @@ def test_the_ranks_of_a_launcher(job: Job) -> None:
     job.start(2)
     quiet = Rank(job.folder.with_name("elsewhere"), 2, 3)
     job.ranks.append(quiet)
-    workers = [Worker(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
+    workers = [RankProcess(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
     job.watch(workers=lambda: workers, stall_timeout=60.0)
     time.sleep(0.5)
     quiet.tell("exit 1", answers=False)
@@ -489,7 +490,7 @@ def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> Non
     job.watch(stall_timeout=30)
     assert job.watcher is not None
     eventually(lambda: job.watcher is not None and len(job.watcher._roster.current()) == 1)
-    job.watcher._roster.adopt(Worker(1, os.getpid(), 0, 2))
+    job.watcher._roster.adopt(RankProcess(1, os.getpid(), 0, 2))
     job.watcher._observer.add(os.getpid(), 0)
     job.ranks[0].end()
     eventually(job.ended)

@@ -30,7 +30,46 @@ export function unbroken(text: string): string {
   return text.replace(/(\d) (ms|s|min|h|B|[kMGTP]B)\b/g, "$1\u00a0$2");
 }
 
+/** With a capital letter. */
+export function capital(text: string): string {
+  return text.slice(0, 1).toUpperCase() + text.slice(1);
+}
+
 /** `2 ranks`, `1 rank`. */
 export function count(value: number, one: string, many = `${one}s`): string {
   return `${number(value)} ${value === 1 ? one : many}`;
+}
+
+/** `[0, 1, 3]` becomes "0-1,3", `[0, 8, 16, 24]` becomes "0-24:8", as in commlens/text.py. */
+export function formatRanks(ranks: Iterable<number>): string {
+  const left = [...new Set(ranks)].sort((a, b) => a - b);
+  const parts: string[] = [];
+  for (let start = 0; start < left.length; ) {
+    let end = start + 1;
+    const stride = end < left.length ? left[end]! - left[start]! : 1;
+    while (end + 1 < left.length && left[end + 1]! - left[end]! === stride) end++;
+    if (end >= left.length) {
+      parts.push(String(left[start]));
+      break;
+    }
+    const many = end - start + 1;
+    if (stride === 1) parts.push(`${left[start]}-${left[end]}`);
+    else if (many >= 4) parts.push(`${left[start]}-${left[end]}:${stride}`);
+    else {
+      parts.push(String(left[start]));
+      start++;
+      continue;
+    }
+    start = end + 1;
+  }
+  return parts.join(",");
+}
+
+/** `0-1,3` becomes [0, 1, 3]: the ranks that formatRanks wrote. */
+export function parseRanks(text: string): number[] {
+  return text.split(",").filter(Boolean).flatMap((part) => {
+    const [span, step] = part.split(":");
+    const [first, last] = span!.split("-").map(Number);
+    return Array.from({ length: Math.floor(((last ?? first!) - first!) / Number(step ?? 1)) + 1 }, (_, index) => first! + index * Number(step ?? 1));
+  });
 }

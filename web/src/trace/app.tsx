@@ -1,4 +1,5 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useMedia } from "../shared/media";
 import { Shell } from "../shared/page";
 import { anchor, setAnchor } from "../shared/route";
 import { Search } from "../shared/search";
@@ -10,7 +11,7 @@ import { type Chosen, Details } from "./details";
 import { Empty } from "./drop";
 import { Facets } from "./facets";
 import { EVERYTHING, type Filter, type View, fromAddress, isActive, matching, opKindsShown, toAddress } from "./filter";
-import { type Collective, PHASES, type Trace } from "./model";
+import type { Collective, Trace } from "./model";
 import { Modules, hasTime } from "./modules";
 import { Parameters } from "./parameters";
 import type { Loaded, Progress } from "./read";
@@ -22,21 +23,10 @@ import * as words from "./words";
 /** The page: its trace, or an empty viewer to drop a file on. */
 export function App({ carried, progress }: { carried: Loaded | null; progress: Progress }) {
   const [loaded, setLoaded] = useState(carried);
-  const narrow = useNarrow();
+  const narrow = useMedia("(max-width: 760px)");
   if (!loaded) return <Empty onLoaded={setLoaded} progress={progress} />;
   if (loaded.head.kind === "compare") return <Compare loaded={loaded} narrow={narrow} />;
   return <Explorer key={loaded.head.names[0]} loaded={loaded} narrow={narrow} onOther={carried ? null : () => setLoaded(null)} />;
-}
-
-function useNarrow(): boolean {
-  const media = useMemo(() => matchMedia("(max-width: 760px)"), []);
-  const [narrow, setNarrow] = useState(media.matches);
-  useEffect(() => {
-    const follow = () => setNarrow(media.matches);
-    media.addEventListener("change", follow);
-    return () => media.removeEventListener("change", follow);
-  }, [media]);
-  return narrow;
 }
 
 const SIZES = [0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9];
@@ -250,7 +240,7 @@ function selfCheck(trace: Trace): string {
   const { dispatched, recorded, unclassified } = trace.coverage;
   if (!trace.groupsKnown) return "CommDebugMode's JSON has no self-check.";
   const whole = `${dispatched === recorded ? "All" : `${number(recorded)} of`} ${count(dispatched, "dispatched collective")} are recorded`;
-  return `${whole}; ${unclassified ? `${number(unclassified)} are unclassified` : "none is unclassified"}.`;
+  return unclassified ? `${whole}; ${number(unclassified)} are unclassified.` : `${whole} and classified.`;
 }
 
 function Ranks({ loaded, which, onWhich }: { loaded: Loaded; which: number; onWhich: (which: number) => void }) {
@@ -275,7 +265,7 @@ function Chips({ filter, onChange }: { filter: Filter; onChange: (filter: Filter
   const without = <V,>(values: ReadonlySet<V>, value: V) => new Set([...values].filter((each) => each !== value));
   const chips: [string, Filter][] = [
     ...[...filter.groups].map((group): [string, Filter] => [`on ${group}`, { ...filter, groups: without(filter.groups, group) }]),
-    ...[...filter.phases].map((phase): [string, Filter] => [PHASES[phase]!, { ...filter, phases: without(filter.phases, phase) }]),
+    ...[...filter.phases].map((phase): [string, Filter] => [words.phase(phase), { ...filter, phases: without(filter.phases, phase) }]),
     ...[...filter.ops].map((op): [string, Filter] => [op, { ...filter, ops: without(filter.ops, op) }]),
     ...(filter.module ? [[`in ${filter.module}`, { ...filter, module: "" }] as [string, Filter]] : []),
     ...(filter.source ? [[`at ${filter.source}`, { ...filter, source: "" }] as [string, Filter]] : []),

@@ -54,7 +54,7 @@ export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
                   onChoose(row);
                 }}
               >
-                {width > 3 && <span class="clip">{row.label} <small>{trace.bytesKnown ? size(row.all.sum.bytes) : number(row.all.sum.calls)}</small></span>}
+                {width > 3 && <span class="clip"><span>{row.label}</span> <small>{trace.bytesKnown ? size(row.all.sum.bytes) : number(row.all.sum.calls)}</small></span>}
               </button>
             );
           })}

@@ -3,7 +3,7 @@ import { Section, Shell } from "../shared/page";
 import { Search, matches } from "../shared/search";
 import { count, number, size } from "../shared/words";
 import { type Column, Grid } from "./grid";
-import { PHASES, type Trace } from "./model";
+import type { Trace } from "./model";
 import type { Change, Loaded } from "./read";
 import { Tally } from "./tree";
 import * as words from "./words";
@@ -54,7 +54,7 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
   }
   const columns: Column<Row>[] = [
     {
-      id: "name", name: "Module", width: narrow ? "minmax(7.2rem, 1fr)" : "minmax(18rem, 2.4fr)",
+      id: "name", name: "Module", width: "minmax(18rem, 2.4fr)",
       cell: (row) => (row.kind === "module" ? <b class="clip mono" title={row.side.path}>{row.side.label}</b> : <span class="clip" title={row.said}>{row.said}</span>),
     },
     { id: "mark", name: "", width: narrow ? "1.2rem" : "2rem", cell: (row) => <Mark pair={pairOf(row)} within={row.kind === "module" && row.side.differs} /> },
@@ -121,6 +121,8 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
           chosen={chosen}
           rowClass={(row) => mark(pairOf(row))}
           most={24}
+          stacked={narrow ? 2 : 0}
+          wraps={1100}
           empty={onlyChanged ? "No module issues more or fewer collectives than before." : "No module matches the search."}
         />
       </Section>
@@ -164,7 +166,7 @@ function percent({ before, after }: Pair): string {
   if (!before.bytes) return "new";
   if (!after.bytes) return "gone";
   const share = (100 * after.bytes) / before.bytes - 100;
-  return `${share > 0 ? "+" : "−"}${Math.abs(share) < 10 ? Math.abs(share).toFixed(1) : Math.round(Math.abs(share))} %`;
+  return `${share > 0 ? "+" : "−"}${Math.abs(share) < 10 ? Math.abs(share).toFixed(1) : Math.round(Math.abs(share))}%`;
 }
 
 /** The class of the model, if there is only one. */
@@ -254,7 +256,7 @@ function visible(roots: readonly Side[], open: ReadonlySet<string>, onlyChanged:
     const isOpen = open.has(side.path) && !leaf;
     rows.push({ kind: "module", key: side.path, side, open: isOpen, leaf });
     if (!isOpen) return;
-    for (const [key, pair] of own) rows.push({ kind: "kind", key: `${side.path}\n${key}`, depth: side.depth + 1, said: `${PHASES[pair.phase]}: ${pair.op} on ${pair.group}`, pair });
+    for (const [key, pair] of own) rows.push({ kind: "kind", key: `${side.path}\n${key}`, depth: side.depth + 1, said: `${side.path ? words.phaseWithin(pair.phase) : words.phase(pair.phase)}: ${pair.op} on ${pair.group}`, pair });
     children.forEach(visit);
   };
   roots.forEach(visit);

@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact";
 import { CopyButton } from "../shared/copy";
 import { Icon } from "../shared/icons";
-import { count, number, seconds, size } from "../shared/words";
+import { capital, count, formatRanks, number, seconds, size } from "../shared/words";
 import { overlapping } from "./lanes";
 import { type Collective, PHASES, type Trace } from "./model";
 import { opInputs, typeOf } from "./modules";
@@ -53,7 +53,7 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
       <p>{sentenceOf(event)}</p>
       <dl>
         <Fact name="Module">{event.site === null ? "none" : <Link onClick={() => onModule(event.site!)}>{event.site}</Link>}{event.call > 1 ? `, call ${number(event.call)}` : ""}{event.microbatch === null ? "" : `, microbatch ${number(event.microbatch)}`}</Fact>
-        <Fact name="Phase">{PHASES[event.phase]}{trace.steps > 1 ? `, step ${event.step === event.lastStep ? event.step : `${event.step} to ${event.lastStep}`}` : ""}</Fact>
+        <Fact name="Phase">{event.site === null ? words.phase(event.phase) : words.phaseWithin(event.phase)}{trace.steps > 1 ? `, step ${event.step === event.lastStep ? event.step : `${event.step} to ${event.lastStep}`}` : ""}</Fact>
         {cause && (
           <Fact name="Redistribution">
             <span class="mono change"><span>{words.placements(cause.before)}</span> <span aria-label="to">→</span> <span>{words.placements(cause.after)}</span></span>
@@ -118,13 +118,9 @@ function sentenceOf(event: Collective): string {
   return `${capital(words.place(event.phase, event.site))}${why ? `, ${why}` : ""}${line ? `, at ${line}` : ""}.`;
 }
 
-function capital(text: string): string {
-  return text.slice(0, 1).toUpperCase() + text.slice(1);
-}
-
 function asText(trace: Trace, event: Collective): string {
   return [
-    `${words.title(trace, event)} [${words.formatRanks(trace.groupOf(event).ranks)}]`,
+    `${words.title(trace, event)} [${formatRanks(trace.groupOf(event).ranks)}]`,
     sentenceOf(event),
     trace.bytesKnown ? `${event.dtype} ${size(event.inputBytes)} in, ${size(event.outputBytes)} out, ${size(event.wireBytes)} on the wire` : "",
     event.source ? `${event.source.file}:${event.source.line} in ${event.source.function}` : "",

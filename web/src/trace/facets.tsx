@@ -1,7 +1,8 @@
 import { count, number, size } from "../shared/words";
 import { type Facet, type Filter, matching } from "./filter";
-import { type Collective, PHASES, type Trace } from "./model";
+import type { Collective, Trace } from "./model";
 import { Tally } from "./tree";
+import * as words from "./words";
 
 interface FacetsProps {
   trace: Trace;
@@ -25,7 +26,7 @@ export function Facets({ trace, filter, colours, onChange }: FacetsProps) {
           colour={(label) => colours.get(label)}
         />
       )}
-      <FacetTable {...{ trace, filter, onChange }} facet="phases" name="Phase" of={(event) => event.phase} shown={(phase) => PHASES[phase]!} />
+      <FacetTable {...{ trace, filter, onChange }} facet="phases" name="Phase" of={(event) => event.phase} shown={words.phase} />
       <FacetTable {...{ trace, filter, onChange }} facet="ops" name="Collective" of={(event) => event.op} shown={(op) => op} />
     </div>
   );

@@ -28,20 +28,19 @@ interface GridProps<Row> {
   empty?: string;
   /** On a narrow screen: the first cell is above the others, with so many lines of text. */
   stacked?: number;
-  /** Rows have two lines of text where the grid is too narrow for one. */
-  wraps?: boolean;
+  /** Rows have two lines of text where the grid is narrower than this, in pixels. */
+  wraps?: number;
 }
 
 const LINE = 21;
 const OVERSCAN = 10;
-const ROOM_FOR_ONE_LINE = 1300; // pixels
 
 /** A table or tree whose visible rows alone are in the document. Arrow keys move, Enter selects. */
 export function Grid<Row>(props: GridProps<Row>) {
-  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18, stacked = 0, wraps = false } = props;
+  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18, stacked = 0, wraps = 0 } = props;
   const box = useRef<HTMLDivElement>(null);
-  const [room, setRoom] = useState(ROOM_FOR_ONE_LINE);
-  const wrapped = wraps && !stacked && room < ROOM_FOR_ONE_LINE;
+  const [room, setRoom] = useState(Infinity);
+  const wrapped = !stacked && room < wraps;
   const ROW = 30 + LINE * (stacked || (wrapped ? 1 : 0));
   const HEAD = stacked ? 2 * LINE + 10 : 30;
   const [top, setTop] = useState(0);
@@ -194,12 +193,12 @@ function least<Row>(columns: readonly Column<Row>[]): number {
   return columns.reduce((sum, column) => sum + Number(/([\d.]+)rem/.exec(width(column))?.[1] ?? 0) + 0.8, 0.6);
 }
 
-/** A sentence in one line, with the line of code at its end: if there is no room, its middle is left out. In a row of two lines, the line of code is the second. */
+/** A sentence in one line, with the line of code at its end: if there is no room, its middle is left out. A row of two lines has both in a flow. */
 export function Clipped({ text, line, dim }: { text: string; line: string; dim?: boolean }) {
   return (
     <span class={dim ? "cut dim" : "cut"} title={text + line}>
       <span class="clip">{text}</span>
-      {line && <span class="cut-line">{line.startsWith(", ") ? <><span class="cut-comma">, </span>{line.slice(2)}</> : line}</span>}
+      {line && <span class="cut-line">{line}</span>}
     </span>
   );
 }

@@ -1,6 +1,7 @@
 // The lanes and spans of the sequence drawing, by order of issue or by time.
 
-import { type Collective, PHASES, type Trace } from "./model";
+import type { Collective, Trace } from "./model";
+import * as words from "./words";
 
 export interface Span {
   start: number;
@@ -47,7 +48,7 @@ export function lanesByOrder(trace: Trace): Lane[] {
     if (found === undefined) parts.set(site, (found = part(site)));
     return found;
   };
-  const lanes = [runs("Pass", events, (event) => PHASES[event.phase]!), runs("Module", events, partOf)];
+  const lanes = [runs("Pass", events, (event) => words.phase(event.phase)), runs("Module", events, partOf)];
   if (trace.steps > 1) lanes.unshift(runs("Step", events, (event) => (trace.isSetup(event) ? "setup" : `step ${event.step}`)));
   for (const [label, indices] of byGroup(trace)) {
     lanes.push(laned(label, indices.map((index) => ({ start: index, end: index + 1, row: 0, event: index, name: events[index]!.op, colour: label }))));
@@ -168,7 +169,7 @@ function runs(name: string, events: readonly Collective[], of: (event: Collectiv
 
 /** The part of the model that contains a module: its path up to the first number, without the root. */
 function part(site: string | null): string {
-  if (site === null) return "no module";
+  if (site === null) return "outside all modules";
   const parts = site.split(".");
   const number = parts.findIndex((each) => /^\d+$/.test(each));
   if (number > 0) return parts.slice(1, number + 1).join(".");

@@ -34,11 +34,11 @@ const NOISE = [
 export function Modules(props: ModulesProps) {
   const { trace, tree, counted, open, onOpen, noise, onNoise, folded, onFold, colours, narrow } = props;
   const rows = useMemo(() => visibleRows(trace, tree, open, noise), [trace, tree, counted, open, noise]);
-  const phases = PHASES.map((_, phase) => phase).filter((phase) => tree.roots.some((row) => row.all.byPhase[phase]!.calls));
+  const phases = PHASES.map((_, phase) => phase).filter((phase) => tree.roots.some((row) => row.path && row.all.byPhase[phase]!.calls));
   const columns: Column<TreeRow>[] = [
     { id: "name", name: "Module", width: narrow ? "minmax(7rem, 1fr)" : "minmax(17rem, 2.2fr)", cell: (row) => <Name row={row} trace={trace} noise={noise} /> },
     ...(narrow ? [] : phases.map((phase): Column<TreeRow> => ({
-      id: PHASES[phase]!, name: PHASES[phase]!, width: PHASES[phase]!.length > 10 ? "minmax(8.6rem, 1fr)" : "minmax(6.4rem, 1fr)", numeric: true,
+      id: PHASES[phase]!, name: words.phaseWithin(phase), width: PHASES[phase]!.length > 10 ? "minmax(8.6rem, 1fr)" : "minmax(6.4rem, 1fr)", numeric: true,
       cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : null),
     }))),
     { id: "calls", name: "Calls", width: narrow ? "minmax(3rem, 1fr)" : "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
@@ -86,7 +86,8 @@ export function Modules(props: ModulesProps) {
         rowClass={(row) => `row-${row.kind}`}
         wide={(row) => (row.kind === "module" || narrow ? 1 : 1 + phases.length)}
         most={22}
-        stacked={narrow ? 1 : 0}
+        stacked={narrow ? 2 : 0}
+        wraps={1100}
         empty="No module matches the filters."
       />
     </Section>
@@ -109,7 +110,7 @@ function Name({ row, trace, noise }: { row: TreeRow; trace: Trace; noise: number
       </span>
     );
   }
-  if (row.kind === "pass") return <span class="clip" title={row.said}>{PHASES[row.phase]} <span class="dim">{row.said}</span></span>;
+  if (row.kind === "pass") return <span class="clip" title={row.said}>{row.row.path ? words.phaseWithin(row.phase) : words.phase(row.phase)} <span class="dim">{row.said}</span></span>;
   if (row.kind === "tally") return <span class="clip mono">{words.opOn(trace, row.op, row.group)}</span>;
   if (row.kind === "parameter") {
     const { parameter, times } = row;
@@ -174,7 +175,7 @@ function On({ row, trace, colours }: { row: TreeRow; trace: Trace; colours: Read
   const total = all.sum.bytes || all.sum.calls;
   const parts = [...all.byGroup].map(([label, tally]) => ({ label, share: (all.sum.bytes ? tally.bytes : tally.calls) / total })).sort((a, b) => b.share - a.share);
   return (
-    <span class="on" title={parts.map(({ label, share }) => `${label} ${Math.round(share * 100)} %`).join(", ")}>
+    <span class="on" title={parts.map(({ label, share }) => `${label} ${Math.round(share * 100)}%`).join(", ")}>
       <span class="on-bar" aria-hidden="true">
         {parts.map(({ label, share }) => <span key={label} style={{ width: `${share * 100}%`, background: `var(${colours.get(label) ?? "--idle"})` }} />)}
       </span>

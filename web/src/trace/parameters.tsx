@@ -59,7 +59,7 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
         columns={columns}
         rows={rows}
         stacked={narrow ? 2 : 0}
-        wraps
+        wraps={1300}
         keyOf={({ path, parameter }) => `${path}.${parameter.name} ${JSON.stringify(parameter)}`}
         empty={trace.modules.some((module) => module.parameters.length) ? "No parameter matches the filters." : "The trace has no parameters."}
       />

@@ -1,8 +1,8 @@
 // Reasons for collectives: grouped by place, cause, owner and line.
 
-import { type Collective, type Trace, PHASES } from "./model";
+import type { Collective, Trace } from "./model";
 import { Tally } from "./tree";
-import { count, number } from "../shared/words";
+import { count, formatRanks, number } from "../shared/words";
 import * as words from "./words";
 
 export const BY = {
@@ -100,7 +100,7 @@ function whole(trace: Trace, events: Collective[], calls: number): string {
   if (first.cause) text += `, ${words.causeWords(first.cause)}`;
   if (first.op === "send" || first.op === "recv") {
     const peers = events.map((event) => event.peer).filter((peer): peer is number => peer !== null);
-    if (peers.length) text += `, ${first.op === "send" ? "to" : "from"} rank ${words.formatRanks(peers)}`;
+    if (peers.length) text += `, ${first.op === "send" ? "to" : "from"} rank ${formatRanks(peers)}`;
   }
   const line = words.sourceWords(first);
   return line ? `${text}, at ${line}` : text;
@@ -111,5 +111,5 @@ function sites(events: Collective[]): string {
   const paths = [...new Set(events.map((event) => event.site).filter((site): site is string => site !== null))].sort(words.natural);
   const one = new Set(paths.map(words.pattern)).size === 1 ? words.fold(paths) : paths.length > 1 ? `${count(paths.length, "module")}` : "";
   const phases = new Set(events.map((event) => event.phase));
-  return phases.size === 1 ? words.place(first.phase, one || null) : `${[...phases].map((phase) => PHASES[phase]).join(" and ")}${one ? ` of ${one}` : ""}`;
+  return phases.size === 1 ? words.place(first.phase, one || null) : `${[...phases].map((phase) => words.phase(phase)).join(" and ")}${one ? ` of ${one}` : ""}`;
 }

@@ -4,7 +4,7 @@ import { Section } from "../shared/page";
 import { colour, onThemeChange } from "../shared/theme";
 import { count, number, seconds, size } from "../shared/words";
 import { Clipped, type Column, Grid } from "./grid";
-import { type Collective, PHASES, type Trace } from "./model";
+import type { Collective, Trace } from "./model";
 import { type Fold, type Lane, type Span, foldLanes, folded, idleTimes, lanesByOrder, lanesByTime } from "./lanes";
 import * as words from "./words";
 
@@ -19,6 +19,7 @@ interface SequenceProps {
 
 const LANE = 22;
 const AXIS = 20;
+const GUTTER = 132;
 
 /** The order, timing and overlap of collectives, as a drawing and as a list. */
 export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: SequenceProps) {
@@ -71,7 +72,7 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
         chosen={chosen === null ? null : String(chosen)}
         most={14}
         stacked={narrow ? 2 : 0}
-        wraps
+        wraps={1300}
         empty="No collective matches the filters."
       />
     </Section>
@@ -79,7 +80,8 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
 }
 
 function where(event: Collective) {
-  return <>{PHASES[event.phase]} <span class="mono dim"><Breakable text={event.site ?? ""} /></span></>;
+  if (event.site === null) return words.phase(event.phase);
+  return <>{words.phaseWithin(event.phase)} <span class="mono dim"><Breakable text={event.site} /></span></>;
 }
 
 interface DrawingProps {
@@ -118,7 +120,7 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
     setWidth(element.clientWidth);
     return () => observer.disconnect();
   }, []);
-  const gutter = width < 600 ? 88 : 132;
+  const gutter = useMemo(() => gutterOf(lanes, width), [lanes, width]);
   const rows = lanes.reduce((sum, lane) => sum + lane.rows, 0);
   const height = rows * LANE + AXIS;
   // Scroll to a collective selected elsewhere.
@@ -258,8 +260,7 @@ function paint(
   context.scale(ratio, ratio);
   const [text, dim, line, idle, page, focus] = ["--text", "--dim", "--line", "--idle", "--page", "--focus"].map(colour) as [string, string, string, string, string, string];
   const palette = new Map([...colours].map(([label, name]) => [label, colour(name)]));
-  const family = getComputedStyle(document.body).fontFamily;
-  context.font = `12px ${family}`;
+  context.font = font();
   context.textBaseline = "middle";
   const scale = (width - gutter) / (view[1] - view[0]);
   const x = (value: number) => gutter + (value - view[0]) * scale;
@@ -301,7 +302,7 @@ function paint(
       if (right - left > 26 && seen) {
         context.fillStyle = span.event < 0 || span.faint ? text : page;
         const from = Math.max(left, gutter) + 4;
-        context.fillText(clipped(context, span.name, right - from - 3), from, y + LANE / 2 - 2);
+        inside(context, span.name, from, y + LANE / 2 - 2, Math.min(right, width) - 3);
       }
       if (span.event >= 0 && span.event === chosen) {
         context.strokeStyle = focus;
@@ -323,6 +324,24 @@ function firstIn(lane: Lane, from: number): number {
     else high = middle;
   }
   return low;
+}
+
+/** Draw a text, unless it would be cut. */
+function inside(context: CanvasRenderingContext2D, text: string, left: number, middle: number, right: number): void {
+  if (left + context.measureText(text).width <= right) context.fillText(text, left, middle);
+}
+
+/** The room for the names of the lanes: all of the longest one, if that leaves enough for the drawing. */
+function gutterOf(lanes: readonly Lane[], width: number): number {
+  const context = document.createElement("canvas").getContext("2d");
+  if (!context) return GUTTER;
+  context.font = font();
+  const longest = Math.max(...lanes.map((lane) => context.measureText(lane.name).width));
+  return Math.max(width < 600 ? 0 : GUTTER, Math.min(longest + 10, width * 0.4));
+}
+
+function font(): string {
+  return `12px ${getComputedStyle(document.body).fontFamily}`;
 }
 
 function clipped(context: CanvasRenderingContext2D, text: string, width: number): string {
@@ -359,7 +378,7 @@ function timeAxis(
     const [from, to] = [parts[part]!, parts[part + 1]!];
     const begin = from + Math.max(0, view[0] - folded(from, folds));
     for (let tick = Math.ceil((begin - first) / step) * step + first; tick <= to && folded(tick, folds) <= view[1]; tick += step) {
-      mark(context, x(tick), seconds((tick - first) / 1e9), Math.min(width, x(to)), height, dim, line);
+      mark(context, x(tick), tick === first ? "0" : seconds((tick - first) / 1e9), Math.min(width, x(to)), height, dim, line);
     }
   }
   for (const { from, to } of folds) {
@@ -370,7 +389,7 @@ function timeAxis(
     context.fillRect(left, 0, right - left, height);
     context.globalAlpha = 1;
     context.fillStyle = dim;
-    context.fillText(clipped(context, `${seconds((to - from) / 1e9)} idle`, right - left - 6), left + 3, AXIS / 2);
+    inside(context, `${seconds((to - from) / 1e9)} idle`, left + 3, AXIS / 2, right - 3);
   }
 }
 
@@ -379,5 +398,5 @@ function mark(context: CanvasRenderingContext2D, at: number, said: string, width
   context.fillStyle = line;
   context.fillRect(at, AXIS - 4, 1, height - AXIS + 4);
   context.fillStyle = dim;
-  if (at + 3 + context.measureText(said).width < width) context.fillText(said, at + 3, AXIS / 2);
+  inside(context, said, at + 3, AXIS / 2, width);
 }

@@ -1,6 +1,6 @@
 import { useMemo, useState } from "preact/hooks";
 import { Section } from "../shared/page";
-import { number, seconds, size } from "../shared/words";
+import { capital, number, seconds, size } from "../shared/words";
 import { Clipped, type Column, Grid } from "./grid";
 import type { Trace } from "./model";
 import { hasTime } from "./modules";
@@ -25,11 +25,11 @@ export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
   const found = useMemo(() => reasons(trace, events, by), [trace, events, by]);
   const total = found.reduce((sum, reason) => sum + reason.tally.bytes, 0);
   const columns: Column<Reason>[] = [
-    { id: "why", name: BY[by], width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => (narrow ? <span class="clip" title={reason.sentence}>{reason.sentence}</span> : <Clipped {...parts(reason.sentence)} />) },
+    { id: "why", name: capital(BY[by]), width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => (narrow ? <span class="clip" title={reason.sentence}>{reason.sentence}</span> : <Clipped {...parts(reason.sentence)} />) },
     { id: "calls", name: "Calls", width: narrow ? "minmax(3rem, 1fr)" : "4rem", numeric: true, cell: (reason) => number(reason.tally.calls) },
     ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: narrow ? "minmax(5.5rem, 1fr)" : "5.5rem", numeric: true, cell: (reason: Reason) => size(reason.tally.bytes) }] : []),
     ...(trace.bytesKnown && !narrow ? [{
-      id: "share", name: "Share", width: "4rem", numeric: true, cell: (reason: Reason) => (total ? `${Math.round((100 * reason.tally.bytes) / total)} %` : ""),
+      id: "share", name: "Share", width: "4rem", numeric: true, cell: (reason: Reason) => (total ? `${Math.round((100 * reason.tally.bytes) / total)}%` : ""),
     }] : []),
     ...(hasTime(trace) && !narrow ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: "5rem", numeric: true, cell: (reason: Reason) => seconds(reason.tally.ns / 1e9) }] : []),
   ];
@@ -46,7 +46,7 @@ export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
         </label>
       }
     >
-      <Grid label="Why" columns={columns} rows={found} keyOf={(reason) => reason.key} onChoose={onChoose} chosen={chosen} most={14} stacked={narrow ? 4 : 0} empty="No collective matches the filters." />
+      <Grid label="Why" columns={columns} rows={found} keyOf={(reason) => reason.key} onChoose={onChoose} chosen={chosen} most={14} stacked={narrow ? 4 : 0} wraps={1300} empty="No collective matches the filters." />
     </Section>
   );
 }

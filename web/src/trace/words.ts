@@ -1,10 +1,22 @@
 // Phrases for the terms of a trace, the same as in commlens/traces/wording.py.
 
-import { number } from "../shared/words";
+import { formatRanks, number } from "../shared/words";
 import { type Cause, type Collective, type Frame, type Group, type Owner, PHASES, type Trace } from "./model";
 
+/** A phase's name. */
+export function phase(phase: number): string {
+  return PHASES[phase] === "outside" ? "outside all modules" : PHASES[phase]!;
+}
+
+/** A phase's name within one module. */
+export function phaseWithin(phase: number): string {
+  return PHASES[phase] === "outside" ? "elsewhere" : PHASES[phase]!;
+}
+
+const MASK = /_?MaskPartial\((?:[^()]|\([^()]*\))*\)/g;
+
 export function placements(text: string): string {
-  const plain = text.replaceAll("dim=", "").trim();
+  const plain = text.replace(MASK, "MaskPartial").replaceAll("dim=", "").trim();
   return plain.startsWith("(") && plain.endsWith(",)") ? plain.slice(1, -2) : plain;
 }
 
@@ -73,31 +85,6 @@ export function title(trace: Trace, event: Collective): string {
 /** "all_reduce on tp"; the op alone if groups are unknown. */
 export function opOn(trace: Trace, op: string, group: string): string {
   return trace.groupsKnown ? `${op} on ${group}` : op;
-}
-
-/** `[0, 1, 3]` becomes "0-1,3", `[0, 8, 16, 24]` becomes "0-24:8", as in commlens/text.py. */
-export function formatRanks(ranks: Iterable<number>): string {
-  const left = [...new Set(ranks)].sort((a, b) => a - b);
-  const parts: string[] = [];
-  for (let start = 0; start < left.length; ) {
-    let end = start + 1;
-    const stride = end < left.length ? left[end]! - left[start]! : 1;
-    while (end + 1 < left.length && left[end + 1]! - left[end]! === stride) end++;
-    if (end >= left.length) {
-      parts.push(String(left[start]));
-      break;
-    }
-    const many = end - start + 1;
-    if (stride === 1) parts.push(`${left[start]}-${left[end]}`);
-    else if (many >= 4) parts.push(`${left[start]}-${left[end]}:${stride}`);
-    else {
-      parts.push(String(left[start]));
-      start++;
-      continue;
-    }
-    start = end + 1;
-  }
-  return parts.join(",");
 }
 
 const DIGITS = /^\d+$/;

@@ -34,7 +34,14 @@ export interface Verdict {
   findings: Finding[];
   missing_evidence: string[];
   looked_at: string;
+  worlds: Worlds;
   cause?: Cause;
+}
+
+/** The worlds of a job: src/commlens/model/worlds.py. */
+export interface Worlds {
+  worlds: { name: string; first: number; size: number }[];
+  outsiders: { number: number; group: string; member: number }[];
 }
 
 /** What was found, as data: the fields of a `diverged` cause. */
@@ -78,6 +85,7 @@ export interface GraphEdge {
   target: number;
   label: string;
   waiting: string;
+  parted: boolean;
 }
 
 export interface LayoutRow {
@@ -106,26 +114,23 @@ export interface Ops {
 export interface Lane {
   rank: number;
   role: Role;
-  cls: number;
   ops: Ops;
 }
 
 export interface Arrivals {
   label: string;
   channel: number;
-  number: number;
   ranks: number[];
   at: number[];
   absent: string;
-  absent_count: number;
 }
 
 export interface Timeline {
-  zero_ns: number;
+  zero_is: string;
   captured: number;
   captured_known: boolean;
   window: [number, number];
-  channels: { label: string; ranks: string; about: string }[];
+  channels: { label: string; ranks: string }[];
   texts: string[];
   lanes: Lane[];
   left_out: number;

@@ -6,26 +6,13 @@ import { isHazard, sentence } from "./summary";
 export function Evidence({ page }: { page: VerdictPage }) {
   const { verdict } = page;
   const first = verdict.findings.find((finding) => !isHazard(finding));
+  const unsure = verdict.confidence === "high" ? null : first?.would_raise_confidence;
   return (
     <Section id="evidence" title="Evidence">
       <div class="columns">
-        <div>
-          <h3>In support of the verdict</h3>
-          {first && first.evidence.length > 0 ? (
-            <ul>{first.evidence.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>
-          ) : (
-            <p class="dim">There is no evidence beyond the sentences of the verdict.</p>
-          )}
-        </div>
-        <div>
-          <h3>Missing</h3>
-          {verdict.missing_evidence.length > 0 ? (
-            <ul>{verdict.missing_evidence.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>
-          ) : (
-            <p class="dim">No evidence is known to be missing.</p>
-          )}
-          {first?.would_raise_confidence && verdict.confidence !== "high" && <p>Confidence: {verdict.confidence}. {sentence(first.would_raise_confidence)}</p>}
-        </div>
+        {first && first.evidence.length > 0 && <div><h3>In support of the verdict</h3><Sentences texts={first.evidence} /></div>}
+        {verdict.missing_evidence.length > 0 && <div><h3>Missing</h3><Sentences texts={verdict.missing_evidence} /></div>}
+        {unsure && <div><h3>Confidence: {verdict.confidence}</h3><p>{sentence(unsure)}</p></div>}
       </div>
       <h3>Sources</h3>
       <dl class="facts">
@@ -46,4 +33,8 @@ export function Evidence({ page }: { page: VerdictPage }) {
       </dl>
     </Section>
   );
+}
+
+function Sentences({ texts }: { texts: readonly string[] }) {
+  return <ul>{texts.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>;
 }

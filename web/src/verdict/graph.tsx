@@ -2,7 +2,9 @@ import { Graph, layout } from "@dagrejs/dagre";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Breakable } from "../shared/breakable";
 import { Section } from "../shared/page";
-import type { VerdictPage } from "./data";
+import { Sideways } from "../shared/sideways";
+import { capital } from "../shared/words";
+import type { GraphEdge, VerdictPage } from "./data";
 import { RankSet, RoleChip, isOne, ranksPhrase } from "./parts";
 
 const AROUND = 34; // the border, padding and margin of the graph, in pixels
@@ -43,14 +45,11 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
     }
     setPlaced(placed);
   }, [page, room]);
-  const about = nodes.length > 0
-    ? "An arrow points from waiting ranks to the ranks that they wait for. Ranks that do the same share a box."
-    : "No rank waits.";
+  if (nodes.length === 0) return null;
   return (
-    <Section id="waiting" title="Wait-for graph" about={about}>
-      {nodes.length > 0 && (
-        <div ref={frame}>
-        <div class="graph-scroll" style={placed ? { maxWidth: `${placed.width + AROUND}px` } : {}} tabIndex={0} role="group" aria-label="The wait-for graph; its content as text follows below">
+    <Section id="waiting" title="Wait-for graph" about="An arrow points from waiting ranks to the ranks that they wait for. Ranks that do the same share a box.">
+      <div ref={frame}>
+        <Sideways class="graph-scroll" style={placed ? { maxWidth: `${placed.width + AROUND}px` } : {}} label="The wait-for graph; its content as text follows below">
           <div class="graph" ref={box} style={placed ? { height: `${placed.height}px`, minWidth: `${placed.width}px` } : { visibility: "hidden" }}>
             {placed && (
               <svg class="graph-edges" width={placed.width} height={placed.height} aria-hidden="true">
@@ -63,7 +62,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </svg>
             )}
             {edges.map((edge, index) => (
-              <div key={`edge${index}`} class="edge-label" title={waits(edge)} style={at(placed?.edges[index])}><Breakable text={edge.label} /></div>
+              <div key={`edge${index}`} class="edge-label" title={waits(edge)} style={at(placed?.edges[index])}><Breakable text={edge.parted ? `${capital(ranksPhrase(edge.waiting))}: ${edge.label}` : edge.label} /></div>
             ))}
             {nodes.map((node, index) => (
               <div key={`node${index}`} class={`node ${node.root ? "root" : ""} ${node.cls >= 0 ? `node-${page.classes[node.cls]!.role}` : "node-end"}`} style={at(placed?.nodes[index])}>
@@ -76,16 +75,11 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </div>
             ))}
           </div>
-        </div>
-        </div>
-      )}
-      {edges.length > 0 && (
-        <ul class="off-screen">
-          {edges.map((edge, index) => (
-            <li key={index}>{`${waits(edge)}${nameOf(page, edge.target)}.`}</li>
-          ))}
-        </ul>
-      )}
+        </Sideways>
+      </div>
+      <ul class="off-screen">
+        {edges.map((edge, index) => <li key={index}>{`${waits(edge)}${nameOf(page, edge.target)}.`}</li>)}
+      </ul>
     </Section>
   );
 }
@@ -102,10 +96,9 @@ export function ClassText({ page, cls }: { page: VerdictPage; cls: number }) {
   );
 }
 
-/** `Rank 2 waits in all_reduce #7 of dp`. A label may begin with the ranks, too. */
-function waits(edge: { waiting: string; label: string }): string {
-  const subject = ranksPhrase(edge.waiting);
-  return `${subject[0]!.toUpperCase()}${subject.slice(1)} ${isOne(edge.waiting) ? "waits" : "wait"} in ${edge.label.replace(/^Ranks? [^:]*: /, "")}`;
+/** `Rank 2 waits in all_reduce #7 of dp`. */
+function waits(edge: GraphEdge): string {
+  return `${capital(ranksPhrase(edge.waiting))} ${isOne(edge.waiting) ? "waits" : "wait"} in ${edge.label}`;
 }
 
 /** ` for rank 3, which is in train.py:57`, `: 2 ranks arrived, none has completed it`. */

@@ -2,7 +2,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Section } from "../shared/page";
 import { Tabs } from "../shared/tabs";
 import { countRole, ROLES, ROLE_ORDER, type Layout, type Role, type VerdictPage } from "./data";
-import { openRank } from "./parts";
+import { openRank, rankInWorld, rankName } from "./parts";
 
 const TALLEST = 440;
 const GAP = 14;
@@ -35,7 +35,7 @@ export function Groups({ page, selected }: { page: VerdictPage; selected: number
     body: () => <Grid key={index} page={page} layout={layout} selected={selected} />,
   }));
   return (
-    <Section id="groups" title="Process groups" about="Every cell is a rank; a strip is one group. The group of the faulty collective is outlined.">
+    <Section id="groups" title="Process groups" about={`Every cell is a rank; a strip is one group.${page.layouts.some((layout) => layout.rows.some((row) => row.fault)) ? " The group of the faulty collective is outlined." : ""}`}>
       <Legend page={page} />
       <Tabs tabs={tabs} chosen={chosen} onChoose={setChosen} label="Arrange the ranks by" />
     </Section>
@@ -54,13 +54,13 @@ function Legend({ page }: { page: VerdictPage }) {
   );
 }
 
-const NAMES = 92;
+const NAME_CHARACTER = 6.4; // in pixels
 
 /** Draw a few groups as the rows of a matrix, so that the groups across them are its columns. */
 function matrix(layout: Layout, room: number): Drawn | null {
   const longest = Math.max(1, ...layout.rows.map((row) => row.ranks.length));
   const named = layout.rows.some((row) => row.name !== "") && layout.rows.length > 1;
-  const left = named ? NAMES : 4;
+  const left = named ? Math.min(0.4 * room, Math.max(...layout.rows.map((row) => row.name.length)) * NAME_CHARACTER + 16) : 4;
   const cell = Math.min(40, Math.floor((room - left) / longest), Math.floor(TALLEST / layout.rows.length));
   if (cell < 16) return null;
   return {
@@ -197,13 +197,13 @@ function Grid({ page, layout, selected }: { page: VerdictPage; layout: Layout; s
             {drawn.strips.map((strip, index) => (
               <g key={index}>
                 {drawn.labels && (drawn.beside
-                  ? <text class="strip-name beside" x={strip.x - 8} y={strip.y + drawn.cell / 2 + 3}>{clipped(strip.name, NAMES - 8)}</text>
+                  ? <text class="strip-name beside" x={strip.x - 8} y={strip.y + drawn.cell / 2 + 3}>{clipped(strip.name, strip.x - 8)}</text>
                   : <text class="strip-name" x={strip.x} y={strip.y - 5}>{clipped(strip.name, strip.width)}</text>)}
                 {strip.fault && <rect class="strip-fault" x={strip.x - 2.5} y={strip.y - 2.5} width={strip.width + 3} height={heightOf(drawn, index) + 3} rx="3" />}
               </g>
             ))}
             {drawn.cell >= 18 && drawn.cells.length <= 1500 && drawn.cells.map((cell) => (
-              <text key={`${cell.row}-${cell.rank}`} class={`cell-number number-${roleOf(cell.rank)}`} x={cell.x + drawn.cell / 2 - 1} y={cell.y + drawn.cell / 2 + 3}>{cell.rank}</text>
+              <text key={`${cell.row}-${cell.rank}`} class={`cell-number number-${roleOf(cell.rank)}`} x={cell.x + drawn.cell / 2 - 1} y={cell.y + drawn.cell / 2 + 3}>{rankInWorld(cell.rank)}</text>
             ))}
             {marked && <rect class="cell-marked" x={marked.x - 1} y={marked.y - 1} width={drawn.cell} height={drawn.cell} />}
           </svg>
@@ -220,13 +220,13 @@ function heightOf(drawn: Drawn, strip: number): number {
 }
 
 function clipped(name: string, width: number): string {
-  const most = Math.max(6, Math.floor(width / 6.4));
+  const most = Math.max(6, Math.floor(width / NAME_CHARACTER));
   return name.length > most ? `${name.slice(0, most - 1)}…` : name;
 }
 
 export function describe(page: VerdictPage, index: number | undefined, rank: number): string {
-  if (index === undefined) return `rank ${rank}`;
+  if (index === undefined) return rankName(rank);
   const known = page.classes[page.ranks.cls[index]!];
   const host = page.ranks.texts[page.ranks.host[index]!];
-  return [`rank ${rank}`, host, known && `${known.each}${known.place ? ` at ${known.place}` : ""}`, ROLES[page.ranks.role[index]!]].filter(Boolean).join(" · ");
+  return [rankName(rank), host, known && `${known.each}${known.place ? ` at ${known.place}` : ""}`, ROLES[page.ranks.role[index]!]].filter(Boolean).join(" · ");
 }

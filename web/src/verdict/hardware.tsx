@@ -1,5 +1,7 @@
 import { Section } from "../shared/page";
+import { Sideways } from "../shared/sideways";
 import type { HardwareChange, VerdictPage } from "./data";
+import { ranksPhrase } from "./parts";
 
 const MARKS = { explains: "may explain the fault", coincides: "at the time of the fault" } as const;
 
@@ -15,7 +17,7 @@ export function Hardware({ page }: { page: VerdictPage }) {
         Changes since the first look at each node, in the order of their times (UTC{day && `, ${day}`}). A change with two times happened between them.
         {table.left_out && ` ${table.left_out}.`}
       </p>
-      <div class="table-scroll" tabIndex={0} role="group" aria-label="Changes of the hardware">
+      <Sideways class="table-scroll" label="Changes of the hardware">
         <table class="aligned hardware">
           <thead>
             <tr>
@@ -29,7 +31,7 @@ export function Hardware({ page }: { page: VerdictPage }) {
               <tr key={index} class={change.mark === "explains" ? "fault" : ""}>
                 <td class="hardware-time">{times(change, day)}</td>
                 <td>
-                  {change.node} <span class="dim">{change.ranks.includes(",") || change.ranks.includes("-") ? "ranks" : "rank"} {change.ranks}</span>
+                  {change.node} <span class="dim">{ranksPhrase(change.ranks)}</span>
                 </td>
                 <td>
                   {change.what} {change.mark && <span class={`chip ${change.mark === "explains" ? "role-culprit" : ""}`}>{MARKS[change.mark]}</span>}
@@ -38,7 +40,7 @@ export function Hardware({ page }: { page: VerdictPage }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Sideways>
     </Section>
   );
 }

@@ -10,6 +10,7 @@ import { WaitGraph } from "./graph";
 import { Groups } from "./grid";
 import { Hardware } from "./hardware";
 import { Numbers, divergedTensors } from "./numbers";
+import { nameWorlds } from "./parts";
 import { AllRanks, RankPanel } from "./ranks";
 import { Stacks } from "./stacks";
 import { Step } from "./step";
@@ -20,31 +21,22 @@ import { Timeline } from "./timeline";
 function Page({ page }: { page: VerdictPage }) {
   const asked = /^rank-(\d+)$/.exec(useAnchor());
   const selected = asked ? Number(asked[1]) : null;
-  const sections = [
-    ["verdict", "Verdict"],
-    ["numbers", "Tensors"],
-    ["waiting", "Waiting"],
-    ["groups", "Groups"],
-    ["timeline", "Timeline"],
-    ["issued", "Collectives"],
-    ["step", "Step"],
-    ["stacks", "Stacks"],
-    ["hardware", "Hardware"],
-    ["evidence", "Evidence"],
-    ["ranks", "Ranks"],
-  ] as const;
-  const there: Record<string, boolean> = {
-    numbers: divergedTensors(page).length > 0,
-    groups: page.layouts.length > 0,
-    issued: page.tables.length > 0,
-    step: page.step !== null,
-    stacks: page.stacks.length > 0,
-    hardware: page.hardware !== null,
-    ranks: page.ranks.rank.length > 0,
-  };
+  const sections = ([
+    ["verdict", "Verdict", true],
+    ["numbers", "Tensors", divergedTensors(page).length],
+    ["waiting", "Waiting", page.graph.nodes.length],
+    ["groups", "Groups", page.layouts.length],
+    ["timeline", "Timeline", page.timeline.lanes.length],
+    ["issued", "Collectives", page.tables.length],
+    ["step", "Step", page.step],
+    ["stacks", "Stacks", page.stacks.length],
+    ["hardware", "Hardware", page.hardware],
+    ["evidence", "Evidence", true],
+    ["ranks", "Ranks", page.ranks.rank.length],
+  ] as const).flatMap(([id, name, there]) => (there ? [[id, name] as const] : []));
   return (
     <div class={selected === null ? "" : "with-panel"}>
-      <Shell title="commlens" sections={sections.filter(([id]) => there[id] !== false)} tools={<CopyButton label="Copy the verdict for a ticket" text={page.text} bare />}>
+      <Shell title="commlens" sections={sections} tools={<CopyButton label="Copy the verdict for a ticket" text={page.text} bare />}>
         <Summary page={page} />
         <Numbers page={page} />
         <WaitGraph page={page} />
@@ -62,4 +54,8 @@ function Page({ page }: { page: VerdictPage }) {
   );
 }
 
-start<VerdictPage>((page) => (page ? <Page page={page} /> : <p class="note">This page contains no verdict.</p>));
+start<VerdictPage>((page) => {
+  if (!page) return <p class="note">This page contains no verdict.</p>;
+  nameWorlds(page.verdict.worlds);
+  return <Page page={page} />;
+});

@@ -1,7 +1,8 @@
 import { Section } from "../shared/page";
+import { Sideways } from "../shared/sideways";
 import { count } from "../shared/words";
 import type { Compared, DivergedTensor, VerdictPage } from "./data";
-import { RankLink } from "./parts";
+import { RankSet } from "./parts";
 
 const RANKS_MAX = 64;
 
@@ -16,13 +17,13 @@ export function Numbers({ page }: { page: VerdictPage }) {
   return (
     <Section id="numbers" title="Tensors by rank">
       <p class="about">Ranks with the same letter have the same bytes; A is on the most ranks. A dash stands for a rank that was not compared.</p>
-      <div class="table-scroll" tabIndex={0} role="group" aria-label="Tensors by rank">
+      <Sideways class="table-scroll" label="Tensors by rank">
         <table class="aligned numbers">
           <thead>
             <tr>
               <th scope="col">Tensor</th>
               {ranks.map((rank) => (
-                <th key={rank} scope="col"><span class="off-screen">rank </span><RankLink rank={rank} /></th>
+                <th key={rank} scope="col"><RankSet ranks={String(rank)} /></th>
               ))}
             </tr>
           </thead>
@@ -35,7 +36,7 @@ export function Numbers({ page }: { page: VerdictPage }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Sideways>
       {more > 0 && <p class="dim">{count(more, "more tensor differs", "more tensors differ")}.</p>}
       {leftOut > 0 && <p class="dim">{count(leftOut, "more rank is not shown", "more ranks are not shown")}.</p>}
       <History checks={cause.history ?? []} />
@@ -70,7 +71,7 @@ function History({ checks }: { checks: Compared[] }) {
       <ol class="checks">
         {checks.map((check) => (
           <li key={check.step} class={check.differing ? "differs" : ""}>
-            step {check.step}: {check.differing ? count(check.differing, "differs", "differ") : "equal"}
+            step {check.step}: {check.differing ? count(check.differing, "tensor differs", "tensors differ") : "all equal"}
           </li>
         ))}
       </ol>

@@ -2,28 +2,31 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { CopyButton } from "../shared/copy";
 import { Icon } from "../shared/icons";
 import { VirtualList } from "../shared/list";
+import { useMedia } from "../shared/media";
 import { Section } from "../shared/page";
 import { setAnchor } from "../shared/route";
 import { matches, Search } from "../shared/search";
-import { number, seconds } from "../shared/words";
+import { capital, number, seconds } from "../shared/words";
 import { ROLES, type RankClass, type VerdictPage } from "./data";
-import { openRank, RoleChip } from "./parts";
+import { openRank, rankInWorld, rankName, ranksPhrase, RoleChip } from "./parts";
 import { Stack } from "./stacks";
 
-const ROW = 34;
+const [ROW, TALL_ROW] = [34, 66];
 
 /** Every rank, searchable; only the rows in view are in the document. */
 export function AllRanks({ page, selected }: { page: VerdictPage; selected: number | null }) {
   const [query, setQuery] = useState("");
   const { ranks } = page;
+  const tall = useMedia(selected === null ? "(max-width: 700px)" : "(max-width: 1399px)"); // a panel takes its room
+  const row = tall ? TALL_ROW : ROW;
   const texts = useMemo(
-    () => ranks.rank.map((rank, index) => `rank ${rank} ${ranks.texts[ranks.host[index]!]} ${page.classes[ranks.cls[index]!]?.each} ${page.classes[ranks.cls[index]!]?.place} ${ROLES[ranks.role[index]!]} ${ranks.texts[ranks.last[index]!]} ${ranks.texts[ranks.end[index]!]}`),
+    () => ranks.rank.map((rank, index) => `${rankName(rank)} ${ranks.texts[ranks.host[index]!]} ${page.classes[ranks.cls[index]!]?.each} ${page.classes[ranks.cls[index]!]?.place} ${ROLES[ranks.role[index]!]} ${ranks.texts[ranks.last[index]!]} ${ranks.texts[ranks.end[index]!]}`),
     [page],
   );
   const found = useMemo(() => {
     const asked = /^\s*(?:rank\s*)?(\d+)\s*$/.exec(query);
     const all = texts.map((_, index) => index);
-    if (asked) return all.filter((index) => String(ranks.rank[index]).startsWith(asked[1]!));
+    if (asked) return all.filter((index) => String(rankInWorld(ranks.rank[index]!)).startsWith(asked[1]!));
     return query ? all.filter((index) => matches(texts[index]!, query)) : all;
   }, [query, texts]);
   return (
@@ -34,9 +37,9 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
     >
       <VirtualList
         label="All ranks"
-        class="rank-list"
+        class={tall ? "rank-list tall" : "rank-list"}
         count={found.length}
-        rowHeight={ROW}
+        rowHeight={row}
         height={ROW * 12}
         shown={selected === null ? undefined : found.indexOf(ranks.rank.indexOf(selected))}
         row={(position) => {
@@ -44,9 +47,9 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
           const rank = ranks.rank[index]!;
           const known = page.classes[ranks.cls[index]!];
           return (
-            <div key={rank} role="listitem" class={`rank-row role-${ranks.role[index]} ${rank === selected ? "selected" : ""}`} style={{ height: `${ROW}px` }}>
+            <div key={rank} role="listitem" class={`rank-row role-${ranks.role[index]} ${rank === selected ? "selected" : ""}`} style={{ height: `${row}px` }}>
               <button type="button" onClick={() => openRank(rank)}>
-                <span class="rank-row-name">rank {rank}</span>
+                <span class="rank-row-name">{rankName(rank)}</span>
                 <RoleChip role={ranks.role[index]!} />
                 <span class="rank-row-doing">{known?.each}{known?.place ? <span class="mono dim"> {known.place}</span> : null}</span>
                 <span class="rank-row-host dim">{ranks.texts[ranks.host[index]!]}</span>
@@ -93,18 +96,18 @@ export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
   ];
   const about = page.verdict.findings.filter((finding) => finding.culprits.includes(rank));
   return (
-    <aside class="panel" ref={panel} tabIndex={-1} aria-label={`Rank ${rank}`}>
+    <aside class="panel" ref={panel} tabIndex={-1} aria-label={capital(rankName(rank))}>
       <header>
-        <h2>Rank {rank}</h2>
+        <h2>{capital(rankName(rank))}</h2>
         {index >= 0 && <RoleChip role={ranks.role[index]!} />}
         <span class="panel-tools">
           <CopyButton label="Copy a link to this view" text={() => location.href} bare />
           <button type="button" class="icon-button" aria-label="Close" title="Close (Esc)" onClick={() => setAnchor("")}><Icon name="close" /></button>
         </span>
       </header>
-      {index < 0 ? <p>There is no rank {rank} in this job.</p> : (
+      {index < 0 ? <p>There is no {rankName(rank)} in this job.</p> : (
         <>
-          {known && <p>{`It ${known.each}${place(known)}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, like all of ranks ${known.ranks}` : ""}.`}</p>}
+          {known && <p>{`It ${known.each}${place(known)}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, like all of ${ranksPhrase(known.ranks)}` : ""}.`}</p>}
           <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
           {about.map((finding, at) => <p key={at} class={finding.root_cause ? "blame" : "dim"}>{finding.summary}.</p>)}
           {stack && <><h3>Stack</h3><Stack stack={stack} bare /></>}
@@ -126,7 +129,7 @@ function Issued({ page, rank }: { page: VerdictPage; rank: number }) {
     <>
       <h3>Collectives, newest first</h3>
       <VirtualList
-        label={`Collectives of rank ${rank}`}
+        label={`Collectives of ${rankName(rank)}`}
         class="op-list"
         count={ops.start.length}
         rowHeight={row}

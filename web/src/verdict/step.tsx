@@ -1,4 +1,5 @@
 import { Section } from "../shared/page";
+import { Sideways } from "../shared/sideways";
 import type { VerdictPage } from "./data";
 
 /** Where the communication time of a step goes. */
@@ -8,7 +9,7 @@ export function Step({ page }: { page: VerdictPage }) {
   return (
     <Section id="step" title="Where a step's communication time goes">
       <p class="about">{step.answer}</p>
-      <div class="table-scroll" tabIndex={0} role="group" aria-label="Communication time by group and place">
+      <Sideways class="table-scroll" label="Communication time by group and place">
         <table class="aligned step">
           <thead>
             <tr>{step.headings.map((heading) => <th key={heading} scope="col">{heading}</th>)}</tr>
@@ -21,7 +22,7 @@ export function Step({ page }: { page: VerdictPage }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Sideways>
       {step.notes.map((note, index) => <p key={index} class="about">{note}</p>)}
     </Section>
   );

@@ -1,10 +1,10 @@
 import { CopyButton } from "../shared/copy";
-import { count, unbroken } from "../shared/words";
+import { capital, count, unbroken } from "../shared/words";
 import type { Finding, SourceLines, VerdictPage } from "./data";
 import { ranksPhrase } from "./parts";
 
 const HEADLINES: Record<string, string> = {
-  healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler", undetermined: "Not enough evidence",
+  healthy: "No fault found", waiting: "Waiting, not stuck", straggler: "Straggler", undetermined: "Not enough evidence",
 };
 const TONES: Record<string, string> = { healthy: "good", waiting: "waiting", undetermined: "waiting" };
 
@@ -28,13 +28,13 @@ export function Summary({ page }: { page: VerdictPage }) {
         {verdict.explanation && (
           <>
             <dt>Why</dt>
-            <dd>{unbroken(verdict.explanation)}</dd>
+            <dd>{unbroken(headline(verdict.explanation))}</dd>
           </>
         )}
         {verdict.next_step && (
           <>
             <dt>Next</dt>
-            <dd><strong>{unbroken(sentence(verdict.next_step))}</strong></dd>
+            <dd><strong>{unbroken(capital(sentence(verdict.next_step)))}</strong></dd>
           </>
         )}
         {first?.source_file && (
@@ -122,10 +122,6 @@ function FindingList({ title, findings }: { title: string; findings: Finding[] }
 function headline(text: string): string {
   const title = sentence(text);
   return /^(ranks?|nodes?|nothing|there|no|only|the|strict|several|two) /.test(title) ? capital(title) : title;
-}
-
-function capital(text: string): string {
-  return text[0]!.toUpperCase() + text.slice(1);
 }
 
 /** With a full stop. */

@@ -1,5 +1,7 @@
 import { useState } from "preact/hooks";
+import { Breakable } from "../shared/breakable";
 import { Section } from "../shared/page";
+import { Sideways } from "../shared/sideways";
 import { Tabs } from "../shared/tabs";
 import type { Cell, Table, VerdictPage } from "./data";
 import { RankSet, RoleChip } from "./parts";
@@ -29,7 +31,7 @@ function One({ table }: { table: Table }) {
   return (
     <>
       <p class="about">{table.about}</p>
-      <div class="table-scroll" tabIndex={0} role="group" aria-label={`Collectives: ${table.name}`}>
+      <Sideways class="table-scroll" label={`Collectives: ${table.name}`}>
         <table class="aligned">
           <thead>
             <tr>
@@ -48,7 +50,7 @@ function One({ table }: { table: Table }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Sideways>
       {table.left_out && <p class="dim">{table.left_out}</p>}
     </>
   );
@@ -62,8 +64,8 @@ function Issued({ cell }: { cell: Cell }) {
         {cell.differs && <span class="differs-mark" title="differs from the others">≠<span class="off-screen"> differs: </span></span>}
         {cell.op}
       </div>
-      {cell.what && <div class="mono">{cell.what}</div>}
-      {cell.place && <div class="mono dim">{cell.place}</div>}
+      {cell.what && <div class="mono"><Breakable text={cell.what} /></div>}
+      {cell.place && <div class="mono dim"><Breakable text={cell.place} /></div>}
       {(STATES[state] || cell.late) && <div class={`issued-state ${state}`}>{[state === "completed" ? "" : STATES[state], cell.late].filter(Boolean).join(", ")}</div>}
     </td>
   );

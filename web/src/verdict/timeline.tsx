@@ -5,12 +5,13 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { Icon } from "../shared/icons";
 import { Section } from "../shared/page";
 import { colour, onThemeChange } from "../shared/theme";
-import { number, seconds } from "../shared/words";
+import { number, parseRanks, seconds } from "../shared/words";
 import type { Lane, Timeline as Data, VerdictPage } from "./data";
-import { RankLink } from "./parts";
+import { RankLink, rankName, ranksPhrase } from "./parts";
 
-const GUTTER = 84;
+const GUTTER = 84; // at least
 const SERIES = 6;
+const CHARACTER = 8; // at most, in pixels, of the axis and of names
 const IN_FLIGHT = 1;
 const FAILED = 2;
 const UNKNOWN = 3;
@@ -26,22 +27,21 @@ interface Spot {
 export function Timeline({ page, selected }: { page: VerdictPage; selected: number | null }) {
   const data = page.timeline;
   const ranks = page.ranks.rank.length;
-  const about = data.lanes.length === 0
-    ? data.notes.length > 0 ? undefined : "There is nothing to draw."
-    : `A bar is a collective, from its issue to its end; one that never ended is hatched and open at the right. ${
-        data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the culprits and some of each class. ` : ""
-      }Drag to move, Ctrl and the wheel (or the buttons) to zoom.`;
+  if (data.lanes.length === 0) return null;
+  const about = `A bar is a collective, from its issue to its end; one that never ended is hatched and open at the right. 0 is the moment at which ${data.zero_is}. ${
+    data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the culprits and some of each class. ` : ""
+  }Drag to move, Ctrl and the wheel (or the buttons) to zoom.`;
   return (
     <Section id="timeline" title="Timeline" about={about}>
-      {data.lanes.length > 0 && <Chart data={data} selected={selected} />}
+      <Chart data={data} selected={selected} />
       {data.arrivals.map((arrivals, index) => (
         <p key={index} class="arrivals">
           <strong>{arrivals.label}</strong>
           {": "}
           {arrivals.ranks.length > 1
-            ? `rank ${arrivals.ranks[0]} arrived first, rank ${arrivals.ranks.at(-1)} last of ${number(arrivals.ranks.length)}, ${seconds((arrivals.at.at(-1)! - arrivals.at[0]!) / 1e6)} later`
-            : `only rank ${arrivals.ranks[0]} arrived`}
-          {arrivals.absent_count > 0 ? `; ${arrivals.absent_count === 1 ? `rank ${arrivals.absent}` : `ranks ${arrivals.absent}`} never arrived.` : "."}
+            ? `${rankName(arrivals.ranks[0]!)} arrived first, ${rankName(arrivals.ranks.at(-1)!)} last of ${number(arrivals.ranks.length)}, ${seconds((arrivals.at.at(-1)! - arrivals.at[0]!) / 1e6)} later`
+            : `only ${rankName(arrivals.ranks[0]!)} arrived`}
+          {arrivals.absent ? `; ${ranksPhrase(arrivals.absent)} never arrived.` : "."}
         </p>
       ))}
       {data.notes.map((note, index) => <p key={index} class="dim">{note}</p>)}
@@ -59,6 +59,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   const [, redraw] = useState(0);
 
   const labels = useMemo(() => [...new Set(data.channels.map((channel) => channel.label))], [data]);
+  const gutter = useMemo(() => Math.max(GUTTER, ...data.lanes.map((lane) => rankName(lane.rank).length * CHARACTER + 20)), [data]);
   const rows = Math.min(4, labels.length);
   const laneHeight = Math.max(18, rows * 8 + 8);
   const whole = useMemo(() => extent(data), [data]);
@@ -68,7 +69,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   useEffect(() => {
     const element = box.current;
     if (!element) return;
-    const observer = new ResizeObserver(() => setWidth(Math.max(120, element.clientWidth - GUTTER)));
+    const observer = new ResizeObserver(() => setWidth(Math.max(120, element.clientWidth - gutter)));
     observer.observe(element);
     return () => observer.disconnect();
   }, []);
@@ -147,27 +148,27 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
         <span class="legend">
           {labels.slice(0, 12).map((label, index) => <span key={label}><i class={`swatch series-${(index % SERIES) + 1}`} />{label}</span>)}
           <span><i class="swatch swatch-open" />in flight</span>
-          {data.lanes.some((lane) => lane.ops.state.includes(FOUND_LATER)) && <span><i class="swatch swatch-faded" />ended within the bar</span>}
+          {data.lanes.some((lane) => lane.ops.state.includes(FOUND_LATER)) && <span><i class="swatch swatch-faded" />exact end unknown</span>}
           {data.lanes.some((lane) => lane.ops.state.includes(FAILED)) && <span><i class="swatch swatch-failed" />failed</span>}
         </span>
         <span class="zooms">
           <button type="button" class="icon-button" aria-label="Zoom in" title="Zoom in (+)" onClick={() => magnify(2)}><Icon name="plus" /></button>
           <button type="button" class="icon-button" aria-label="Zoom out" title="Zoom out (-)" onClick={() => magnify(0.5)}><Icon name="minus" /></button>
-          <button type="button" class="button" onClick={() => show(data.window)}>Around the fault</button>
+          <button type="button" class="button" onClick={() => show(data.window)}>Around 0</button>
           <button type="button" class="button" onClick={() => show(whole)}>Everything</button>
         </span>
       </div>
-      <div class="timeline-box" ref={box} tabIndex={0} role="application" aria-label="Timeline. The arrow keys move, plus and minus zoom, 0 returns to the fault." onKeyDown={onKey}>
+      <div class="timeline-box" ref={box} tabIndex={0} role="application" aria-label="Timeline. The arrow keys move, plus and minus zoom, 0 returns to the moment 0." onKeyDown={onKey}>
         <div class="axis" aria-hidden="true">
-          {width > 0 && scale.ticks(Math.max(2, Math.floor(width / 130))).map((tick, _, ticks) => (
-            <span key={tick} style={{ left: `${GUTTER + scale(tick)}px` }}>{relative(tick, ticks.length > 1 ? ticks[1]! - ticks[0]! : 0)}</span>
+          {width > 0 && labelled(scale, width).map(([tick, text]) => (
+            <span key={tick} style={{ left: `${gutter + scale(tick)}px` }}>{text}</span>
           ))}
         </div>
         <div class="lanes" style={{ height: `${height}px` }}>
-          <div class="gutter" style={{ width: `${GUTTER}px` }}>
+          <div class="gutter" style={{ width: `${gutter}px` }}>
             {data.lanes.map((lane) => (
               <div key={lane.rank} class={`lane-name role-${lane.role} ${lane.rank === selected ? "selected" : ""}`} style={{ height: `${laneHeight}px` }}>
-                <RankLink rank={lane.rank} text={`rank ${lane.rank}`} />
+                <RankLink rank={lane.rank} text={rankName(lane.rank)} />
               </div>
             ))}
           </div>
@@ -184,6 +185,13 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
       <p class="readout" aria-live="polite">{spot ? describe(data, data.lanes[spot.lane]!, spot.op) : "Point at a bar: the same collective is marked on every rank."}</p>
     </div>
   );
+}
+
+/** The ticks whose whole label is inside the axis, with their labels. */
+function labelled(scale: Scale, width: number): [tick: number, text: string][] {
+  const ticks = scale.ticks(Math.max(2, Math.floor(width / 130)));
+  const texts = ticks.map((tick): [number, string] => [tick, relative(tick, ticks.length > 1 ? ticks[1]! - ticks[0]! : 0)]);
+  return texts.filter(([tick, text]) => scale(tick) + (text.length * CHARACTER) / 2 < width);
 }
 
 function extent(data: Data): [number, number] {
@@ -230,7 +238,7 @@ function describe(data: Data, lane: Lane, op: number): string {
       ? "completion unknown"
       : `${state === FAILED ? "failed after" : state === FOUND_LATER ? "took at most" : "took"} ${seconds(Math.max(0, ops.end[op]! - start) / 1e6)}`;
   return [
-    `rank ${lane.rank}`,
+    rankName(lane.rank),
     `${data.texts[ops.name[op]!]} #${ops.number[op]} of ${channel.label} [${channel.ranks}]`,
     data.texts[ops.asked[op]!],
     data.texts[ops.place[op]!],
@@ -334,7 +342,7 @@ function draw(canvas: HTMLCanvasElement, { data, labels, rows, laneHeight, width
 /** A line through the times at which ranks reached the faulty collective, and a cross on the lanes of ranks that did not. */
 function drawArrivals(pen: CanvasRenderingContext2D, data: Data, arrivals: Data["arrivals"][0], scale: Scale, labels: string[], rows: number, laneHeight: number, paint: string): void {
   const moments = new Map(arrivals.ranks.map((rank, index) => [rank, arrivals.at[index]!]));
-  const members = membersOf(arrivals);
+  const absent = new Set(parseRanks(arrivals.absent));
   const last = scale(arrivals.at.at(-1) ?? 0);
   const middle = 4 + rowOf(data, labels, rows, arrivals.channel) * 8 + (rows > 1 ? 3.5 : (laneHeight - 9) / 2);
   pen.strokeStyle = paint;
@@ -358,7 +366,7 @@ function drawArrivals(pen: CanvasRenderingContext2D, data: Data, arrivals: Data[
     if (moment !== undefined) {
       pen.arc(scale(moment), y, 3, 0, 2 * Math.PI);
       pen.fill();
-    } else if (members(lane.rank)) {
+    } else if (absent.has(lane.rank)) {
       pen.moveTo(last - 4, y - 4);
       pen.lineTo(last + 4, y + 4);
       pen.moveTo(last + 4, y - 4);
@@ -367,16 +375,6 @@ function drawArrivals(pen: CanvasRenderingContext2D, data: Data, arrivals: Data[
       pen.stroke();
     }
   });
-}
-
-/** Whether a rank never arrived. */
-function membersOf(arrivals: Data["arrivals"][0]): (rank: number) => boolean {
-  const spans = arrivals.absent.split(",").filter(Boolean).map((part) => {
-    const [span, step] = part.split(":");
-    const [first, last] = span!.split("-");
-    return { first: Number(first), last: Number(last ?? first), step: Number(step ?? 1) };
-  });
-  return (rank) => spans.some(({ first, last, step }) => rank >= first && rank <= last && (rank - first) % step === 0);
 }
 
 function hatch(pen: CanvasRenderingContext2D, x: number, y: number, width: number, height: number, paint: string, page: string): void {

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, takewhile
+from itertools import combinations, takewhile, zip_longest
 from typing import Literal, NamedTuple
 
 from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
@@ -31,7 +31,7 @@ from commlens.diagnosis.index.job_index import (
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
-from commlens.matching.point_to_point import compare_pair, pair_messages
+from commlens.matching.point_to_point import Pair, compare_pair, pair_messages
 from commlens.model.cause import BlamedBy, Decision
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 
@@ -139,21 +139,20 @@ def align_records(job: JobIndex) -> list[Mismatch]:
     order of the logs.
     """
     mismatches = [mismatch for key in sorted(job.users) for mismatch in _align_channel(job, key)]
-    mismatches += _pairs(job) if job.knows.completed_ops else _open_pairs(job)
+    mismatches += _pair_mismatches(job)
     for mismatch in mismatches:
         mismatch.refused = any(
             op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values()
         )
+    # caught by the program on all ranks, which continued: then it did no harm
     return [
-        mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(job, mismatch))
+        mismatch
+        for mismatch in mismatches
+        if not (
+            mismatch.refused
+            and all(_continued(job.views[rank], op) for rank, op in mismatch.ops.items())
+        )
     ]
-
-
-def _was_caught(job: JobIndex, mismatch: Mismatch) -> bool:
-    """Return whether the program caught the refusal on all ranks and continued: then it did no
-    harm.
-    """
-    return all(_continued(job.views[rank], op) for rank, op in mismatch.ops.items())
 
 
 def _continued(view: RankView, op: Collective) -> bool:
@@ -190,7 +189,7 @@ def _disagreements(
     """Return the collectives that the ranks disagree on, up to the first disagreement that hangs
     them.
     """
-    comparison = _Comparison(tracks, key[2], splits_known=job.knows.splits)
+    comparison = _Comparison(tracks, key[2], splits_known=not job.foreign)
     mismatches: list[Mismatch] = []
     for number in _numbers_to_compare(job, tracks, shifts):
         met = _ops_at(tracks, number)
@@ -215,26 +214,23 @@ def _numbers_to_compare(
     """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair
     up wrongly.
     """
-    if job.knows.columns:
-        from commlens.diagnosis.index.column_differences import differing_numbers
+    if job.foreign:
+        from commlens.diagnosis.index.columns import differing_numbers
 
-        numbers = sorted({*differing_numbers(tracks), *_open_with_splits(tracks)})
+        # its sizes may differ, but what is sent in all must be what is expected
+        open_with_splits = {
+            track.open[0]
+            for track in tracks.values()
+            if track.open and track.ops[track.open[0]].op == "all_to_all"
+        }
+        numbers = sorted(
+            {*differing_numbers(track.ops for track in tracks.values()), *open_with_splits}
+        )
     else:
         numbers = sorted({number for track in tracks.values() for number in track.ops})
     starts = {shift.number for shift in shifts}
     first = min(starts, default=math.inf)
     return list(takewhile(lambda number: number <= first or number in starts, numbers))
-
-
-def _open_with_splits(tracks: Mapping[int, Track]) -> set[int]:
-    """Return the numbers of the oldest all_to_all in flight: their sizes may differ, but what is
-    sent in all must be what is expected.
-    """
-    return {
-        track.open[0]
-        for track in tracks.values()
-        if track.open and track.ops[track.open[0]].op == "all_to_all"
-    }
 
 
 class _Comparison:
@@ -397,7 +393,7 @@ def _racing(
         return None
     # a library's thread runs on all ranks, perhaps later
     if all(map(_is_of_library, beside)) or _runs_beside_main(
-        job, key, number, seen, {_place(op) for op in beside}
+        job, key, number, seen, set(map(_place, beside))
     ):
         return Race(beside[0], main[0], on)
     return None
@@ -444,11 +440,15 @@ def _runs_beside_main(
 
 def _is_of_library(op: Collective) -> bool:
     """Return whether a library's own thread issued an op, without a line of the user's."""
-    return not op.call_lines and _in_own_thread(op)
+    # threads of the backward pass are ordered by the main thread
+    return not op.call_lines and any(
+        frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py"))
+        for frame in op.stack
+    )
 
 
 def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
-    track = view.tracks.get(key) if view.columns is None else None  # dumps do not record threads
+    track = view.tracks.get(key) if view.dump is None else None  # dumps do not record threads
     numbers = range(number - _NEAR, number + _NEAR) if track is not None else ()
     return [
         op
@@ -492,16 +492,6 @@ def _is_inside(op: Collective, at_ns: int) -> bool:
         else []
     )
     return any(began <= at_ns and (not ended or at_ns < ended) for began, ended in spans)
-
-
-def _in_own_thread(op: Collective) -> bool:
-    """Return whether a thread that Python started issued a collective. Those of the backward pass
-    are ordered by the main thread.
-    """
-    return any(
-        frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py"))
-        for frame in op.stack
-    )
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:
@@ -583,60 +573,21 @@ def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
 # --- point to point
 
 
-def _pairs(job: JobIndex) -> list[Mismatch]:
-    """Return the first message of each pair of ranks whose send and receive disagree."""
-    mismatches: list[Mismatch] = []
-    for rank, view in sorted(job.views.items()):
-        for key, peer, direction in sorted(view.pairs):
-            other = job.views.get(peer)
-            # After a receive from any rank, the records do not show which message met which
-            # receive.
-            if direction != "send" or other is None or (key, -1, "recv") in other.pairs:
-                continue
-            complete = not (view.wrapped or other.wrapped)
-            receives = other.pairs.get((key, rank, "recv"), [])
-            for send, recv in pair_messages(
-                view.pairs[(key, peer, direction)], receives, complete=complete
-            ):
-                if send is None or recv is None or send.args == recv.args:
-                    continue
-                answer = compare_pair(rank, send.args, peer, recv.args)
-                if isinstance(answer, Disagree):
-                    mismatches.append(_pair_mismatch(job, key, rank, peer, send, recv, answer))
-                    break
-    return mismatches
-
-
-def _open_pairs(job: JobIndex) -> list[Mismatch]:
-    """Return the mismatched messages of other tools' dumps: they stay in flight on both ranks."""
-    mismatches: list[Mismatch] = []
-    for rank, view in sorted(job.views.items()):
-        for (key, peer, direction), sends in sorted(
-            view.pairs.items(), key=lambda item: item[1][0].index
-        ):
-            other = job.views.get(peer)
-            if direction != "send" or other is None:
-                continue
-            send = sends[0]
-            recv = find_counterpart(view, other, key, send)
-            if recv is None or recv is send or is_queued(view, send) or is_queued(other, recv):
-                continue
-            answer = compare_pair(rank, send.args, peer, recv.args)
+def _pair_mismatches(job: JobIndex) -> Iterator[Mismatch]:
+    """Yield the first message of each pair of ranks whose send and receive disagree."""
+    for sender, receiver, pairs in _met_messages(job):
+        for send, recv in pairs:
+            answer = compare_pair(sender.rank, send.args, receiver.rank, recv.args)
             if isinstance(answer, Disagree):
-                mismatches.append(_pair_mismatch(job, key, rank, peer, send, recv, answer))
-    return mismatches
+                yield _pair_mismatch(job, (sender.rank, send), (receiver.rank, recv), answer)
+                break
 
 
 def _pair_mismatch(
-    job: JobIndex,
-    key: ChannelKey,
-    sender: int,
-    receiver: int,
-    send: Collective,
-    recv: Collective,
-    answer: Disagree,
+    job: JobIndex, sent: tuple[int, Collective], received: tuple[int, Collective], answer: Disagree
 ) -> Mismatch:
-    ops = {sender: send, receiver: recv}
+    (sender, send), (receiver, recv) = sent, received
+    key, ops = send.channel.key, {sender: send, receiver: recv}
     decision = by_routine([[sender], [receiver]], ranks_off_routine(job, ops)) or UNDECIDED
     mismatch = Mismatch(
         key,
@@ -654,3 +605,70 @@ def _pair_mismatch(
         for block in job.views[rank].blocks.values()
     )
     return mismatch
+
+
+def pair_with_any_source(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:
+    """Pair the messages from one rank to another as :func:`pair_messages` does, with the receives
+    from any source that took one of them.
+    """
+    sends = sender.pairs.get((key, receiver.rank, "send"), [])
+    receives = receiver.pairs.get((key, sender.rank, "recv"), [])
+    complete = not (sender.wrapped or receiver.wrapped)
+    if not complete or not from_any(receiver, key) or not sources_known(receiver, key):
+        return pair_messages(sends, receives, complete=complete)
+    took = [op for op in from_any(receiver, key) if op.took_from == sender.rank]
+    received = sorted((*receives, *took), key=lambda op: op.index)
+    pairs: list[Pair] = []
+    for tag in sorted({op.tag for op in (*sends, *received)}):
+        pairs += zip_longest(
+            [op for op in sends if op.tag == tag], [op for op in received if op.tag == tag]
+        )
+    return pairs
+
+
+def pair_by_peer(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:
+    """Pair the messages from one rank to another; none if the other receives from any source, where
+    the records need not show which message met which receive.
+    """
+    return [] if from_any(receiver, key) else pair_with_any_source(sender, receiver, key)
+
+
+def _met_messages(
+    job: JobIndex,
+) -> Iterator[tuple[RankView, RankView, list[tuple[Collective, Collective]]]]:
+    """Yield each sender and receiver with the messages of one channel that met, the oldest first.
+    Of other tools' dumps, only those in flight on both ranks are known.
+    """
+    for _, view in sorted(job.views.items()):
+        for (key, peer, direction), sends in sorted(view.pairs.items()):
+            other = job.views.get(peer)
+            if direction != "send" or other is None:
+                continue
+            pairs = (
+                _in_flight_on_both(view, other, key, sends[0])
+                if job.foreign
+                else pair_by_peer(view, other, key)
+            )
+            yield view, other, [(send, recv) for send, recv in pairs if send and recv]
+
+
+def _in_flight_on_both(
+    view: RankView, other: RankView, key: ChannelKey, send: Collective
+) -> list[Pair]:
+    recv = find_counterpart(view, other, key, send)
+    if recv is None or recv is send or is_queued(view, send) or is_queued(other, recv):
+        return []
+    return [(send, recv)]
+
+
+def from_any(view: RankView, key: ChannelKey) -> list[Collective]:
+    """Return a rank's receives from any source."""
+    return view.pairs.get((key, -1, "recv"), [])
+
+
+def sources_known(view: RankView, key: ChannelKey) -> bool:
+    """Return whether the records tell whose message each receive from any source took."""
+    return all(
+        op.took_from is not None or op.in_flight or op.state is State.FAILED
+        for op in from_any(view, key)
+    )

@@ -4,6 +4,7 @@ other rank does not have.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from commlens.diagnosis.index.job_index import JobIndex
@@ -121,6 +122,16 @@ def _apart(own: Stack, other: Stack) -> tuple[list[Frame], list[Frame], list[Fra
     while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
         common += 1
     return mine, mine[common:], theirs[common:]
+
+
+def issued_by_library(stack: Stack) -> bool:
+    """Return whether a library calls torch's function, such as a schedule of a pipeline."""
+    own = itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack)
+    return any(
+        frame.kind in (FrameKind.TORCH, FrameKind.LIBRARY)
+        and not frame.file.endswith(("c10d.py", "c10d_logger.py"))
+        for frame in own
+    )
 
 
 def path_of(op: Collective) -> Path:

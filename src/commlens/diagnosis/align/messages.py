@@ -1,4 +1,5 @@
-"""Messages that never meet their receive: the tags differ, or one side names the wrong rank.
+"""Messages that never meet their receive: the tags differ, one side names the wrong rank, or a
+receive from any source took them.
 
 A send that is not received yet is no fault, and neither is a receive that waits. So a message is
 astray only if the other side is stuck or has ended, and if one of the two departs from its own tags
@@ -8,6 +9,7 @@ or peers, or from the distance that the other ranks keep.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.align.alignment import (
@@ -16,13 +18,130 @@ from commlens.diagnosis.align.alignment import (
     PartingTags,
     UsualDistance,
     UsualPeer,
+    from_any,
+    pair_by_peer,
+    pair_with_any_source,
+    sources_known,
 )
 from commlens.diagnosis.align.routine import follows_history
 from commlens.diagnosis.align.tie_break import UNDECIDED, by_routine
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Disagree, Party, Severity
-from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective
+
+
+@dataclass
+class Taken:
+    """A receive that names a sender, after a receive from any source took that sender's message."""
+
+    receive: Collective  # names its sender
+    taker: Collective  # the receive from any source
+    sent: Collective  # the message that it took
+    rival: Collective  # a message of another rank that it could have taken, and that nobody takes
+    rival_rank: int
+    races: bool  # nothing orders the two messages
+
+
+def find_taken(job: JobIndex, view: RankView, receive: Collective) -> Taken | None:
+    """Return by which receive from any source the message of a waiting receive was taken; None if
+    it was not, or if the program may have learned the sender from the receive from any source.
+    """
+    key, sender = receive.channel.key, job.views.get(-1 if receive.peer is None else receive.peer)
+    if sender is None or view.wrapped or sender.wrapped or not sources_known(view, key):
+        return None
+    taker = _latest_taker(view, receive)
+    if taker is None or _names_latest_source(view, receive):
+        return None
+    senders = {id(by): send for send, by in pair_with_any_source(sender, view, key) if by and send}
+    sent = senders.get(id(taker))
+    if sent is None or id(receive) in senders:
+        return None
+    rival = next(_left_over(job, view, receive), None)
+    if rival is None:
+        return None
+    taken = (sender.rank, sent)
+    ordered = _is_before(job, taken, rival) or _is_before(job, rival, taken)
+    return Taken(receive, taker, sent, rival[1], rival_rank=rival[0], races=not ordered)
+
+
+def _latest_taker(view: RankView, receive: Collective) -> Collective | None:
+    """Return the last receive from any source before ``receive`` that took such a message."""
+    wanted = (receive.peer, receive.tag)
+    for op in reversed(from_any(view, receive.channel.key)):
+        if op.index < receive.index and (op.took_from, op.tag) == wanted:
+            return op
+    return None
+
+
+def _names_latest_source(view: RankView, receive: Collective) -> bool:
+    """Return whether earlier receives at this line named the rank whose message the receive from
+    any source before them took: a header from any rank, and the rest of the message from the same.
+    """
+    earlier = from_any(view, receive.channel.key)
+    for (key, peer, direction), ops in view.pairs.items():
+        if key != receive.channel.key or direction != "recv" or peer < 0:
+            continue
+        for op in ops:
+            if op.index < receive.index and op.call_lines == receive.call_lines:
+                before = [one for one in earlier if one.index < op.index]
+                if before and before[-1].took_from == peer:
+                    return True
+    return False
+
+
+def _left_over(
+    job: JobIndex, view: RankView, receive: Collective
+) -> Iterator[tuple[int, Collective]]:
+    """Yield the messages of other ranks that a receive from any source with this tag could take,
+    and that this rank does not receive.
+    """
+    key = receive.channel.key
+    for rank in key[2]:
+        other = job.views.get(rank)
+        if other is None or rank in (view.rank, receive.peer) or other.wrapped:
+            continue
+        for send, taker in pair_with_any_source(other, view, key):
+            if send is not None and taker is None and send.tag == receive.tag:
+                yield rank, send
+
+
+def _is_before(
+    job: JobIndex, first: tuple[int, Collective], second: tuple[int, Collective]
+) -> bool:
+    """Return whether a rank issued ``second`` only after another one had issued ``first``, since
+    collectives or messages between the ranks order the two.
+    """
+    reached = {first[0]: first[1].index}  # by rank: all that it issued later comes after `first`
+    todo = [first[0]]
+    while todo:
+        rank = todo.pop()
+        for other, index in _ordered_by(job, job.views[rank], reached[rank]):
+            if index < reached.get(other, index + 1):
+                reached[other] = index
+                todo.append(other)
+    return second[0] in reached and reached[second[0]] < second[1].index
+
+
+def _ordered_by(job: JobIndex, view: RankView, index: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranks that met this one after its record ``index``, with the record of each in
+    which they first did.
+    """
+    for key, track in view.tracks.items():
+        number = min((number for number, op in track.ops.items() if op.index > index), default=0)
+        for member, theirs in job.tracks_on(key).items():
+            met = theirs.ops.get(number)
+            if met is not None and member != view.rank:
+                yield member, met.index
+    others = job.views.keys() - {view.rank}
+    for key, peer, direction in list(view.pairs):
+        if direction == "send" and peer in others:
+            pairs = pair_with_any_source(view, job.views[peer], key)
+            yield from [
+                (peer, taker.index)
+                for send, taker in pairs
+                if send and taker and send.index > index
+            ][:1]
+
 
 _MESSAGES_MAX = 256  # of a ring of thousands of ranks, each has one that is stuck
 _OTHERS_MAX = 16  # ranks whose distances are compared
@@ -32,7 +151,7 @@ def find_astray(job: JobIndex) -> list[Mismatch]:
     """Return a mismatch for each send or receive that is stuck because its message went astray.
     Only for black boxes.
     """
-    if not job.knows.completed_ops:
+    if job.foreign:
         return []
     found: dict[tuple[int, int], Mismatch] = {}
     for view, op in islice(_stuck_messages(job), _MESSAGES_MAX):
@@ -105,21 +224,11 @@ def _is_stuck(view: RankView) -> bool:
     )
 
 
-def _pairs(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:
-    sends, receives = (
-        sender.pairs.get((key, receiver.rank, "send"), []),
-        receiver.pairs.get((key, sender.rank, "recv"), []),
-    )
-    if (key, -1, "recv") in receiver.pairs or not (sends or receives):
-        return []
-    return pair_messages(sends, receives, complete=not (sender.wrapped or receiver.wrapped))
-
-
 def _unmatched(
     sender: RankView, receiver: RankView, key: ChannelKey, *, received: bool
 ) -> list[Collective]:
     """Return the sends without a receive, or the receives without a send, oldest first."""
-    pairs = [(pair[received], pair[not received]) for pair in _pairs(sender, receiver, key)]
+    pairs = [(pair[received], pair[not received]) for pair in pair_by_peer(sender, receiver, key)]
     return sorted(
         (op for op, other in pairs if op is not None and other is None), key=lambda op: op.index
     )
@@ -134,7 +243,7 @@ def _other_tag(
     key = recv.channel.key
     met = {
         one.tag
-        for one, other in _pairs(sender, receiver, key)
+        for one, other in pair_by_peer(sender, receiver, key)
         if one is not None and other is not None
     }
     if send.tag in met and recv.tag in met:
@@ -185,7 +294,11 @@ def _usual_peer(
         The rank, and the reason; -1 if there is none, or if the op is with that rank.
     """
     ranks = op.channel.key[2]
-    before = [one.peer for one in _at_line(view, op) if one.index < op.index]
+    before = [
+        one.peer
+        for one in _same_direction(view, op)
+        if one.call_lines == op.call_lines and one.index < op.index
+    ]
     if before:
         known = before[0]
         odd = len(before) > 1 and len(set(before)) == 1 and known is not None and known != op.peer
@@ -241,11 +354,6 @@ def _same_direction(view: RankView, op: Collective) -> list[Collective]:
         if of == key and direction == op.op
         for one in ops
     ]
-
-
-def _at_line(view: RankView, op: Collective) -> list[Collective]:
-    """Return the rank's messages of the same direction, channel and line."""
-    return [one for one in _same_direction(view, op) if one.call_lines == op.call_lines]
 
 
 def _to_wrong_rank(

@@ -1,5 +1,6 @@
 """Find ranks that are out of step: a rank skipped a collective or issued one too many, and
-everything after it pairs up wrongly.
+everything after it pairs up wrongly. Find those, too, that once issued collectives of one shape in
+another order.
 
 Where the ops and the shapes agree, only the source lines and the optimizer steps show it: from some
 sequence number on, the rank issues what the others issue later. Lines may legally differ between
@@ -10,14 +11,19 @@ of the others that it met before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
-from commlens.diagnosis.align.routine import leaves_routine, position_in, token
-from commlens.diagnosis.align.tie_break import by_routine, first_decision, is_majority
+from commlens.diagnosis.align.routine import leaves_routine
+from commlens.diagnosis.align.tie_break import (
+    UNDECIDED,
+    by_majority,
+    by_routine,
+    is_majority,
+)
 from commlens.diagnosis.index.job_index import JobIndex, Track
 from commlens.model.collective import ChannelKey, Collective
 
@@ -52,12 +58,11 @@ class Shift(msgspec.Struct):
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
     tracks = job.tracks_on(key)
-    if job.knows.columns:
-        from commlens.diagnosis.index.column_differences import representatives
+    if job.foreign:
+        from commlens.diagnosis.index.columns import representatives
 
-        tracks = representatives(tracks)
-    if len(tracks) < 2:
-        return []
+        told = representatives({rank: track.ops for rank, track in tracks.items()})
+        tracks = {rank: tracks[rank] for rank in told}
     numbers = sorted({number for track in tracks.values() for number in track.ops})
     suspects = _suspects(tracks, numbers)
     if not suspects:
@@ -82,17 +87,6 @@ def line_of(op: Collective) -> Hashable:
     return op.call_lines or None
 
 
-def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
-    """Return whether a rank's history led one to expect this op; None without such a history."""
-    view = job.views[rank]
-    position = position_in(view.history, op)
-    if position is None:
-        return None
-    tokens = [token(each) for each in view.history[: position + 1]]
-    leaves = leaves_routine(view.history, tokens, position, sure=view.has_routine(op))
-    return None if leaves is None else not leaves
-
-
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:
     """Return whether a rank that issued ``own`` instead of ``expected`` skipped that one or issued
     an extra one; empty if unknown.
@@ -108,12 +102,12 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
     if not same:  # perhaps the line of a helper, called from another place
         return "either" if any((op.op, op.source) == (own.op, own.source) for op in history) else ""
     wanted = (expected.op, expected.channel.key)
-    previous = same[-2] if len(same) > 1 else -1
+    previous, latest = [-1, *same][-2:]
     is_wanted = [(op.op, op.channel.key) == wanted for op in history]
-    between, since = sum(is_wanted[previous + 1 : same[-1]]), sum(is_wanted[same[-1] + 1 :])
+    between, since = sum(is_wanted[previous + 1 : latest]), sum(is_wanted[latest + 1 :])
     if since >= between:
         return ""
-    last = history[same[-1]].step
+    last = history[latest].step
     usual = last - history[previous].step if previous >= 0 else 0
     return "skipped" if between == 1 or 0 < usual <= own.step - last else "either"
 
@@ -322,21 +316,14 @@ def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: 
 def _likelier(skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Collective]) -> Shift:
     """Return, of two shifts that both fit, the one after which more lines are equal."""
 
-    def equal(shift: Shift) -> int:
-        first = shift.number - min(shift.by, 0)
-        met = [
-            (op, usual.get(number + shift.by))
-            for number, op in track.ops.items()
-            if number >= first
-        ]
-        return sum(other is not None and line_of(op) == line_of(other) for op, other in met) - sum(
-            other is not None for _, other in met
-        )
+    def differ(shift: Shift) -> int:
+        met = _met_after(track, usual, shift.number, shift.by)
+        return sum(line_of(mine) != line_of(theirs) for mine, theirs in met)
 
-    fewer, more = equal(skipped), equal(extra)
-    if fewer == more:
+    by_skipped, by_extra = differ(skipped), differ(extra)
+    if by_skipped == by_extra:
         skipped.departure = "either"
-    return extra if more > fewer else skipped
+    return extra if by_extra < by_skipped else skipped
 
 
 def _count_matches(
@@ -345,19 +332,24 @@ def _count_matches(
     """Return how many collectives from ``start`` on fit if shifted by ``by``, and from how many
     lines and steps; 0, 0 if one does not.
     """
-    matches = 0
-    places: set[Hashable] = set()
-    first = start if by > 0 else start - by
-    for number in track.ops:
-        theirs = usual.get(number + by) if number >= first else None
-        if theirs is None:
-            continue
-        mine = track.ops[number]
+    matching: list[Collective] = []
+    for mine, theirs in _met_after(track, usual, start, by):
         if not matcher.fits(mine, theirs):
             return 0, 0
-        matches += 1
-        places.add((line_of(mine), mine.step))
-    return matches, len(places)
+        matching.append(mine)
+    return len(matching), len({(line_of(op), op.step) for op in matching})
+
+
+def _met_after(
+    track: Track, usual: Mapping[int, Collective], start: int, by: int
+) -> Iterator[tuple[Collective, Collective]]:
+    """Yield the rank's collectives from ``start`` on that come in a shift by ``by``, with those of
+    the others that they then meet.
+    """
+    first = start - min(by, 0)
+    for number, mine in track.ops.items():
+        if number >= first and (theirs := usual.get(number + by)) is not None:
+            yield mine, theirs
 
 
 def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
@@ -373,19 +365,10 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
         if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
     ]
 
-    def leave(leaves: Callable[[Shift], bool]) -> list[int]:
-        return [shift.rank for shift in shifts if leaves(shift)]
-
-    culprits, _ = first_decision(
-        lambda: by_routine(
-            [[first], [second]],
-            leave(lambda shift: keeps_routine(job, shift.rank, shift.own) is False),
-        ),
-        lambda: by_routine(
-            [[first], [second]],
-            leave(lambda shift: _changes_pace(tracks[shift.rank], shift.own)),
-        ),
-    )
+    left = [shift.rank for shift in shifts if leaves_routine(job.views[shift.rank], shift.own)]
+    paced = [shift.rank for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
+    sides = [[first], [second]]
+    culprits, _ = by_routine(sides, left) or by_routine(sides, paced) or UNDECIDED
     if culprits:
         return [shift for shift in shifts if shift.rank in culprits]
     return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
@@ -400,3 +383,105 @@ def _changes_pace(track: Track, op: Collective) -> bool:
     ][-_RECENT:]
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     return len(gaps) > 2 and gaps[-1] not in gaps[:-1]
+
+
+_LONGEST = 16  # collectives in a row that can be in another order
+_MET_BEFORE = 4  # times that two lines must have met
+
+
+class SwappedOrder(msgspec.Struct):
+    """From ``number`` on, ``rank`` issued the collectives of the others in another order."""
+
+    rank: int
+    number: int
+    own: list[Collective]
+    others: list[Collective]
+
+
+def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
+    """Return the swapped orders of a channel, by rank."""
+    tracks = job.tracks_on(key)
+    if len(tracks) < 2:
+        return []
+    # Compare all ranks with the first. If most differ from it in the same place, the first rank is
+    # the odd one.
+    base, *others = sorted(tracks)
+    # the branch that swaps them may issue them from other lines, through the same functions
+    for line in (line_of, _innermost_line):
+        swaps = [
+            swap
+            for rank in others
+            if (swap := _compare(rank, tracks[rank], tracks[base].ops, line)) is not None
+        ]
+        if swaps:
+            break
+    else:
+        return []
+    return _odd_of_two(job, base, swaps[0]) if len(tracks) == 2 else _odd(base, tracks, swaps)
+
+
+def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrder]:
+    both = (swap, _from_the_other_side(base, swap))
+    left = [one.rank for one in both if leaves_routine(job.views[one.rank], one.own[0])]
+    culprits, _ = by_routine([[one.rank] for one in both], left) or UNDECIDED
+    return [one for one in both if one.rank in culprits]
+
+
+def _odd(base: int, ranks: Iterable[int], swaps: Sequence[SwappedOrder]) -> list[SwappedOrder]:
+    swapped = [swap.rank for swap in swaps]
+    alike = [rank for rank in ranks if rank not in swapped]
+    culprits, _ = by_majority([alike, swapped]) or UNDECIDED
+    if culprits == (base,) and len({swap.number for swap in swaps}) == 1:
+        return [_from_the_other_side(base, swaps[0])]
+    return [swap for swap in swaps if swap.rank in culprits]
+
+
+def _from_the_other_side(base: int, swap: SwappedOrder) -> SwappedOrder:
+    return SwappedOrder(base, swap.number, swap.others, swap.own)
+
+
+def _innermost_line(op: Collective) -> Hashable:
+    return op.call_lines[:1] or None
+
+
+def _compare(
+    rank: int,
+    track: Track,
+    reference: Mapping[int, Collective],
+    line_of: Callable[[Collective], Hashable],
+) -> SwappedOrder | None:
+    """Return the one stretch of collectives whose lines meet the reference's lines in another
+    order, if there is exactly one.
+    """
+    numbers = sorted(set(track.ops) & set(reference))
+    met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)
+    usual = _usual_lines(met)
+    if len(set(usual.values())) < len(usual):
+        return None  # a line of the reference meets several of the rank
+    odd = [
+        number
+        for number in numbers
+        if usual[line_of(track.ops[number])] != line_of(reference[number])
+    ]
+    if not 2 <= len(odd) <= _LONGEST or odd[-1] - odd[0] != len(odd) - 1:
+        return None  # not in a row: a line of the rank meets several of the reference
+    own, others = [track.ops[number] for number in odd], [reference[number] for number in odd]
+    if Counter(usual[line_of(op)] for op in own) != Counter(map(line_of, others)):
+        return None
+    if not all(map(_same_args, own, others)):
+        return None  # a disagreement, or a shift
+    if any(met[(line_of(op), usual[line_of(op)])] < _MET_BEFORE or op.concurrent for op in own):
+        return None
+    return SwappedOrder(rank, odd[0], own, others)
+
+
+def _usual_lines(met: Counter[tuple[Hashable, Hashable]]) -> dict[Hashable, Hashable]:
+    """Return, by line of a rank, the line of the reference that it meets most often."""
+    usual: dict[Hashable, Hashable] = {}
+    for (mine, theirs), _ in met.most_common():
+        usual.setdefault(mine, theirs)
+    return usual
+
+
+def _same_args(mine: Collective, theirs: Collective) -> bool:
+    return (mine.op, mine.step, mine.args.inputs) == (theirs.op, theirs.step, theirs.args.inputs)

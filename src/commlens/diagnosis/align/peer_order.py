@@ -196,7 +196,7 @@ def _left_out(
         line: of the messages.
     """
     if key is None:
-        is_behind = 0 < _last_from(view, line) < theirs.sequence_number
+        is_behind = 0 < _last_from(view.history, line) < theirs.sequence_number
     else:
         track = view.tracks.get(key)
         is_behind = track is None or track.completed < theirs.sequence_number
@@ -206,11 +206,9 @@ def _left_out(
     return is_behind and is_telling
 
 
-def _last_from(view: RankView, line: Line | None) -> int:
+def _last_from(history: Sequence[Collective], line: Line | None) -> int:
     """Return the number of a rank's last message from a line; 0 without one."""
-    return next(
-        (op.sequence_number for op in reversed(view.history) if (op.op, op.source) == line), 0
-    )
+    return next((op.sequence_number for op in reversed(history) if (op.op, op.source) == line), 0)
 
 
 def _states(
@@ -222,7 +220,7 @@ def _states(
     With each op come the numbers of ops issued before, by kind; the messages are the last.
     """
     keys = [own[kind] for kind in sorted(own)]
-    tracks = [view.tracks.get(key) for key in keys]
+    tracks = list(map(view.tracks.get, keys))
     first = _first_in_flight(view, tracks, line)
     position = position_in(view.history, first) if first is not None else len(view.history)
     if position is None:
@@ -287,6 +285,4 @@ def _issued_from(view: RankView, line: Line, start: int) -> int:
     """Return the number of the last message from a line before record ``start``; 0 if there is
     none, -1 if that is not known.
     """
-    earlier = (op for op in reversed(view.history[:start]) if (op.op, op.source) == line)
-    last = next(earlier, None)
-    return last.sequence_number if last is not None else -1 if view.wrapped else 0
+    return _last_from(view.history[:start], line) or (-1 if view.wrapped else 0)

@@ -1,4 +1,5 @@
-"""A rank's routine: compare what a rank issues with its own history.
+"""A rank's routine: compare what a rank issues with its own history, and how far ranks got at a
+line.
 
 Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This
 breaks ties that a comparison with the other ranks cannot, such as between the two ranks of a pair.
@@ -7,12 +8,19 @@ breaks ties that a comparison with the other ranks cannot, such as between the t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import msgspec
+
+from commlens.diagnosis.align.tie_break import is_majority
 from commlens.diagnosis.index.job_index import JobIndex, RankView
+from commlens.model.cause import LastAtLine, Rounds
 from commlens.model.collective import Collective
+from commlens.text import frame_phrase
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
 _LOOK_BACK = 4096
@@ -32,7 +40,7 @@ _LONG_RUN = 256
 new then leaves the routine.
 """
 
-_TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
+_TokensOf = Callable[[Sequence[Collective]], Iterable[Hashable]]
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
@@ -43,23 +51,27 @@ def position_in(history: Sequence[Collective], op: Collective) -> int | None:
     return position if position < len(history) and history[position].index == op.index else None
 
 
-def token(op: Collective) -> Hashable:
+def token(op: Collective) -> tuple[Hashable, ...]:
     """Return what identifies an op in a rank's routine: its kind, group, peer and root, the lines
-    that issue it, and its sizes.
+    that issue it, and its sizes, but those of all_to_all, which may vary from step to step.
     """
-    sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
-    return (*loose_token(op), sizes)
+    return (*loose_token(op), _sizes(op) if op.op != "all_to_all" else ())
 
 
-def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    """Return the tokens with dtypes and reduce ops, for ops that met and disagree.
+def _sizes(op: Collective) -> Hashable:
+    return tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
+
+
+def _exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    """Return the tokens with all sizes, dtypes and reduce ops, for ops that met and disagree.
 
     A reduce op that has not been read yet is assumed to be the first known one of the same token.
     """
     known: dict[Hashable, str] = {}
     found: list[Hashable] = []
     for op in ops:
-        here = (token(op), tuple(spec.dtype for spec in (op.args.inputs or op.args.outputs)[:4]))
+        dtypes = tuple(spec.dtype for spec in (op.args.inputs or op.args.outputs)[:4])
+        here = (token(op), _sizes(op), dtypes)
         if op.args.reduce_op is not None:
             known.setdefault(here, op.args.reduce_op)
         found.append(here)
@@ -72,7 +84,7 @@ def loose_token(op: Collective) -> tuple[Hashable, ...]:
     """Return the token without sizes, for programs in which these vary."""
     return (
         op.op,
-        op.channel.group.name,
+        op.channel.group.kind,
         op.channel.group.incarnation,
         op.channel.device,
         op.peer,
@@ -93,22 +105,37 @@ def follows_history(tokens: Sequence[Hashable], position: int, *, sure: bool) ->
     return _follows(_as_text(tokens), position, sure=sure)
 
 
-def leaves_routine(
-    ops: Sequence[Collective], tokens: Sequence[Hashable], position: int, *, sure: bool
-) -> bool | None:
-    """Return whether a rank leaves its routine with the op at ``position``; None if its history
-    does not decide.
+class _Text(NamedTuple):
+    """Some of a rank's records, and one character for each."""
 
-    Args:
-        ops: the rank's history.
-        tokens: one for each op, up to ``position`` at least.
-        position: of the op.
-        sure: whether what repeats in the history is known to be steps, not layers or parameters.
-    """
-    follows = follows_history(tokens, position, sure=sure)
-    return (
-        None if follows is None or (not follows and _is_first_visit(ops, position)) else not follows
-    )
+    view: RankView
+    ops: Sequence[Collective]
+    text: str
+
+    def leaves_routine(self, position: int) -> bool | None:
+        """Return whether the rank leaves its routine with the op at ``position``; None if its
+        history does not decide.
+        """
+        sure = self.view.has_routine(self.ops[position])
+        follows = _follows(self.text, position, sure=sure)
+        if follows is None or (not follows and _is_first_visit(self.ops, position)):
+            return None
+        return not follows
+
+    def departure(self, positions: Iterable[int]) -> int | None:
+        """Return the first of these positions at which the rank leaves its routine; None if it
+        keeps it.
+        """
+        return next((position for position in positions if self.leaves_routine(position)), None)
+
+
+def leaves_routine(view: RankView, op: Collective) -> bool | None:
+    """Return whether a rank's history led one to expect another op; None without such a history."""
+    position = position_in(view.history, op)
+    if position is None:
+        return None
+    ops = view.history[: position + 1]
+    return _Text(view, ops, _as_text(map(token, ops))).leaves_routine(position)
 
 
 def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
@@ -244,28 +271,26 @@ def _is_inside_loop(text: str, position: int, period: int) -> bool:
 
 def _as_text(tokens: Iterable[Hashable]) -> str:
     """Map each different token to one character, because searching a string is fast."""
-    letters: dict[Hashable, str] = {}
-    for one in tokens:
-        if one not in letters:
-            code = len(letters) + 0x100
-            letters[one] = chr(code if code < 0xD800 else code + 0x800)
-    return "".join(letters[one] for one in tokens)
+    letters: dict[Hashable, int] = {}
+    codes = [0x100 + letters.setdefault(one, len(letters)) for one in tokens]
+    return "".join(chr(code if code < 0xD800 else code + 0x800) for code in codes)
 
 
-class Texts(Protocol):
-    """Operations of a rank that can map their own tokens to characters."""
+def _texts(view: RankView, ops: Sequence[Collective]) -> tuple[str, str]:
+    """Return one character for each op of a rank: of its token, and of its loose token.
 
-    def texts(self) -> tuple[str, str]:
-        """Return one character for each operation: of its tokens, and of its loose tokens."""
-
-
-def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
-    texts = getattr(ops, "texts", None)
-    if texts is not None:
-        strict, loose = texts()
-        return strict[-_LOOK_BACK:], loose[-_LOOK_BACK:]
-    ops = ops[-_LOOK_BACK:]
-    return _as_text([token(op) for op in ops]), _as_text([loose_token(op) for op in ops])
+    A dump holds few steps, in which not all ways to a line may have been repeated: there, the loose
+    one is without the lines.
+    """
+    tokens: list[tuple[Hashable, ...]] = []
+    known: dict[Hashable, tuple[Hashable, ...]] = {}  # records share their parts
+    for op in ops:
+        parts = (id(op.channel), id(op.args), id(op.stack), op.peer)
+        if parts not in known:
+            known[parts] = token(op)
+        tokens.append(known[parts])
+    loose = [one[: -1 if view.dump is None else -2] for one in tokens]
+    return _as_text(tokens), _as_text(loose)
 
 
 def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | None:
@@ -275,27 +300,22 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
     It is looked for from the view's ``routine_since`` on, by default in the last two optimizer
     steps.
     """
-    ops, since = view.history, view.routine_since
+    ops, skipped = view.history[-_LOOK_BACK:], max(0, len(view.history) - _LOOK_BACK)
     if not ops:
         return None
-    skipped = max(0, len(ops) - _LOOK_BACK)
-    length = len(ops) - skipped
-    last_step = ops[-1].step
-    if since is not None:
-        since = max(1, since - skipped)
-    elif ops[skipped].step < last_step - 1:
-        since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
+    recent_step = ops[-1].step - 1
+    if view.routine_since is not None:
+        since = max(1, view.routine_since - skipped)
+    elif ops[0].step < recent_step:
+        since = next(i for i, op in enumerate(ops) if op.step >= recent_step)
     else:
-        since = max(1, length // 2, length - 64)
-    sure_from = next(
-        (i for i in range(since, length) if view.has_routine(ops[skipped + i])), length
-    )
-    for text in _texts(ops):
-        position = _departure(ops[skipped:], text, since, sure_from)
+        since = max(1, len(ops) // 2, len(ops) - 64)
+    for text in _texts(view, ops):
+        position = _Text(view, ops, text).departure(range(since, len(ops)))
         if position is not None:
-            expected, _ = _expected(text, position, sure=position >= sure_from)
+            expected, _ = _expected(text, position, sure=view.has_routine(ops[position]))
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
-            return ops[skipped + position], ops[skipped + usual] if usual is not None else None
+            return ops[position], ops[usual] if usual is not None else None
     return None
 
 
@@ -305,7 +325,7 @@ def expected_next(view: RankView) -> Collective | None:
     """
     ops = view.history[-_LOOK_BACK:]
     sure = bool(ops) and view.has_routine(ops[-1])
-    for text in _texts(ops):
+    for text in _texts(view, ops):
         expected, _ = _expected(text, len(text), sure=True)
         letter = expected.pop() if len(expected) == 1 else ""
         if letter and (sure or _expected(text + letter, len(text), sure=False)[0]):
@@ -316,8 +336,7 @@ def expected_next(view: RankView) -> Collective | None:
 def ever_leaves_routine(view: RankView) -> bool:
     """Return whether a rank left its routine anywhere in its records."""
     ops = view.history[-_LOOK_BACK:]
-    sure_from = next((i for i, op in enumerate(ops) if view.has_routine(op)), len(ops))
-    return _departure(ops, _texts(ops)[0], 1, sure_from) is not None
+    return _Text(view, ops, _texts(view, ops)[0]).departure(range(1, len(ops))) is not None
 
 
 class Loop(NamedTuple):
@@ -343,7 +362,7 @@ def find_loop(view: RankView) -> Loop | None:
     ops = view.history[-_LOOK_BACK:]
     if view.wrapped or len(ops) < 2 * _SEEN:
         return None
-    text = _texts(ops)[1]
+    text = _texts(view, ops)[1]
     if len(set(text)) == len(text) and all(op.is_point_to_point for op in ops):
         text = _as_text([(op.op, op.channel.key, op.peer) for op in ops])
     period, start = _longest_repetition(text)
@@ -381,26 +400,6 @@ def _is_within_steps(ops: Sequence[Collective], period: int) -> bool:
     return all(len(step) == 1 for step in steps) and len(set().union(*steps)) == len(steps)
 
 
-def _departure(ops: Sequence[Collective], text: str, since: int, sure_from: int) -> int | None:
-    """Return the first position, from ``since`` on, at which a rank leaves its routine; None if it
-    keeps it.
-    """
-    for position in range(max(1, since), len(text)):
-        if _follows(text, position, sure=position >= sure_from) is False and not _is_first_visit(
-            ops, position
-        ):
-            return position
-    return None
-
-
-def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    return [token(op) for op in ops]
-
-
-def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    return [loose_token(op) for op in ops]
-
-
 def ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that do here what they never did before in this place; none if all of them
     do.
@@ -410,7 +409,7 @@ def ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int
     the successor of a skipped collective may pair up unnoticed.
     """
     for since_previous in (True, False):
-        for tokens_of in (_tokens, exact_tokens, _loose_tokens):
+        for tokens_of in (partial(map, token), _exact_tokens, partial(map, loose_token)):
             odd = [
                 rank
                 for rank, op in sorted(ops.items())
@@ -425,21 +424,59 @@ def _leaves_routine_near(
     view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool
 ) -> bool:
     """Return whether the rank's history led one to expect another op, here or shortly before."""
-    history = view.history
-    position = position_in(history, op)
+    position = position_in(view.history, op)
     if position is None:
         return False
-    oldest = max(0, position - _RECENT)
-    first = max(oldest + 1, position - _MAY_LEAVE_WITHIN)
+    recent = view.history[max(0, position - _RECENT) : position + 1]
+    here = len(recent) - 1
+    first = max(1, here - _MAY_LEAVE_WITHIN)
     if since_previous:
-        key = op.channel.key
-        first = next(
-            (i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key),
-            first,
-        )
-    recent = history[oldest : position + 1]
-    tokens = tokens_of(recent)
-    return any(
-        leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i]))
-        for i in range(first, position + 1)
+        before = range(here - 1, first - 1, -1)
+        first = next((i + 1 for i in before if recent[i].channel.key == op.channel.key), first)
+    text = _as_text(tokens_of(recent))
+    return _Text(view, recent, text).departure(range(first, here + 1)) is not None
+
+
+RANKS_MAX = 256
+"""So many ranks are counted where there may be many lines to count at."""
+
+
+def count_rounds(job: JobIndex, op: Collective, *, of_all: bool = False) -> Rounds | None:
+    """Return how far the ranks got at the line of an op; None if no majority of the job got equally
+    far, or if all did. With ``of_all``, ranks that never came there got to 0.
+    """
+    by_number: dict[int, list[int]] = defaultdict(list)
+    for rank, view in sorted(job.views.items()) if op.source is not None else ():
+        numbers = [
+            one.sequence_number
+            for one in view.history
+            if one.op == op.op and one.source == op.source
+        ]
+        if numbers or (of_all and not view.wrapped):
+            by_number[max(numbers, default=0)].append(rank)
+    last = [LastAtLine(ranks, number) for number, ranks in by_number.items()]
+    last.sort(key=lambda at: (len(at.ranks), at.ranks))
+    if len(last) < 2 or not is_majority(len(last[-1].ranks), len(job.views)):
+        return None
+    return Rounds(op.op, frame_phrase(op.source), last)
+
+
+def and_then(job: JobIndex, rounds: Rounds, ops: Mapping[int, Collective]) -> Rounds:
+    """Return rounds with the line to which the ranks went on that got less far, if it is new to
+    them, and the optimizer steps of all.
+
+    Args:
+        job: the indexed ranks.
+        rounds: at the line of one of these ops.
+        ops: in which the ranks wait, by rank.
+    """
+    least = min(rounds.last, key=lambda at: at.number)
+    behind = {rank: ops[rank] for rank in least.ranks if rank in ops}
+    is_new = all(job.views[rank].is_new_line(op) for rank, op in behind.items())
+    lines = {frame_phrase(op.source) for op in behind.values()} if is_new and least.number else ()
+    steps = {op.step for op in ops.values()}
+    return msgspec.structs.replace(
+        rounds,
+        went_on=next(iter(lines)) if len(lines) == 1 else None,
+        steps=max(steps) if len(steps) == 1 else 0,
     )

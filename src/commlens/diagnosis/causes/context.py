@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
@@ -14,43 +14,40 @@ from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
 from commlens.matching.error_texts import is_timeout
 from commlens.model.cause import (
-    AnyCause,
     Cause,
     CollectiveRef,
     Doing,
+    ExitKind,
     GroupRef,
-    ProcessState,
     Wait,
 )
 from commlens.model.collective import Collective, Frame
+
+C = TypeVar("C", bound=Cause)
 
 TOO_LONG = 8  # stall timeouts
 MOTIONLESS = 3  # stall timeouts
 
 
-class Found(Protocol):
-    """A cause, with the evidence that words are made of."""
-
-    @property
-    def cause(self) -> AnyCause:
-        """The cause."""
-
-
 @dataclass
-class Case:
-    """What was found and is put into words later, and its weight among the others."""
+class Case(Generic[C]):
+    """A cause, with the evidence that words are made of, and its weight among the others."""
 
-    found: Found
-    op: Collective | None
-    frame: Frame | None  # the culprit's line
-    blocked: int = 0  # number of ranks that wait because of it
+    cause: C  # its culprits and victims may be changed by later decisions
+    op: Collective | None = None
+    frame: Frame | None = None  # the culprit's line
+    edges: Sequence[Edge] = ()  # the waits
+    blocked: Sequence[int] = ()  # ranks that wait because of it, directly or behind others
+    ops: Mapping[int, Collective] = field(default_factory=dict)  # by rank
+    weight: int = 0  # number of ranks that wait because of it; 0: as many as are blocked
     order: tuple[int, ...] = ()  # deterministic, earliest first
     mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
 
-    @property
-    def claim(self) -> Cause:
-        """The kind, the culprits and the victims, which later decisions may change."""
-        return self.found.cause
+    def __post_init__(self) -> None:
+        """Sort the ranks."""
+        self.weight = self.weight or len(self.blocked)
+        self.cause.culprits.sort()
+        self.cause.victims.sort()
 
 
 class Context:
@@ -62,32 +59,7 @@ class Context:
         self.job = job
         self.mismatches = mismatches
         self.graph = graph
-        self.cases: list[Case] = []
-
-    def add(
-        self,
-        found: Found,
-        op: Collective | None,
-        frame: Frame | None,
-        *,
-        blocked: int = 0,
-        order: tuple[int, ...] = (),
-        mismatch: Mismatch | None = None,
-    ) -> None:
-        """Add what was found on a collective and a source line.
-
-        Args:
-            found: the cause with its evidence.
-            op: the collective.
-            frame: the culprit's line.
-            blocked: number of ranks that wait because of it.
-            order: sorts causes that block equally many ranks.
-            mismatch: on which ranks disagree or are out of step.
-        """
-        case = Case(found, op, frame, blocked, order, mismatch)
-        case.claim.culprits.sort()
-        case.claim.victims.sort()
-        self.cases.append(case)
+        self.cases: list[Case[Any]] = []
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
         """Return the ranks whose wait ends at one of these nodes."""
@@ -97,11 +69,9 @@ class Context:
         """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet
         time is unknown.
         """
-        quiet = (
-            activity.quiet_ns(view.log)
-            if view.log.captured_ns or self.job.knows.capture_time
-            else 0
-        )
+        if view.head is not None and self.graph.is_unknown(view.head.op.channel.key):
+            return Activity("in-collective", False, "in-another-group", for_ns=view.head.age_ns)
+        quiet = activity.quiet_ns(view.log) if view.log.captured_ns or not self.job.foreign else 0
         return activity.activity_of(
             view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.job.stalled_after_ns
         )
@@ -191,7 +161,7 @@ def doing_of(activity: Activity) -> Doing:
     return Doing(activity.why, activity.works, activity.observed, activity.unclear, where)
 
 
-def processes_of(context: Context, ranks: Iterable[int]) -> list[ProcessState]:
+def processes_of(context: Context, ranks: Iterable[int]) -> list[ExitKind]:
     """Return whether the processes of these ranks run, or how they ended."""
     views = context.job.views
     return [views[rank].exit.kind if rank in views else "unrecorded" for rank in ranks]

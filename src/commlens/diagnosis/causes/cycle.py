@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.align.out_of_step import keeps_routine
 from commlens.diagnosis.align.peer_order import find_reordered
-from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
-from commlens.diagnosis.align.tie_break import by_order, by_own_routine, first_decision, sides_of
+from commlens.diagnosis.align.routine import (
+    RANKS_MAX,
+    and_then,
+    count_rounds,
+    expected_next,
+    leaves_routine,
+    leaves_routine_at,
+)
+from commlens.diagnosis.align.tie_break import (
+    by_order,
+    by_own_routine,
+    by_rounds,
+    first_decision,
+)
 from commlens.diagnosis.causes.context import (
+    Case,
     Context,
     collective_of,
     group_of,
     source_of,
     waits_of,
 )
+from commlens.diagnosis.causes.groups_differ import calls_that_differ
+from commlens.diagnosis.causes.messages import fewer_issued, find_recomputed
 from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
-from commlens.model.cause import BlamedBy, Confidence, Cycle, LeftOrder, RingWait, UnmetMessage
+from commlens.diagnosis.index.job_index import JobIndex
+from commlens.model.cause import (
+    BlamedBy,
+    Confidence,
+    Cycle,
+    Decision,
+    LeftOrder,
+    Recomputed,
+    RingWait,
+    Rounds,
+    UnmetMessage,
+)
 from commlens.model.collective import ChannelKey, Collective, Frame
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
 _CONFIDENCE: dict[BlamedBy, Confidence] = {
+    "recomputation": "high",
     "routine": "high",
+    "rounds": "medium",
     "majority": "medium",
     "undecided": "low",
 }
@@ -45,43 +72,39 @@ class Unmet(NamedTuple):
     stands_in: Collective  # where the other side waits
 
 
-@dataclass
-class FoundCycle:
-    """Ranks that wait for each other, and the evidence."""
+@dataclass(kw_only=True)
+class CycleCase(Case[Cycle]):
+    """Ranks that wait for each other, in their ops."""
 
-    cause: Cycle
-    path: Path  # a shortest cycle of their waits
-    ops: dict[int, Collective]  # in which they wait, by rank
-    sides: list[list[int]]  # that wait in alike ones, the most ranks first
-    blocked: list[int]  # ranks that wait for them, directly or behind others
+    path: Path = field(default_factory=list)  # a shortest cycle of their waits
     departures: Departures
-    unmet: Unmet | None  # only if nobody left the order
-
-
-@dataclass
-class FoundDeparture:
-    """Ranks that left their routine for another collective, and the evidence."""
-
-    cause: Cycle
-    edges: list[Edge]  # the waits for ranks that are not known to have come
-    blocked: list[int]  # other ranks whose wait ends at them
-    departures: Departures
+    unmet: Unmet | None = None  # only if nobody left the order
 
 
 def find_cycles(context: Context) -> None:
-    """Find the cycles of the wait-for graph."""
+    """Find the cycles of the wait-for graph, without those of calls whose groups differ."""
+    explained = calls_that_differ(context)
     for component in context.graph.deadlocks:
         path = shortest_cycle(context.graph, component)
-        if path:
+        if any(id(edge.op) not in explained for _, _, edge in path):
             _add_cycle(context, path, [node for node in component if node.kind == "wait"])
 
 
 def _add_cycle(context: Context, path: Path, waits: list[Node]) -> None:
     ranks = sorted({node.rank for node in waits})
     ops = {node.rank: context.graph.blocks[node].op for node in waits}
+    recomputed = _recomputed(context, path)
     departures, blamed_by = _departures(context, waits, ranks)
-    culprits, blocked = sorted(departures), context.blocked_by(waits)
-    unmet = _unmet_message(context, path) if not culprits else None
+    if recomputed is not None:
+        departures, blamed_by = {recomputed.rank: (ops[recomputed.rank], None)}, "recomputation"
+    decision, rounds = Decision(tuple(sorted(departures)), blamed_by), None
+    if not departures:
+        by_lines, rounds = _by_rounds(context, ops)
+        decision = by_lines or decision
+    culprits, blamed_by = list(decision.culprits), decision.by
+    blocked, unmet = context.blocked_by(waits), _unmet_message(context, path)
+    if recomputed or (culprits and unmet is not None and unmet.rank not in departures):
+        unmet = None
     cause = Cycle(
         kind="cycle",
         why="in-collective",
@@ -92,23 +115,57 @@ def _add_cycle(context: Context, path: Path, waits: list[Node]) -> None:
         confidence=_CONFIDENCE[blamed_by],
         ranks=ranks,
         ring=[_ring_wait(node.rank, target.rank, edge.op) for node, target, edge in path],
-        left_order=_left_order(departures),
+        left_order=_left_order(departures, context.job),
+        rounds=rounds,
+        recomputed=recomputed,
         unmet_message=_unmet_as_data(unmet) if unmet is not None else None,
     )
-    op = departures[culprits[0]][0] if culprits else path[0][2].op
-    context.add(
-        FoundCycle(cause, path, ops, sides_of(ops), blocked, departures, unmet),
-        op,
-        op.source if culprits else None,
-        blocked=len({*blocked, *ranks}),
+    op = ops[culprits[0]] if culprits else path[0][2].op
+    op = departures[culprits[0]][0] if departures else op
+    context.cases.append(
+        CycleCase(
+            cause,
+            op,
+            op.source if culprits else None,
+            blocked=blocked,
+            ops=ops,
+            weight=len({*blocked, *ranks}),
+            path=path,
+            departures=departures,
+            unmet=unmet,
+        )
     )
+
+
+def _recomputed(context: Context, path: Path) -> Recomputed | None:
+    found = (find_recomputed(context.job, node.rank, edge.op) for node, _, edge in path)
+    return next(filter(None, found), None)
+
+
+def _by_rounds(
+    context: Context, ops: dict[int, Collective]
+) -> tuple[Decision | None, Rounds | None]:
+    """Blame the ranks that came to every line of the waits more or less often than most of the job.
+    In messages and groups of some ranks, no majority is on one side.
+    """
+    if any(op.is_point_to_point for op in ops.values()) or len(context.job.views) > RANKS_MAX:
+        return None, None
+    lines = {(op.op, op.source): op for _, op in sorted(ops.items())}
+    counted = [count_rounds(context.job, op, of_all=True) for op in lines.values()]
+    rounds = [one for one in counted if one is not None]
+    if len(rounds) < len(counted) or len({one.odd for one in rounds}) != 1:
+        return None, None
+    told = max(rounds, key=lambda one: min(at.number for at in one.last))
+    told = and_then(context.job, told, ops)
+    return by_rounds(ops.keys(), [told.odd]), told
 
 
 def _ring_wait(rank: int, awaited: int, op: Collective) -> RingWait:
     return RingWait(rank, awaited, collective_of(op), group_of(op), source_of(op))
 
 
-def _left_order(departures: Departures) -> list[LeftOrder]:
+def _left_order(departures: Departures, job: JobIndex | None = None) -> list[LeftOrder]:
+    """Return the departures as data; without a job, other ranks may have come by now."""
     return [
         LeftOrder(
             rank,
@@ -116,9 +173,26 @@ def _left_order(departures: Departures) -> list[LeftOrder]:
             group_of(op),
             collective_of(usual) if usual is not None else None,
             group_of(usual) if usual is not None else None,
+            new_line=job is not None and job.views[rank].is_new_line(op),
+            one_more=job is not None and _is_one_more(job, departures, rank),
         )
         for rank, (op, usual) in sorted(departures.items())
     ]
+
+
+def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
+    """Return whether only ranks that departed issued a rank's collective, and it is of the kind
+    that the rank used to issue here.
+    """
+    op, usual = departures[rank]
+    if op.is_point_to_point or op.is_setup or op.is_store_wait:
+        return False
+    tracks = job.tracks_on(op.channel.key)
+    others = set(op.channel.group.all_ranks) - departures.keys()
+    come_to = {tracks[one].last if one in tracks else 0 for one in others & job.views.keys()}
+    if not others <= job.views.keys() or come_to != {op.sequence_number - 1}:
+        return False
+    return usual is not None and (usual.op, usual.channel.key) == (op.op, op.channel.key)
 
 
 def _unmet_as_data(unmet: Unmet) -> UnmetMessage:
@@ -142,7 +216,7 @@ def _departures(
     odd: Departures = {
         rank: place
         for rank, place in reordered.items()
-        if rank in ranks and keeps_routine(job, rank, place[0]) is not True
+        if rank in ranks and leaves_routine(job.views[rank], place[0]) is not False
     }
     there = [rank for rank in odd if rank in own and own[rank][0].index == odd[rank][0].index]
     culprits, by = first_decision(
@@ -169,30 +243,13 @@ def _unmet_message(context: Context, path: Path) -> Unmet | None:
     """Return the first message of a cycle that the other side has not issued; None without complete
     records.
     """
-    if not context.job.knows.completed_ops:
-        return None
     for node, target, edge in path:
         if edge.op.is_point_to_point and edge.op.peer == target.rank and not edge.op.tag:
             stands_in = context.graph.blocks[target].op
-            issued = _fewer_issued(context, node.rank, edge.op)
+            issued = fewer_issued(context.job, node.rank, edge.op)
             if issued is not None and not stands_in.is_point_to_point:
                 return Unmet(node.rank, edge.op, issued, stands_in)
     return None
-
-
-def _fewer_issued(context: Context, rank: int, op: Collective) -> int | None:
-    """Return how many messages a rank's peer issued to match its own up to ``op``; None if enough,
-    or if records are incomplete.
-    """
-    assert op.peer is not None
-    own, other = context.job.views[rank], context.job.views[op.peer]
-    # a receive from any rank may have met it
-    unsorted = (op.channel.key, -1, "recv") in other.pairs
-    if own.wrapped or other.wrapped or unsorted:
-        return None
-    back = "recv" if op.op == "send" else "send"
-    issued = len(other.pairs.get((op.channel.key, rank, back), []))
-    return issued if issued < op.sequence_number else None
 
 
 def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
@@ -222,11 +279,7 @@ def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
 def _is_undated(context: Context, node: Node) -> bool:
     """Return whether a node is an absent rank whose dump does not tell when it was taken."""
     view = context.job.views.get(node.rank)
-    if (
-        view is None
-        or view.columns is None
-        or node.kind not in ("absent", "no-record", "elsewhere")
-    ):
+    if view is None or view.dump is None or node.kind not in ("absent", "no-record", "elsewhere"):
         return False
     return not (view.log.captured_ns or view.died or view.lost_newest)
 
@@ -271,7 +324,7 @@ def _add_departure(context: Context, departures: Departures, absent: list[Node])
     culprits = sorted(departures)
     op = departures[culprits[0]][0]
     blocked = sorted({*context.blocked_by(absent)} - set(culprits))
-    edges = [edge for node in absent for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(absent)
     cause = Cycle(
         kind="cycle",
         why="in-collective",
@@ -285,9 +338,7 @@ def _add_departure(context: Context, departures: Departures, absent: list[Node])
         left_order=_left_order(departures),
         perhaps_come=[node.rank for node in absent],
     )
-    context.add(
-        FoundDeparture(cause, edges, list(blocked), departures),
-        op,
-        op.source,
-        blocked=len({*blocked, *culprits}),
+    weight = len({*blocked, *culprits})
+    context.cases.append(
+        CycleCase(cause, op, op.source, edges, list(blocked), weight=weight, departures=departures)
     )

@@ -1,19 +1,19 @@
-"""Processes that ended, not because a peer had."""
+"""Processes that ended, not because a peer had; those that failed where nothing else tells why."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.causes.context import Context, most_waited, processes_of, waits_of
+from commlens.diagnosis.causes.context import Case, Context, most_waited, processes_of, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, Node
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import How, ProcessExit
-from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Why
+from commlens.matching.error_texts import distance_to_cause, refused_address
+from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended, Why
 from commlens.model.collective import Collective, Frame
 
 _SAME_MOMENT_NS = 1_000_000_000
@@ -37,19 +37,12 @@ _CONFIDENCE: Mapping[DeathDoubt | None, Confidence] = {
     "unobserved": "medium",
     "first-unknown": "low",
     "perhaps-aborted": "low",
+    "unspecific": "low",
 }
 
 
-@dataclass
-class FoundDead:
-    """Processes that ended in the same way, and the evidence."""
-
-    cause: Dead
-    edges: list[Edge]  # the waits for them
-    awaited: list[int]  # those of them that the waits are for
-    blocked: list[int]
-    frame: Frame | None  # the line where the first of them ended, or was last seen
-    is_last_op: bool  # at this line it issued its last collective
+UNDECIDED: Final = ("first-unknown", "perhaps-aborted", "unspecific")
+"""Doubts because of which no rank is blamed."""
 
 
 def is_absorbed(context: Context, rank: int) -> bool:
@@ -149,7 +142,7 @@ def _keep_the_first(
     for key, ranks in groups.items():
         if views[ranks[0]].exit.kind != "gone":
             continue
-        named = [rank for rank in ranks if rank in refused]
+        named = sorted(refused.intersection(ranks))
         if all_ended:
             groups[key] = named or _ended_first(context, gone) or gone
         elif len(ranks) > 1:
@@ -170,7 +163,7 @@ def _named_by_refusals(context: Context) -> set[int]:
 def _waiting_for(context: Context, ranks: list[int], sinks: Mapping[int, Node]) -> set[int]:
     """Return the ranks that wait for one of these."""
     nodes = [sinks[rank] for rank in ranks if rank in sinks]
-    return {edge.rank for node in nodes for edge in context.graph.edges_into(node)}
+    return {edge.rank for edge in context.graph.edges_into_all(nodes)}
 
 
 def _ended_first(context: Context, gone: list[int]) -> list[int]:
@@ -205,11 +198,16 @@ def _add_death(
     context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool
 ) -> None:
     view = context.job.views[ranks[0]]
-    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(nodes)
     blocked = context.blocked_by(nodes)
-    peers = _ended_after(context, ranks)
+    # did not end by themselves, or nobody saw how
+    peers = sorted(
+        rank
+        for rank, view in context.job.views.items()
+        if view.exit.kind in ("peer", "terminated", "gone") and rank not in ranks
+    )
     doubt = _doubt(context, ranks, edges)
-    undecided = doubt in ("first-unknown", "perhaps-aborted")
+    undecided = doubt in UNDECIDED
     blamed_by: BlamedBy = "undecided" if undecided else "exit"
     victims = {*blocked, *peers}
     cause = Dead(
@@ -223,24 +221,13 @@ def _add_death(
         ranks=ranks,
         processes=processes_of(context, ranks),
         waits=waits_of(context, edges),
+        awaited=[node.rank for node in nodes],
         ended_by_it=peers,
         doubt=doubt,
     )
-    awaited = [node.rank for node in nodes] if undecided else ranks
-    frame = view.exit.source or _last_line(view)
-    issued = view.last_op is not None and frame == view.last_op.source
     op = most_waited(edges).op if edges else view.last_op
-    found = FoundDead(cause, edges, awaited, blocked, frame, issued)
-    context.add(found, op, frame, blocked=len(blocked), order=(moment,))
-
-
-def _ended_after(context: Context, ranks: list[int]) -> list[int]:
-    """Return the other ranks that did not end by themselves, or of which nobody saw how."""
-    return sorted(
-        rank
-        for rank, view in context.job.views.items()
-        if view.exit.kind in ("peer", "terminated", "gone") and rank not in ranks
-    )
+    frame = view.exit.source or _last_line(view)
+    context.cases.append(Case(cause, op, frame, edges, blocked, order=(moment,)))
 
 
 def _doubt(context: Context, ranks: list[int], edges: list[Edge]) -> DeathDoubt | None:
@@ -248,6 +235,8 @@ def _doubt(context: Context, ranks: list[int], edges: list[Edge]) -> DeathDoubt 
     views = context.job.views
     if _may_be_aborted(context, views[ranks[0]]):
         return "perhaps-aborted"
+    if _may_follow(context, ranks):
+        return "unspecific"
     if views[ranks[0]].exit.kind != "gone":
         return None
     # Ranks come to init_process_group at any time: who waits there may have ended first.
@@ -257,11 +246,22 @@ def _doubt(context: Context, ranks: list[int], edges: list[Edge]) -> DeathDoubt 
     return "unobserved"
 
 
+def _may_follow(context: Context, ranks: list[int]) -> bool:
+    """Return whether the error of these ranks may follow from another's. That of one rank alone is
+    nearer to the cause than errors that speak of a peer.
+    """
+    if not (context.job.only_logs and context.job.views[ranks[0]].exit.unspecific):
+        return False
+    others = [view.exit for view in context.job.views.values() if view.rank not in ranks]
+    alone = len(ranks) == 1 and not any(end.unspecific for end in others)
+    return not (alone and any(end.kind == "peer" for end in others))
+
+
 def _may_be_aborted(context: Context, view: RankView) -> bool:
     """Return whether a launcher's message that a rank aborted is all that is known of it: then
     others may be the cause.
     """
-    bare = view.columns is not None and not view.history and not view.log.exception
+    bare = view.dump is not None and not view.history and not view.log.exception
     return bare and view.exit.signal == "SIGABRT" and context.job.size > 1
 
 
@@ -273,3 +273,118 @@ def _last_line(view: RankView) -> Frame | None:
     if stack is not None and stack.source is not None:
         return stack.source
     return view.last_op.source if view.last_op is not None else None
+
+
+def find_kept_addresses(context: Context) -> None:
+    """Find ranks that were refused where no rank of this start of the job listens: the store kept
+    the address from an earlier one.
+
+    A rank listens before it writes its address. So the process there has ended: it is one of an
+    earlier start, if none of this one had.
+    """
+    views = context.job.views
+    refused = {
+        rank: address
+        for rank, view in sorted(views.items())
+        if view.log.setups
+        and view.log.setups[-1].op == "init_process_group"
+        and (view.log.restart or view.log.setups[-1].sequence_number > 1)
+        and (address := refused_address(view.log.exception))
+    }
+    if not refused or any(
+        view.exit.ended and view.exit.kind not in ("peer", "terminated") for view in views.values()
+    ):
+        return
+    ranks = list(refused)
+    first = min(ranks, key=lambda rank: (views[rank].exit.at_ns or 1 << 62, rank))
+    log = views[first].log
+    cause = Ended(
+        kind="dead",
+        why="exception",
+        root_cause=True,
+        blamed_by="nobody",
+        victims=sorted(rank for rank, view in views.items() if view.exit.failed),
+        confidence="high" if not context.job.no_record else "medium",
+        ranks=ranks,
+        first=first,
+        processes=processes_of(context, ranks),
+        how="kept-address",
+        addresses=sorted(set(refused.values())),
+        restarts=log.restart,
+    )
+    op = log.setups[-1]
+    context.cases.append(Case(cause, op, op.source, weight=len(views), order=(0,)))
+
+
+def find_ended(context: Context) -> None:
+    """Find processes that failed without a known cause."""
+    views = context.job.views
+    failed = sorted(
+        rank for rank, view in views.items() if view.exit.failed and view.exit.kind != "gone"
+    )
+    if not failed or any(case.cause.kind == "dead" for case in context.cases):
+        return
+    peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
+    stopped = [rank for rank in failed if views[rank].exit.kind == "terminated"]
+    if peers:
+        _add_after_a_peer(context, peers, failed)
+    elif stopped:
+        _add_stopped(context, stopped)
+
+
+def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> None:
+    views = context.job.views
+    first = min(
+        peers,
+        key=lambda rank: (
+            views[rank].exit.at_ns or 1 << 62,
+            distance_to_cause(views[rank].log.exception),
+            rank,
+        ),
+    )
+    silent = _silent_ranks(context) if context.job.only_logs else []
+    suspects = silent if len(silent) == 1 else []
+    cause = Ended(
+        kind="dead",
+        why="exception",
+        root_cause=True,
+        culprits=suspects,
+        blamed_by="absence" if suspects else "unknown",
+        victims=failed,
+        confidence="low",
+        ranks=peers,
+        first=first,
+        processes=processes_of(context, peers),
+        how="after-a-peer",
+        silent=silent,
+    )
+    context.cases.append(Case(cause, views[first].last_op, views[first].exit.source))
+
+
+def _silent_ranks(context: Context) -> list[int]:
+    """Return the ranks of which no line tells anything."""
+    told = context.job.views.values()
+    without = [view.rank for view in told if view.dump is not None and view.dump.tells_nothing]
+    return sorted([*context.job.no_record, *without])
+
+
+def _add_stopped(context: Context, stopped: list[int]) -> None:
+    """Add ranks that were ended from outside: if one is gone, torchrun ends the others."""
+    views = context.job.views
+    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
+    ranks = gone or stopped
+    cause = Ended(
+        kind="dead",
+        why="unknown" if gone else "killed",
+        root_cause=True,
+        culprits=gone if len(gone) == 1 else [],
+        blamed_by="exit" if len(gone) == 1 else "undecided" if gone else "nobody",
+        victims=stopped,
+        confidence="medium",
+        ranks=ranks,
+        first=ranks[0],
+        processes=processes_of(context, ranks),
+        how="unobserved" if gone else "from-outside",
+        signal=views[stopped[0]].log.observation.signal,
+    )
+    context.cases.append(Case(cause, views[ranks[0]].last_op))

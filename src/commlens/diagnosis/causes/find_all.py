@@ -5,41 +5,44 @@ Separate them from consequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.causes.any_source import find_taken_messages
-from commlens.diagnosis.causes.consequences import (
-    demote_consequences,
-    demote_cut_waits,
-    demote_ended_victims,
+from commlens.diagnosis.causes.circumstances import (
+    add_compiler,
+    add_init_meetings,
+    add_ras,
+    add_shared_places,
 )
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.cycle import find_cycles, find_departures
-from commlens.diagnosis.causes.dead import find_deaths
-from commlens.diagnosis.causes.ended import find_ended
-from commlens.diagnosis.causes.fewer import find_fewer
-from commlens.diagnosis.causes.groups_differ import find_groups_that_differ
+from commlens.diagnosis.causes.dead import find_deaths, find_ended, find_kept_addresses
+from commlens.diagnosis.causes.groups_differ import find_groups_that_differ, find_started_twice
 from commlens.diagnosis.causes.hardware import add_hardware
+from commlens.diagnosis.causes.messages import find_no_such_peer, find_taken_messages
 from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.causes.missing import find_missing
-from commlens.diagnosis.causes.motionless import find_motionless
-from commlens.diagnosis.causes.no_such_peer import find_no_such_peer
-from commlens.diagnosis.causes.ras import add_ras
-from commlens.diagnosis.causes.refused import demote_refused, find_refused
-from commlens.diagnosis.causes.shared_place import add_shared_places
-from commlens.diagnosis.causes.slow import find_slow
-from commlens.diagnosis.causes.started_twice import find_started_twice
+from commlens.diagnosis.causes.straggler import find_slow
 from commlens.diagnosis.causes.stuck_inside import (
     find_left_behind,
     find_stuck_inside,
     find_undecided,
     may_be_running,
 )
-from commlens.diagnosis.causes.told_by_errors import find_told_by_errors
-from commlens.diagnosis.causes.unrecorded import find_unrecorded
-from commlens.diagnosis.causes.unwritten import find_skipped_writes, find_unwritten
+from commlens.diagnosis.causes.told_by_errors import (
+    demote_refused,
+    find_refused,
+    find_told_by_errors,
+)
+from commlens.diagnosis.causes.unrecorded import (
+    find_skipped_writes,
+    find_unrecorded,
+    find_unwritten,
+)
+from commlens.diagnosis.causes.whole_job import find_fewer, find_motionless
 from commlens.diagnosis.graph.wait_graph import Graph, Node
 from commlens.diagnosis.index.job_index import JobIndex
+from commlens.model.cause import Cause, ToldByErrors
 
 
 def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context:
@@ -48,6 +51,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context
     """
     context = Context(job, mismatches, graph)
     find_groups_that_differ(context)
+    find_kept_addresses(context)
     groups = len(context.cases)
     _find_what_blocks(context, graph.sinks())
     find_fewer(context)
@@ -57,13 +61,15 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context
     demote_cut_waits(context)
     demote_refused(context)
     for find_last in (find_refused, find_ended):
-        if not any(case.claim.root_cause for case in context.cases):
+        if not any(case.cause.root_cause for case in context.cases):
             find_last(context)
-    if job.knows.completion_times and not context.cases:
+    if job.foreign and not context.cases:
         find_slow(context)
     demote_consequences(context.cases)
     find_started_twice(context)
     demote_ended_victims(context)
+    add_init_meetings(context)
+    add_compiler(context)
     add_hardware(context)
     add_ras(context)
     add_shared_places(context)
@@ -99,25 +105,126 @@ def _find_stuck(context: Context, sinks: Sequence[Node]) -> None:
     if may_be_running(context, stuck):
         find_undecided(context, stuck)
         return
-    for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
+    for node in find_left_behind(context, stuck) if job.foreign else stuck:
         find_stuck_inside(context, node)
 
 
-def _demote_behind_groups(groups: Sequence[Case], others: Sequence[Case]) -> None:
-    """Demote what was found with groups that are not what the program takes them for."""
+def _demote_behind_groups(groups: Sequence[Case[Any]], others: Sequence[Case[Any]]) -> None:
+    """Demote what was found with groups that are not what the program takes them for, or that
+    could not be made.
+    """
     for case in groups:
         for other in others:
-            other.claim.root_cause = (
-                other.claim.root_cause and other.claim.kind == "dead" and not case.claim.culprits
+            other.cause.root_cause = (
+                other.cause.root_cause and other.cause.kind == "dead" and not case.cause.culprits
             )
 
 
-def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
-    claim = case.claim
+def _weight(case: Case[Any]) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
+    cause = case.cause
     return (
-        not claim.root_cause,
-        claim.kind == "waiting",
-        -case.blocked,
+        not cause.root_cause,
+        cause.kind == "waiting",
+        -case.weight,
         case.order,
-        claim.culprits,
+        cause.culprits,
     )
+
+
+# a rank that was awaited for less when the job was ended may only have been late
+_LATE_NS = 5_000_000_000
+
+
+def demote_consequences(cases: list[Case[Any]]) -> None:
+    """Of several causes that blame the same ranks, keep the earliest disagreement as the root
+    cause.
+    """
+    roots = [case for case in cases if case.cause.root_cause]
+    disagreements = [
+        case for case in roots if case.mismatch is not None or case.cause.why == "skipped"
+    ]
+    for case in roots:
+        for other in disagreements:
+            if (
+                other is not case
+                and other.cause.root_cause
+                and _follows(case, other, case in disagreements)
+            ):
+                case.cause.root_cause = False
+                other.weight = max(other.weight, case.weight)
+                victims = {*other.cause.victims, *case.cause.victims} - set(other.cause.culprits)
+                other.cause.victims = sorted(victims)
+                break
+
+
+def demote_cut_waits(context: Context) -> None:
+    """Demote ranks that may only have been late: the waits for them ended early, because others
+    disagreed, one died, or all were ended.
+    """
+    views = context.job.views
+    roots = [case for case in context.cases if case.cause.root_cause]
+    disagree = any(case.mismatch is not None for case in roots)
+    died = any(case.cause.kind == "dead" for case in roots)
+    for cause in (case.cause for case in roots if case.cause.kind == "missing"):
+        refused = [views[rank].exit.refused for rank in cause.victims if rank in views]
+        if _was_late(context, cause, died=died) or (disagree and refused and all(refused)):
+            cause.root_cause = False
+
+
+def _was_late(context: Context, cause: Cause, *, died: bool) -> bool:
+    """Return whether the missing ranks may only have been late when the wait for them ended."""
+    views = context.job.views
+    if cause.why == "finished" or isinstance(cause, ToldByErrors):  # whose wait timed out
+        return False
+    if any(views[rank].exit.gave_up for rank in cause.victims if rank in views):
+        return False
+    ended = bool(cause.culprits) and all(
+        views[rank].exit.kind == "terminated" for rank in cause.culprits if rank in views
+    )
+    limit_ns = 0
+    if died:
+        limit_ns = context.job.stall_timeout_ns
+    elif ended:
+        limit_ns = min(context.job.stall_timeout_ns, _LATE_NS)
+    return context.longest_wait(cause.victims) < limit_ns
+
+
+def demote_ended_victims(context: Context) -> None:
+    """Where a rank ended, ranks that are absent because they ended because of a peer are a
+    consequence, and so is what broke off.
+    """
+    causes = [case.cause for case in context.cases]
+    for cause in causes:
+        exits = {
+            context.job.views[rank].exit.kind
+            for rank in cause.culprits
+            if rank in context.job.views
+        }
+        ended = cause.kind == "missing" and exits and exits <= {"peer", "terminated"}
+        broke_off = cause.kind == "stuck-inside" and not cause.culprits
+        if (ended or broke_off) and any(
+            other.root_cause and (other.kind == "dead" or other.why == "finished")
+            for other in causes
+            if other is not cause
+        ):
+            cause.root_cause = False
+
+
+def _follows(case: Case[Any], other: Case[Any], disagrees: bool) -> bool:
+    """Return whether ``case`` is a consequence of the disagreement ``other``."""
+    mine, theirs = case.cause, other.cause
+    if not _blamed(case) or not _blamed(case) <= _blamed(other):
+        return False
+    if mine.kind == "dead":
+        # torch raises where the arguments of a call are wrong in themselves
+        refused = theirs.blamed_by == "arguments" and case.frame == other.frame
+        return refused or (mine.why == "exit" and other.weight > 0)
+    if disagrees:
+        return case.order > other.order
+    return other.weight > 0 or (mine.why == "finished" and theirs.why == "skipped")
+
+
+def _blamed(case: Case[Any]) -> set[int]:
+    """Return the culprits; of a tie, all ranks that disagree."""
+    cause = case.cause
+    return set(cause.culprits or (cause.victims if case.mismatch is not None else ()))

@@ -1,27 +1,29 @@
-"""Groups and meshes on which ranks disagree, which the wait-for graph does not show."""
+"""Groups and meshes on which ranks disagree, which the wait-for graph does not show, and ranks that
+exist twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
-from commlens.diagnosis.causes.context import Context
-from commlens.model.cause import GroupDifference, GroupsDiffer
+from commlens.diagnosis.causes.context import Case, Context, group_of, source_of
+from commlens.model.cause import (
+    Claims,
+    GroupDifference,
+    GroupName,
+    GroupsDiffer,
+    MadeGroup,
+    StartedTwice,
+)
 from commlens.model.collective import Collective, State
+
+_GROUPS_MAX = 4096  # of one process, whose names are tried
 
 _Calls = dict[tuple[int, str, int], dict[int, Collective]]
 """The calls that make groups: incarnation, op and number -> rank -> call."""
-
-
-@dataclass
-class FoundGroupsDiffer:
-    """Ranks that disagree on a group, and the evidence."""
-
-    cause: GroupsDiffer
-    ops: dict[int, Collective]  # the calls, by rank
-    later: Collective | None = None  # in which the first rank waits that did not call it
 
 
 def find_groups_that_differ(context: Context) -> None:
@@ -34,8 +36,24 @@ def find_groups_that_differ(context: Context) -> None:
         | {rank for rank, view in views.items() if view.exit.failed}
     )
     calls = _calls(context) if held else {}
-    if not _add_first_that_differs(context, calls, held):
-        _add_first_not_called(context, calls, held)
+    (
+        _add_first_that_differs(context, calls, held)
+        or _add_other_names(context, held)
+        or _add_halves(context, held)
+        or _add_first_not_called(context, calls, held)
+    )
+
+
+def calls_that_differ(context: Context) -> set[int]:
+    """Return the identities of the calls whose groups are found to differ: that is why they do not
+    meet, and no other reason counts.
+    """
+    return {
+        id(op)
+        for case in context.cases
+        if isinstance(case.cause, GroupsDiffer)
+        for op in case.ops.values()
+    }
 
 
 def _add_first_that_differs(context: Context, calls: _Calls, held: list[int]) -> bool:
@@ -46,13 +64,14 @@ def _add_first_that_differs(context: Context, calls: _Calls, held: list[int]) ->
         sides: dict[Hashable, list[int]] = defaultdict(list)
         for rank, op in sorted(ops.items()):
             sides[_request(op)].append(rank)
-        if len(sides) > 1 and (name != "init_process_group" or not _all_completed(ops)):
+        all_completed = all(op.state is State.COMPLETED for op in ops.values())
+        if len(sides) > 1 and not (name == "init_process_group" and all_completed):
             _add_sides(context, ops, sorted(sides.values(), key=len, reverse=True), held)
             return True
     return False
 
 
-def _add_first_not_called(context: Context, calls: _Calls, held: list[int]) -> None:
+def _add_first_not_called(context: Context, calls: _Calls, held: list[int]) -> bool:
     """Add the first call of new_group that some ranks wait in, while others went on without it."""
     views = context.job.views
     for (_, name, _), ops in sorted(calls.items()):
@@ -61,7 +80,155 @@ def _add_first_not_called(context: Context, calls: _Calls, held: list[int]) -> N
         ]
         if name == "new_group" and others and any(op.in_flight for op in ops.values()):
             _add_went_on(context, ops, others)
-            return
+            return True
+    return False
+
+
+def _add_other_names(context: Context, held: list[int]) -> bool:
+    """Add a group whose members wait for each other under different names; return whether there is
+    one. No rank is to blame: only the number of groups that it is in tells a rank's name.
+    """
+    waiting: dict[tuple[int, ...], dict[str, dict[int, Collective]]] = defaultdict(dict)
+    for rank in held:
+        for op in context.job.views[rank].log.setups[-1:]:
+            group = op.channel.group
+            if (
+                op.op == "new_group"
+                and op.state is not State.COMPLETED
+                and not group.name.isdecimal()
+                and rank in group.all_ranks
+            ):
+                waiting[group.all_ranks].setdefault(group.name, {})[rank] = op
+    by_name = next((names for names in waiting.values() if len(names) > 1), None)
+    if by_name is None:
+        return False
+    names = [
+        GroupName(sorted(ops), name, _groups_before(name, next(iter(ops.values()))))
+        for name, ops in sorted(by_name.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    ]
+    ops = {rank: op for each in by_name.values() for rank, op in each.items()}
+    cause = GroupsDiffer(
+        kind="mismatch/group",
+        why="initialising",
+        root_cause=True,
+        blamed_by="nobody",
+        victims=held,
+        confidence="high",
+        sides=[each.ranks for each in names],
+        waiting=held,
+        difference="name",
+        names=names,
+        one_more=_made_by_one_side(context, names),
+    )
+    op, weight = ops[min(ops)], len(context.job.views)
+    context.cases.append(Case(cause, op, op.source, ops=ops, weight=weight, order=(0,)))
+    return True
+
+
+def _add_halves(context: Context, held: list[int]) -> bool:
+    """Add a group made by hand whose members wait for each other at different addresses, or for
+    different numbers of members; return whether there is one.
+    """
+    halves = _halves(context, held)
+    if halves is None:
+        return False
+    most, odd = map(sorted, halves)
+    usual, other = (ops[min(ops)].channel.group for ops in halves)
+    decision = by_majority([most, odd]) or UNDECIDED
+    culprits = list(decision.culprits)
+    cause = GroupsDiffer(
+        kind="mismatch/group",
+        why="initialising",
+        root_cause=True,
+        culprits=culprits,
+        blamed_by=decision.by,
+        victims=sorted({*most, *odd} - set(culprits)),
+        confidence="medium" if culprits else "low",
+        sides=[most, odd],
+        waiting=held,
+        difference="store" if len(usual.ranks) == len(other.ranks) else "size",
+        names=[GroupName(most, usual.name), GroupName(odd, other.name)],
+    )
+    ops, weight = halves[0] | halves[1], len(context.job.views)
+    op = ops[odd[0]]
+    context.cases.append(Case(cause, op, op.source, ops=ops, weight=weight, order=(0,)))
+    return True
+
+
+def _halves(
+    context: Context, held: list[int]
+) -> tuple[dict[int, Collective], dict[int, Collective]] | None:
+    """Return the calls by which all processes wait in two groups made by hand, each of which has
+    the members that the other one lacks; None if they do not.
+    """
+    views = context.job.views
+    waiting: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank in held:
+        for op in views[rank].log.setups[-1:]:
+            group = op.channel.group
+            if op.in_flight and not views.keys() >= set(group.ranks):
+                waiting[group.name, len(group.ranks)][rank] = op
+    ops = {rank: op for calls in waiting.values() for rank, op in calls.items()}
+    places = sorted(op.channel.group.ranks.index(rank) for rank, op in ops.items())
+    all_wait = len(waiting) == 2 and len(ops) == context.job.size
+    if not all_wait or places != list(range(min(size for _, size in waiting))):
+        return None
+    most, odd = sorted(waiting.values(), key=lambda calls: (-len(calls), min(calls)))
+    return most, odd
+
+
+def _groups_before(name: str, op: Collective) -> int | None:
+    """Return the number of groups of which torch made a name (2.6 to 2.15); None if it did not."""
+    for number in range(_GROUPS_MAX):
+        text = "_".join(map(str, (*op.channel.group.all_ranks, number)))
+        if hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() == name:
+            return number
+    return None
+
+
+def _made_by_one_side(context: Context, names: list[GroupName]) -> list[MadeGroup]:
+    """Return the groups that the ranks in the most groups have made and a rank in the fewest has
+    not; none if they do not account for the numbers in the names.
+    """
+    known = [(each.groups_before, each.ranks) for each in names if each.groups_before is not None]
+    if len(known) < len(names):
+        return []
+    (fewest, few_ranks), (most, many_ranks) = min(known), max(known)
+    others = [_own_groups(context, rank) for rank in few_ranks]
+    found: dict[str, tuple[Collective, list[int]]] = {}
+    for rank in many_ranks:
+        extra = _extra_groups(_own_groups(context, rank), others)
+        if len(extra) != most - fewest:
+            return []
+        for name, op in extra.items():
+            found.setdefault(name, (op, []))[1].append(rank)
+    return [
+        MadeGroup(made_by, group, source_of(op))
+        for op, made_by in found.values()
+        if (group := group_of(op)) is not None
+    ]
+
+
+def _extra_groups(
+    own: dict[str, Collective], others: list[dict[str, Collective]]
+) -> dict[str, Collective]:
+    """Return the groups that a rank is in beside all of the first other rank that it shares all
+    with.
+    """
+    less = next((theirs for theirs in others if theirs.keys() <= own.keys()), own)
+    return {name: op for name, op in own.items() if name not in less}
+
+
+def _own_groups(context: Context, rank: int) -> dict[str, Collective]:
+    """Return the groups that a rank has made and is in, by name. A helper of torch may make one
+    without telling its ranks.
+    """
+    made = [op for op in context.job.views[rank].log.setups if op.op == "new_group"]
+    return {
+        op.channel.group.name: op
+        for op in made
+        if op.state is State.COMPLETED and rank in (op.channel.group.all_ranks or (rank,))
+    }
 
 
 def _calls(context: Context) -> _Calls:
@@ -72,10 +239,6 @@ def _calls(context: Context) -> _Calls:
             if op.op != "new_group" or op.channel.group.name.isdecimal():
                 calls[(op.channel.group.incarnation, op.op, op.sequence_number)][rank] = op
     return calls
-
-
-def _all_completed(ops: dict[int, Collective]) -> bool:
-    return all(op.state is State.COMPLETED for op in ops.values())
 
 
 def _went_on(context: Context, rank: int) -> bool:
@@ -92,7 +255,6 @@ def _add_went_on(context: Context, ops: dict[int, Collective], others: list[int]
     callers = sorted(ops)
     decision = by_majority([callers, others]) or UNDECIDED
     odd = list(decision.culprits)
-    later = next(iter(context.job.views[others[0]].blocks.values())).op
     cause = GroupsDiffer(
         kind="mismatch/group",
         why="skipped" if odd == others else "initialising",
@@ -105,13 +267,14 @@ def _add_went_on(context: Context, ops: dict[int, Collective], others: list[int]
         not_called_by=others,
         waiting=sorted({*callers, *others}),
     )
-    context.add(
-        FoundGroupsDiffer(cause, ops, later),
-        op,
-        later.source if odd == others else op.source,
-        blocked=len(context.job.views),
-        order=(0,),
-    )
+    frame = went_on_to(context, others).source if odd == others else op.source
+    weight = len(context.job.views)
+    context.cases.append(Case(cause, op, frame, ops=ops, weight=weight, order=(0,)))
+
+
+def went_on_to(context: Context, ranks: list[int]) -> Collective:
+    """Return the collective in which the first of the ranks waits that went on without a group."""
+    return next(iter(context.job.views[ranks[0]].blocks.values())).op
 
 
 def _request(op: Collective) -> Hashable:
@@ -151,8 +314,8 @@ def _add_sides(
         waiting=held,
         difference=difference,
     )
-    found = FoundGroupsDiffer(cause, ops)
-    context.add(found, odd, odd.source, blocked=len(context.job.views), order=(0,))
+    weight = len(context.job.views)
+    context.cases.append(Case(cause, odd, odd.source, ops=ops, weight=weight, order=(0,)))
 
 
 def _difference(
@@ -182,3 +345,32 @@ def _next_ranks(context: Context, call: Collective, side: list[int]) -> set[tupl
         for op in made
         if (op.channel.group.incarnation, op.sequence_number) == (incarnation, number)
     }
+
+
+def find_started_twice(context: Context) -> None:
+    """Find the ranks that several processes have, if anything is wrong: all else is then a
+    consequence.
+
+    Where nothing is wrong, the processes may have met one after the other.
+    """
+    views = context.job.views
+    claims = [
+        Claims(rank, [pid for pid, _ in view.log.twins], [by for _, by in view.log.twins])
+        for rank, view in sorted(views.items())
+        if len(view.log.twins) > 1
+    ]
+    if not claims or not any(case.cause.root_cause for case in context.cases):
+        return
+    cause = StartedTwice(
+        kind="mismatch/group",
+        why="initialising",
+        root_cause=True,
+        blamed_by="nobody",
+        victims=sorted(views),
+        confidence="high",
+        ranks=[one.rank for one in claims],
+        claims=claims,
+    )
+    for case in context.cases:
+        case.cause.root_cause = False
+    context.cases.append(Case(cause, weight=len(views)))

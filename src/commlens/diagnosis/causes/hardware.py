@@ -8,7 +8,7 @@ fits but cannot have the effect is kept as a possible coincidence, and blames no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -16,7 +16,7 @@ import msgspec
 
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.job_index import RankView
-from commlens.diagnosis.index.node_health import Node, nodes_of
+from commlens.diagnosis.index.nodes import Node, nodes_of
 from commlens.model.cause import (
     AnyCause,
     Cause,
@@ -160,11 +160,12 @@ def add_hardware(context: Context) -> None:
     nodes = context.job.nodes
     if not nodes:
         return
-    everywhere = _everywhere(nodes)
     for case in context.cases:
-        scene = _scene(context, case.found.cause) if case.claim.root_cause else None
+        scene = _scene(context, case.cause) if case.cause.root_cause else None
         if scene is not None:
-            scene.cause.hardware = _found(context, nodes, everywhere, scene)
+            placed = _placed(nodes, spans_nodes=_spans_nodes(context, scene.ranks))
+            fitting = (_fitting(context, scene, *each) for each in placed)
+            scene.cause.hardware = _sorted(_together(filter(None, fitting)))
             _decide(scene.cause)
 
 
@@ -193,25 +194,17 @@ def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_node
     if not isinstance(cause, (StuckInside, Missing, Dead)) or not cause.root_cause:
         return
     nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
-    everywhere = _everywhere(nodes)
-    found = [
-        one
-        for node in nodes
-        for event in node.health.events
-        if event.what not in everywhere and event.what not in _ENDS
-        if (one := _seen(cause, node, event, spans_nodes=spans_nodes))
-    ]
-    cause.hardware = _sorted(_together(found))
+    seen = (_seen(cause, *each) for each in _placed(nodes, spans_nodes=spans_nodes))
+    cause.hardware = _sorted(_together(filter(None, seen)))
     _decide(cause)
     if cause.blamed_by == "hardware" and cause.confidence == "low":
         cause.confidence = "medium"
 
 
 def _seen(
-    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, *, spans_nodes: bool
+    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, place: _Place
 ) -> Hardware | None:
-    place = _place(node, event, spans_nodes=spans_nodes)
-    if place is None or not set(cause.ranks) & set(place.ranks):
+    if not set(cause.ranks) & set(place.ranks):
         return None
     before_s = (node.health.taken_ns - event.first_ns) / _S
     is_recent = before_s <= _BEFORE_S
@@ -248,23 +241,16 @@ def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int)
         ranks: the slow ones.
         now_ns: when they were seen to be slow, Unix ns.
     """
-    everywhere = _everywhere(nodes)
-    found = []
-    for node in nodes:
-        for event in node.health.events:
-            if event.what not in _SLOWS or event.what in everywhere:
-                continue
-            place = _place(node, event, spans_nodes=len(nodes) > 1)
-            if (
-                place is not None
-                and place.known
-                and set(place.ranks) <= set(ranks)
-                and _is_present(node, event, now_ns)
-            ):
-                before_s = (now_ns - event.first_ns) / _S
-                found.append(
-                    Hardware(node.health.host, place.ranks, event, before_s, True, place.own)
-                )
+    found = [
+        Hardware(
+            node.health.host, place.ranks, event, (now_ns - event.first_ns) / _S, True, place.own
+        )
+        for node, event, place in _placed(nodes, spans_nodes=len(nodes) > 1)
+        if event.what in _SLOWS
+        and place.known
+        and set(place.ranks) <= set(ranks)
+        and _is_present(node, event, now_ns)
+    ]
     return _sorted(found)
 
 
@@ -367,19 +353,18 @@ def _gpu_place(node: Node, event: HealthEvent) -> _Place | None:
     return _Place(here, own=False, known=False) if may_be_ours else None
 
 
-def _found(
-    context: Context, nodes: Sequence[Node], everywhere: Collection[What], scene: _Scene
-) -> list[Hardware]:
-    """Return the changes that fit a fault."""
-    spans = _spans_nodes(context, scene.ranks)
-    found = [
-        one
-        for node in nodes
-        for event in node.health.events
-        if event.what not in everywhere and event.what not in _ENDS
-        if (one := _fitting(context, node, event, scene, spans_nodes=spans))
-    ]
-    return _sorted(_together(found))
+def _placed(
+    nodes: Sequence[Node], *, spans_nodes: bool
+) -> Iterator[tuple[Node, HealthEvent, _Place]]:
+    """Yield the changes that did not happen everywhere, with the part that changed."""
+    everywhere = _everywhere(nodes)
+    for node in nodes:
+        for event in node.health.events:
+            if event.what in everywhere or event.what in _ENDS:
+                continue
+            place = _place(node, event, spans_nodes=spans_nodes)
+            if place is not None:
+                yield node, event, place
 
 
 def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
@@ -390,10 +375,10 @@ def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
 
 
 def _fitting(
-    context: Context, node: Node, event: HealthEvent, scene: _Scene, *, spans_nodes: bool
+    context: Context, scene: _Scene, node: Node, event: HealthEvent, place: _Place
 ) -> Hardware | None:
-    place = _place(node, event, spans_nodes=spans_nodes)
-    if place is None or not scene.began_ns or not scene.ranks & set(place.ranks):
+    """Return a change if it fits a fault."""
+    if not scene.began_ns or not scene.ranks & set(place.ranks):
         return None
     after_s = _AFTER_S.get(event.fault, _SOON_S)
     early_s = (scene.began_ns - event.at_ns) / _S  # before the fault, at least
@@ -448,7 +433,7 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
     )
 
 
-def _together(found: Sequence[Hardware]) -> Collection[Hardware]:
+def _together(found: Iterable[Hardware]) -> Collection[Hardware]:
     """Return the changes, those of one kind in one place as one."""
     by_place: dict[tuple[str, str, What, int], Hardware] = {}
     for one in found:

@@ -1,5 +1,5 @@
-"""Ranks that met in one collective or message but disagree on it, and ranks that are out of
-step.
+"""Ranks that met in one collective or message but disagree on it, and ranks that are out of step or
+issued collectives of one shape in another order.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import Mismatch, Race
 from commlens.diagnosis.align.call_paths import Path, part, path_of
-from commlens.diagnosis.align.out_of_step import steps_ahead
-from commlens.diagnosis.causes.context import Context, collective_of, group_of, source_of
+from commlens.diagnosis.align.out_of_step import SwappedOrder, find_swapped_orders, steps_ahead
+from commlens.diagnosis.align.routine import RANKS_MAX, and_then, count_rounds
+from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
-from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Aspect
 from commlens.model.cause import (
+    MAIN_THREAD,
     Arguments,
     Confidence,
     Issued,
     Kind,
     MismatchDoubt,
+    Rounds,
+    Swapped,
     ThreadRace,
     Why,
 )
 from commlens.model.cause import Mismatch as MismatchCause
-from commlens.model.collective import Collective
+from commlens.model.collective import ChannelKey, Collective
 
 _SIDES_MAX = 8
 _WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
@@ -43,29 +47,19 @@ _KINDS: dict[Aspect, Kind] = {
 }
 
 
-@dataclass
-class FoundMismatch:
-    """Ranks that disagree or are out of step, and the evidence."""
+@dataclass(kw_only=True)
+class MismatchCase(Case[MismatchCause]):
+    """Ranks that disagree or are out of step. Its ``op`` is what the finding shows: that of the
+    first suspect, or what a rank out of step skipped or added.
+    """
 
-    cause: MismatchCause
     mismatch: Mismatch
-    op: Collective  # of the first suspect that has a record
-    # the collective that the finding shows: ``op``, or what a rank out of step skipped or added
-    shown: Collective
+    own: Collective  # of the first suspect that has a record
     suspects: list[int]  # the culprits; on a tie, all ranks that met
     usual: Collective | None  # what the first rank that is no suspect issued instead
     paths: tuple[Path, Path]  # of the first suspect and of the others, from where they part
     been_there: bool  # whether the first suspect has issued this op from the same lines before
-    alike: list[FoundMismatch] = field(default_factory=list)  # ties that are the same fault
-
-
-@dataclass
-class FoundRace:
-    """Two threads on each rank whose collectives come in any order, and the evidence."""
-
-    cause: MismatchCause
-    mismatch: Mismatch
-    race: Race
+    alike: list[MismatchCase] = field(default_factory=list)  # ties that are the same fault
 
 
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
@@ -76,7 +70,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         context: the job.
         sinks: by number of a mismatch, the node at which ranks wait because of it.
     """
-    ties: dict[Hashable, FoundMismatch] = {}
+    ties: dict[Hashable, MismatchCase] = {}
     blamed_for_astray = {
         rank
         for mismatch in context.mismatches
@@ -89,28 +83,22 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         if mismatch.racing is not None:
             _add_race(context, mismatch, mismatch.racing, blocked)
             continue
-        found = _found(context, mismatch, blocked)
+        case = _case(context, mismatch, blocked)
         if mismatch.tie:
-            first = ties.setdefault(_key_of_tie(found), found)
-            if first is not found and found.op.call_lines:
-                _add_alike(first, found)
+            first = ties.setdefault(_key_of_tie(case), case)
+            if first is not case and case.own.call_lines:
+                first.alike.append(case)
+                first.cause.alike += 1
+                first.cause.victims = sorted({*first.cause.victims, *case.cause.victims})
                 continue
             # A rank that is blamed for one message that never meets explains others of its own.
-            found.cause.root_cause = mismatch.astray is None or blamed_for_astray.isdisjoint(
+            case.cause.root_cause = mismatch.astray is None or blamed_for_astray.isdisjoint(
                 mismatch.ops
             )
-        line = found.paths[0].line
         # on a tie between several lines, none of them is the line to look at
         if mismatch.tie and len({op.source for op in mismatch.ops.values()}) != 1:
-            line = None
-        context.add(
-            found,
-            found.shown,
-            line,
-            blocked=len(blocked),
-            order=_order(mismatch),
-            mismatch=mismatch,
-        )
+            case.frame = None
+        context.cases.append(case)
 
 
 def _order(mismatch: Mismatch) -> tuple[int, ...]:
@@ -121,22 +109,16 @@ def _order(mismatch: Mismatch) -> tuple[int, ...]:
     return (first, min(op.announced_ns for op in mismatch.ops.values()))
 
 
-def _key_of_tie(found: FoundMismatch) -> Hashable:
+def _key_of_tie(case: MismatchCase) -> Hashable:
     """Return what ties of one fault share: the same lines disagree, on other ranks or in other
     groups.
     """
-    ops = found.mismatch.ops.values()
+    ops = case.mismatch.ops.values()
     lines = frozenset((op.op, op.call_lines) for op in ops)
-    return found.cause.kind, found.mismatch.astray is None, lines
+    return case.cause.kind, case.mismatch.astray is None, lines
 
 
-def _add_alike(first: FoundMismatch, found: FoundMismatch) -> None:
-    first.alike.append(found)
-    first.cause.alike += 1
-    first.cause.victims = sorted({*first.cause.victims, *found.cause.victims})
-
-
-def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> FoundMismatch:
+def _case(context: Context, mismatch: Mismatch, blocked: Sequence[int]) -> MismatchCase:
     views, suspects, op = context.job.views, sorted(mismatch.culprits), _odd_op(mismatch)
     others = mismatch.others
     usual = mismatch.ops[others[0]] if others else None
@@ -144,21 +126,46 @@ def _found(context: Context, mismatch: Mismatch, blocked: Iterable[int]) -> Foun
     failed = _failed(context, mismatch)
     victims = {*waiting, *others, *failed} - set(suspects)
     cause = _cause(mismatch, suspects, victims)
-    cause.held_up = [rank for rank in waiting if rank not in views or not views[rank].exit.refused]
+    cause.gone_on = [rank for rank in cause.not_seen if _has_gone_on(views.get(rank), mismatch)]
+    held = [rank for rank in waiting if rank not in views or not views[rank].exit.refused]
+    cause.held_up = [rank for rank in held if rank not in cause.gone_on]
     cause.ended_by_it = _ended_by_it(context, failed)
     if usual is not None and mismatch.pair is None:
         cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
+        cause.rounds = _rounds(context, suspects, mismatch.ops)
     shift = mismatch.shift if mismatch.answer is None else None
-    return FoundMismatch(
-        cause=cause,
+    paths = _paths(context, mismatch, op)
+    return MismatchCase(
+        cause,
+        shift.skipped if shift is not None else op,
+        paths[0].line,
+        blocked=blocked,
+        order=_order(mismatch),
         mismatch=mismatch,
-        op=op,
-        shown=shift.skipped if shift is not None else op,
+        own=op,
         suspects=suspects,
         usual=usual,
-        paths=_paths(context, mismatch, op),
+        paths=paths,
         been_there=_has_been_there(views.get(suspects[0]), op),
     )
+
+
+def _has_gone_on(view: RankView | None, mismatch: Mismatch) -> bool:
+    """Return whether the group's progress on a rank without a record tells that it completed it."""
+    status = view.dump.status if view is not None and view.dump is not None else {}
+    return status.get(mismatch.key[1], (0, 0, 0))[2] >= mismatch.number
+
+
+def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -> Rounds | None:
+    """Return how far the ranks got at a line that the culprits reached more or less often than most
+    of the job, while the ranks that got less far went on to a line that is new to them.
+    """
+    lines = {op.call_lines: op for op in ops.values()}
+    if len(lines) != 2 or len(context.job.views) > RANKS_MAX:
+        return None
+    counted = [one for op in lines.values() if (one := count_rounds(context.job, op)) is not None]
+    told = [and_then(context.job, one, ops) for one in counted if one.odd == {*suspects}]
+    return next((one for one in told if one.went_on), None)
 
 
 def _cause(mismatch: Mismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
@@ -212,19 +219,26 @@ def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequenc
             source_of(race.main),
             collective_of(race.other),
             source_of(race.other),
+            _thread_name(context, race.main),
+            _thread_name(context, race.other),
         ),
         ended_by_it=_ended_by_it(context, mismatch.key[2]),
         repeats=mismatch.repeats,
         doubt=None if seen_on_all else "race-not-seen",
     )
-    context.add(
-        FoundRace(cause, mismatch, race),
-        _odd_op(mismatch),
-        race.main.source,
-        blocked=len(blocked),
-        order=_order(mismatch),
-        mismatch=mismatch,
-    )
+    op, frame, order = _odd_op(mismatch), race.main.source, _order(mismatch)
+    case = Case(cause, op, frame, blocked=blocked, order=order, mismatch=mismatch)
+    context.cases.append(case)
+
+
+def _thread_name(context: Context, op: Collective) -> str:
+    """Return the name of the thread that issued a collective; empty if no stack tells it."""
+    logs = [view.log for view in context.job.views.values()]
+    log = next((log for log in logs if any(each is op for each in log.collectives)), None)
+    if log is None or op.issue_thread == log.pid:
+        return MAIN_THREAD if log is not None else ""
+    stacks = [*log.observation.stacks, *log.stacks]
+    return next((each.name for each in stacks if each.thread == op.issue_thread), "")
 
 
 def _issued(mismatch: Mismatch) -> list[Issued]:
@@ -318,3 +332,35 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
     if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2:
         return "medium", "single-match"
     return "high", None
+
+
+@dataclass(kw_only=True)
+class SwappedCase(Case[Swapped]):
+    """A rank that swapped collectives."""
+
+    swap: SwappedOrder
+
+
+def find_swapped(job: JobIndex, key: ChannelKey) -> list[SwappedCase]:
+    """Return the ranks that issued collectives of a channel in another order."""
+    return [
+        SwappedCase(_swapped(job, key, swap), swap.own[0], swap.own[0].source, swap=swap)
+        for swap in find_swapped_orders(job, key)
+    ]
+
+
+def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Swapped:
+    return Swapped(
+        kind="mismatch/op",
+        why="in-collective",
+        root_cause=True,
+        culprits=[swap.rank],
+        blamed_by="majority" if len(job.tracks_on(key)) > 2 else "routine",
+        victims=[rank for rank in sorted(job.users[key]) if rank != swap.rank],
+        confidence="medium",
+        group=group_of(swap.own[0]),
+        first=swap.number,
+        last=swap.number + len(swap.own) - 1,
+        own=[source_of(op) for op in swap.own],
+        others=[source_of(op) for op in swap.others],
+    )

@@ -9,8 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from commlens.diagnosis.align.call_paths import Path, part, path_of
-from commlens.diagnosis.align.rounds import Rounds, count_rounds
-from commlens.diagnosis.align.routine import Loop, ever_leaves_routine, find_loop
+from commlens.diagnosis.align.routine import Loop, count_rounds, ever_leaves_routine, find_loop
 from commlens.diagnosis.align.tie_break import (
     by_majority,
     by_midway,
@@ -20,6 +19,7 @@ from commlens.diagnosis.align.tie_break import (
 )
 from commlens.diagnosis.causes.context import (
     TOO_LONG,
+    Case,
     Context,
     doing_of,
     most_waited,
@@ -27,11 +27,12 @@ from commlens.diagnosis.causes.context import (
     processes_of,
     waits_of,
 )
+from commlens.diagnosis.causes.messages import find_recomputed
 from commlens.diagnosis.graph.wait_graph import Edge, Node
-from commlens.diagnosis.index.activity import Activity, longest_gap_ns
+from commlens.diagnosis.index.activity import Activity, is_locked_out, longest_gap_ns
 from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
-from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Working
+from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
 from commlens.model.collective import Collective, Frame, State
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
@@ -59,6 +60,11 @@ class Absence(NamedTuple):
     def doing(self) -> Activity:
         """The activity, which the ranks share."""
         return self.activities[0]
+
+    @property
+    def all_edges(self) -> list[Edge]:
+        """All waits for the ranks."""
+        return [*self.edges, *self.elsewhere]
 
     @property
     def finished(self) -> bool:
@@ -89,23 +95,20 @@ class LockHolder(NamedTuple):
     edge: Edge | None  # if the holder waits for the missing rank
 
 
-@dataclass
-class FoundMissing:
-    """Ranks that do not arrive, and the evidence."""
+@dataclass(kw_only=True)
+class MissingCase(Case[Missing]):
+    """Ranks that do not arrive."""
 
-    cause: Missing
     absence: Absence
-    rounds: Rounds | None
     loop: Loop | None  # inside of which the first of the culprits ended
     extra: ExtraLine | None
     lock_holders: list[LockHolder]
 
 
-@dataclass
-class FoundWorking:
-    """Ranks that visibly work, and the evidence."""
+@dataclass(kw_only=True)
+class WorkingCase(Case[Working]):
+    """Ranks that visibly work."""
 
-    cause: Working
     absence: Absence
 
 
@@ -140,15 +143,16 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
 
 def _may_arrive(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether an absent rank works, and may still arrive."""
-    op = most_waited(context.graph.edges_into(node)).op
     return (
-        doing.works and not _is_wait_over(doing, op) and not _works_too_long(context, node, doing)
+        doing.works
+        and not _is_wait_over(doing, context.graph.edges_into(node))
+        and not _works_too_long(context, node, doing)
     )
 
 
 def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Absence:
     absent = [node for node, _ in members]
-    edges = [edge for node in absent for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(absent)
     edge = most_waited(edges)
     same: list[Edge] = []
     elsewhere: list[Edge] = []
@@ -166,11 +170,14 @@ def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Abse
     )
 
 
-def _is_wait_over(doing: Activity, op: Collective) -> bool:
-    """Return whether the wait for a rank is over: strict verification gave up, or it failed while
-    the rank was shutting down.
+def _is_wait_over(doing: Activity, edges: Iterable[Edge]) -> bool:
+    """Return whether a rank can no longer arrive in time: strict verification refused one of the
+    calls that wait for it, or one of them failed while the rank was shutting down.
     """
-    return is_refusal(op.error) or (doing.why == "finished" and op.state is State.FAILED)
+    return any(
+        is_refusal(edge.op.error) or (doing.why == "finished" and edge.op.state is State.FAILED)
+        for edge in edges
+    )
 
 
 def _works_too_long(context: Context, node: Node, doing: Activity) -> bool:
@@ -212,27 +219,37 @@ def _add_working(context: Context, absence: Absence, first: Node) -> None:
         ranks=ranks,
         activity=doing_of(doing),
         expected=context.job.views[ranks[0]].log.expecting is not None,
-        waits=waits_of(context, [*absence.edges, *absence.elsewhere]),
+        waits=waits_of(context, absence.all_edges),
         patience_s=None if patience is None else patience / 1e9,
     )
-    blocked = len(context.blocked_by([first]))
-    context.add(FoundWorking(cause, absence), absence.edge.op, doing.frame, blocked=blocked)
+    blocked = context.blocked_by([first])
+    op = absence.edge.op
+    context.cases.append(WorkingCase(cause, op, doing.frame, blocked=blocked, absence=absence))
 
 
 def _add_missing(context: Context, absence: Absence) -> None:
     op = absence.edge.op
+    recomputed = find_recomputed(context.job, absence.edge.rank, op)
     decision, rounds = _decide(context, absence)
+    if recomputed is not None and absence.waiting == [recomputed.rank]:
+        decision, rounds = Decision((recomputed.rank,), "recomputation"), None
     blamed = list(decision.culprits)
-    extra = _extra_line(context, absence) if absence.finished else None
+    extra = _extra_line(context, absence)
     # Strict verification ended their wait elsewhere: what they waited for there is the cause.
     refused = bool(blamed) and _were_refused_elsewhere(context, absence, blamed)
     culprits = [] if refused else blamed
     record_doubt = _doubt_of_records(context, absence)
     confidence, doubt = _confidence(
-        context, absence, decision, record_doubt, refused=refused, extra_line=extra is not None
+        context,
+        absence,
+        decision,
+        record_doubt,
+        refused=refused,
+        extra_line=extra is not None or decision.by == "recomputation",
     )
     blames_waiting = blamed == absence.waiting
     holders = _lock_holders(context, absence)
+    locked_out = [rank for rank in absence.ranks if is_locked_out(context.job.views[rank].log)]
     cause = Missing(
         kind="missing",
         why=absence.doing.why,
@@ -242,37 +259,50 @@ def _add_missing(context: Context, absence: Absence) -> None:
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
         certain=record_doubt != "completion-unknown"
-        and _can_never_arrive(context, absence, holders),
+        and _can_never_arrive(context, absence, [*_deadlocked(holders), *locked_out]),
         ranks=absence.ranks,
         came=_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
         outcome=_outcome(context, absence, extra, blames_waiting=blames_waiting),
         activity=doing_of(absence.doing),
-        waits=waits_of(context, [*absence.edges, *absence.elsewhere]),
+        waits=waits_of(context, absence.all_edges),
         timed_out=context.timed_out(absence.edge),
         over=_have_ended(context, blamed),
-        works_too_long=absence.doing.works and not _is_wait_over(absence.doing, op),
+        works_too_long=absence.doing.works and not _is_wait_over(absence.doing, absence.all_edges),
         blames_waiting=blames_waiting,
+        rounds=rounds,
+        recomputed=recomputed if decision.by == "recomputation" else None,
+        locked_out=locked_out,
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
     loop = find_loop(context.job.views[blamed[0]]) if decision.by == "midway" else None
-    context.add(
-        FoundMissing(cause, absence, rounds, loop, extra, holders),
-        op if extra is None else extra.op,
-        _frame(context, absence, extra, blames_waiting=blames_waiting),
-        blocked=len(absence.blocked),
+    context.cases.append(
+        MissingCase(
+            cause,
+            op if extra is None else extra.op,
+            _frame(context, absence, extra, blames_waiting=blames_waiting),
+            blocked=absence.blocked,
+            absence=absence,
+            loop=loop,
+            extra=extra,
+            lock_holders=holders,
+        )
     )
 
 
-def _can_never_arrive(context: Context, absence: Absence, holders: Sequence[LockHolder]) -> bool:
-    """Return whether the ranks can never arrive: they have ended, or each waits for a lock that a
-    rank holds which waits for it.
+def _can_never_arrive(context: Context, absence: Absence, locked: Sequence[int]) -> bool:
+    """Return whether the ranks can never arrive: they have ended, or nothing releases the lock that
+    each waits for.
     """
-    deadlocked = {one.rank for one in holders if one.edge is not None}
     return all(
-        context.job.views[rank].exit.kind == "clean" or rank in deadlocked for rank in absence.ranks
+        context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
     )
+
+
+def _deadlocked(holders: Sequence[LockHolder]) -> list[int]:
+    """Return the ranks that wait for a lock which a rank holds that waits for them."""
+    return [one.rank for one in holders if one.edge is not None]
 
 
 def _frame(
@@ -287,8 +317,7 @@ def _frame(
 
 
 def _have_ended(context: Context, culprits: Sequence[int]) -> bool:
-    views = context.job.views
-    return bool(culprits) and all(views[rank].exit.ended for rank in culprits)
+    return bool(culprits) and all(context.job.views[rank].exit.ended for rank in culprits)
 
 
 def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequence[int]) -> bool:
@@ -301,9 +330,11 @@ def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
     waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
     if context.completion_unknown(absence.waiting):
         return "completion-unknown"
-    if all(view.is_log and not view.timed_out for view in waiting):
+    if any(view.dump is not None and view.dump.issued_only for view in waiting) or all(
+        view.is_log and not view.timed_out for view in waiting
+    ):
         return "only-issued"
-    if doing.works and not _is_wait_over(doing, absence.edge.op):
+    if doing.works and not _is_wait_over(doing, absence.all_edges):
         return "may-be-working"
     if absence.is_certain:
         return None
@@ -377,7 +408,7 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     comes from a line that all ranks reach, and the one too many met another line's.
     """
     op = absence.edge.op
-    if op.is_point_to_point or op.is_setup or op.is_store_wait:
+    if not absence.finished or op.is_point_to_point or op.is_setup or op.is_store_wait:
         return None
     tracks = context.job.tracks_on(op.channel.key)
     if any(
@@ -520,7 +551,7 @@ def _other_side(context: Context, absence: Absence) -> Collective | None:
 def _lock_holders(context: Context, absence: Absence) -> list[LockHolder]:
     """Return the ranks that hold the locks that the missing ones wait for."""
     holders = []
-    waits = {edge.rank: edge for edge in (*absence.elsewhere[::-1], *absence.edges[::-1])}
+    waits = {edge.rank: edge for edge in absence.all_edges[::-1]}
     for rank in absence.ranks:
         log = context.job.views[rank].log
         pid = log.observation.waits_for_pid

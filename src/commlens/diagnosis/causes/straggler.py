@@ -1,4 +1,6 @@
-"""Ranks that make a running job slow: where they spend their time, and what holds them back."""
+"""Ranks that make a running job slow: where they spend their time, and what holds them back. In
+other tools' dumps, the rank that comes last again and again.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +9,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final
 
-from commlens.diagnosis.causes.context import source_of
+from commlens.diagnosis.causes.context import Case, Context, source_of
 from commlens.diagnosis.index.activity import classify_frames
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import HotLine, Phase, SlowStretch, Straggler, Why
+from commlens.model.cause import Slow as SlowCause
 from commlens.model.collective import Collective, Frame, Stack, user_frame
+from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
 from commlens.speed.pace import MIN_COST, Slow, find_waits
 
 _NS: Final = 1e-9
 
 
-class Stretch(NamedTuple):
-    """What a slow rank does for longer than the others: the time between two collectives."""
+@dataclass(kw_only=True)
+class StragglerCase(Case[Straggler]):
+    """Ranks that make a job slow. Its line is the one to look at."""
 
-    after: Collective
-    before: Collective
-    extra_s: float  # per step
-
-
-@dataclass
-class FoundStraggler:
-    """Ranks that make a job slow, and the evidence."""
-
-    cause: Straggler
-    hotspot: Hotspot | None  # in which they spend their time
-    stretch: Stretch | None  # if no line is known
-    source: Frame | None  # the line to look at
+    hot_stack: Stack  # an example of those at the line in which they spend their time
+    # the collectives between which they take longer, if no line is known
+    ends: tuple[Collective, Collective] | None
     pid: int  # of the first slow rank
     node: str  # on which alone the ranks were compared; empty: on all nodes
 
@@ -44,7 +40,7 @@ def find_straggler(
     logs: Sequence[RankLog],
     profiles: Mapping[int, Mapping[Stack, int]],
     compared: Iterable[int],
-) -> FoundStraggler:
+) -> StragglerCase:
     """Return where slow ranks spend their time, and what holds them back.
 
     Args:
@@ -56,14 +52,14 @@ def find_straggler(
     others = sorted({*compared, *(log.rank for log in logs)} - set(slow.ranks))
     ours = [log for log in logs if log.rank in slow.ranks]
     why, held_back = _what_holds_back(slow, ours)
-    hotspot = _clear_hotspot(slow, profiles)
-    stretch = _large_stretch(slow, logs) if hotspot is None else None
+    hot_line, hot_stack = _find_hot_line(slow, profiles)
+    stretch, ends = _find_stretch(slow, logs) if hot_line is None else (None, None)
     source = None
-    if hotspot is not None and hotspot.other is not None:
-        source = hotspot.frame
-        why = why or classify_frames(ours[0], hotspot.stack).why
-    elif stretch is not None:
-        source = stretch.before.source
+    if hot_line is not None and hot_line.other is not None:
+        source = user_frame(hot_stack)
+        why = why or classify_frames(ours[0], hot_stack).why
+    elif ends is not None:
+        source = ends[1].source
     cause = Straggler(
         kind="straggler",
         why=why or "user-code",
@@ -76,16 +72,12 @@ def find_straggler(
         step_s=slow.step_s,
         steps=slow.steps,
         held_back=held_back,
-        hot_line=_as_data(hotspot) if hotspot is not None else None,
-        stretch=_stretch_as_data(stretch) if stretch is not None else None,
+        hot_line=hot_line,
+        stretch=stretch,
     )
-    return FoundStraggler(
-        cause,
-        hotspot,
-        stretch,
-        source,
-        ours[0].pid,
-        _only_node(slow, logs, others),
+    node = _only_node(slow, logs, others)
+    return StragglerCase(
+        cause, None, source, hot_stack=hot_stack, ends=ends, pid=ours[0].pid, node=node
     )
 
 
@@ -93,21 +85,6 @@ def _only_node(slow: Slow, logs: Sequence[RankLog], others: Sequence[int]) -> st
     """Return the node whose ranks alone were compared; empty if those of all nodes were."""
     part = logs[0].world_size > len({*others, *slow.ranks})
     return logs[0].host if part and len({log.host for log in logs}) == 1 else ""
-
-
-def _clear_hotspot(slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]) -> Hotspot | None:
-    """Return the slow ranks' hotspot, unless another rank spends nearly as much time there."""
-    hotspot = find_hotspot(profiles, slow.ranks)
-    if hotspot is None or hotspot.other is None:
-        return hotspot  # alone, it may be as it should be
-    return hotspot if hotspot.share - hotspot.share_other > slow.cost / 3 else None
-
-
-def _large_stretch(slow: Slow, logs: Sequence[RankLog]) -> Stretch | None:
-    """Return the slow ranks' stretch, if it makes up for a good part of the time lost."""
-    stretch = find_stretch(logs, slow.ranks)
-    lost_s = slow.cost * slow.step_s
-    return stretch if stretch is not None and stretch.extra_s > lost_s / 4 else None
 
 
 def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] | tuple[None, None]:
@@ -125,52 +102,42 @@ def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] |
     return None, None
 
 
-def _as_data(hotspot: Hotspot) -> HotLine:
-    return HotLine(hotspot.frame.where, hotspot.share, hotspot.other, hotspot.share_other)
-
-
-def _stretch_as_data(stretch: Stretch) -> SlowStretch:
-    after, before = stretch.after, stretch.before
-    return SlowStretch(
-        after.op,
-        source_of(after),
-        before.op,
-        source_of(before),
-        phase_of(stretch),
-        stretch.extra_s,
-    )
-
-
-def phase_of(stretch: Stretch) -> Phase | None:
+def _phase_of(after: Collective, before: Collective) -> Phase | None:
     """Return the part of a training step, as far as the collectives at both ends tell it."""
-    if stretch.before.step > stretch.after.step:
+    if before.step > after.step:
         return "before-the-backward"
-    if _is_in(stretch.before, "torch/optim/"):
+    if _is_in(before, "torch/optim/"):
         return "optimizer"
-    if _is_in(stretch.before, "torch/autograd/", "torch/_tensor.py"):
-        return "backward" if _is_in(stretch.after, "torch/autograd/") else "backward-or-before"
+    if _is_in(before, "torch/autograd/", "torch/_tensor.py"):
+        return "backward" if _is_in(after, "torch/autograd/") else "backward-or-before"
     return None
 
 
-def find_stretch(logs: Sequence[RankLog], ranks: Sequence[int]) -> Stretch | None:
-    """Return the stretch between two collectives in which the ``ranks`` spend most time more than
-    the others.
+def _find_stretch(
+    slow: Slow, logs: Sequence[RankLog]
+) -> tuple[SlowStretch, tuple[Collective, Collective]] | tuple[None, None]:
+    """Return the stretch between two collectives in which the slow ranks spend most time more than
+    the others, if it makes up for a good part of the time lost, and the collectives.
     """
-    spent, examples = _time_between_collectives(logs, ranks)
-    others = [own for rank, own in spent.items() if rank not in ranks]
+    spent, examples = _time_between_collectives(logs, slow.ranks)
+    others = [own for rank, own in spent.items() if rank not in slow.ranks]
     steps = [
         log.collectives[-1].step - log.collectives[0].step
         for log in logs
-        if log.rank in ranks and log.collectives
+        if log.rank in slow.ranks and log.collectives
     ]
-    if not others or not steps:
-        return None
-    slow = [own for rank, own in spent.items() if rank in ranks]
-    extra = {ends: _median(slow, ends) - _median(others, ends) for ends in examples}
-    worst = max(extra, key=lambda ends: extra[ends], default=None)
-    if worst is None or extra[worst] <= 0:
-        return None
-    return Stretch(*examples[worst], extra[worst] / max(1, *steps))
+    if not (examples and others and steps):
+        return None, None
+    ours = [own for rank, own in spent.items() if rank in slow.ranks]
+    extra = {ends: _median(ours, ends) - _median(others, ends) for ends in examples}
+    worst = max(extra, key=lambda ends: extra[ends])
+    extra_s = extra[worst] / max(1, *steps)
+    if extra_s <= slow.cost * slow.step_s / 4:
+        return None, None
+    after, before = examples[worst]
+    phase = _phase_of(after, before)
+    stretch = SlowStretch(after.op, source_of(after), before.op, source_of(before), phase, extra_s)
+    return stretch, examples[worst]
 
 
 def _time_between_collectives(
@@ -206,37 +173,25 @@ def _is_in(op: Collective, *parts: str) -> bool:
     return any(part in frame.file for frame in op.stack for part in parts)
 
 
-class Hotspot(NamedTuple):
-    """A line in which a slow rank spends more time than another one."""
-
-    stack: Stack  # an example, innermost frame first
-    frame: Frame  # its innermost user frame
-    share: float  # of the slow rank's time
-    other: int | None  # another rank; None: there is none on its node
-    share_other: float
-
-
-def find_hotspot(
-    profiles: Mapping[int, Mapping[Stack, int]], ranks: Sequence[int]
-) -> Hotspot | None:
-    """Return the line in which the slow ranks' first spends most time more than another rank.
-
-    Args:
-        profiles: samples by stack, for each rank that was profiled.
-        ranks: the slow ranks.
+def _find_hot_line(
+    slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]
+) -> tuple[HotLine | None, Stack]:
+    """Return the line in which the first slow rank spends most time more than another rank, and an
+    example of its stacks there; none if the other rank spends nearly as much time there.
     """
-    slow = next((profiles[rank] for rank in ranks if profiles.get(rank)), None)
-    other = next((rank for rank in profiles if rank not in ranks and profiles[rank]), None)
-    if slow is None:
-        return None
-    ours, theirs = _by_line(slow), _by_line(profiles[other]) if other is not None else {}
-    frame = max(ours, key=lambda each: ours[each] - theirs.get(each, 0.0), default=None)
+    ours = next((profiles[rank] for rank in slow.ranks if profiles.get(rank)), {})
+    other = next((rank for rank in profiles if rank not in slow.ranks and profiles[rank]), None)
+    shares, theirs = _by_line(ours), _by_line(profiles[other]) if other is not None else {}
+    frame = max(shares, key=lambda each: shares[each] - theirs.get(each, 0.0), default=None)
     if frame is None:
-        return None
-    stack = max(
-        (stack for stack in slow if user_frame(stack) == frame), key=lambda stack: slow[stack]
+        return None, ()
+    hot = HotLine(frame.where, shares[frame], other, theirs.get(frame, 0.0))
+    # alone, it may be as it should be
+    if other is not None and hot.share - hot.share_other <= slow.cost / 3:
+        return None, ()
+    return hot, max(
+        (each for each in ours if user_frame(each) == frame), key=lambda each: ours[each]
     )
-    return Hotspot(stack, frame, ours[frame], other, theirs.get(frame, 0.0))
 
 
 def _by_line(profile: Mapping[Stack, int]) -> dict[Frame, float]:
@@ -246,3 +201,56 @@ def _by_line(profile: Mapping[Stack, int]) -> dict[Frame, float]:
         if (frame := user_frame(stack)) is not None:
             shares[frame] += samples / total
     return shares
+
+
+# collectives to which a straggler comes last; on a busy machine, each rank does so now and then
+_MIN_TIMES = 8
+_MIN_SHARE = 0.1  # share of the time for which the others wait for a straggler
+_MIN_RATIO = 3.0  # how much longer they wait for it than for any other rank
+
+
+def find_slow(context: Context) -> None:
+    """Find the rank that makes the others wait for a good part of the time, if there is one."""
+    # It needs numpy, which the diagnosis of black boxes does without.
+    from commlens.diagnosis.align.lateness import lateness
+
+    job = context.job
+    most = {one.rank: one for one in reversed(lateness(job))}
+    ranked = sorted(most.values(), key=lambda one: (-one.lost_ns, one.rank))
+    if not ranked:
+        return
+    worst, second = ranked[0], ranked[1].lost_ns if len(ranked) > 1 else 0
+    span = _span_ns(job)
+    if (
+        worst.times < _MIN_TIMES
+        or worst.lost_ns < _MIN_SHARE * span
+        or worst.lost_ns < _MIN_RATIO * second
+    ):
+        return
+    op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]
+    if op.op in ROOTED:
+        return
+    cause = SlowCause(
+        kind="straggler",
+        why="user-code",
+        root_cause=True,
+        culprits=[worst.rank],
+        blamed_by="lateness",
+        victims=sorted(set(worst.key[2]) - {worst.rank}),
+        confidence="medium",
+        times=worst.times,
+        of=worst.of,
+        lost_s=worst.lost_ns / 1e9,
+        span_s=span / 1e9,
+    )
+    context.cases.append(Case(cause, op, op.source))
+
+
+def _span_ns(job: JobIndex) -> int:
+    """Return the longest time that the records of a rank cover."""
+    spans = [0]
+    for view in job.views.values():
+        created = view.dump.created_ns if view.dump is not None else None
+        if created is not None and (created > 0).any():
+            spans.append(int(created.max() - created[created > 0].min()))
+    return max(spans)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from commlens.diagnosis.causes.context import Context, doing_of, op_at, waits_of
+from commlens.diagnosis.causes.context import Case, Context, doing_of, op_at, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.activity import Activity
@@ -19,7 +20,7 @@ from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.cause import Agreement, StuckInside
 from commlens.model.collective import Collective, State
-from commlens.model.ops import ROOTED
+from commlens.model.ops import BARRIERS, ROOTED, WITHOUT_TENSORS
 
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
@@ -40,23 +41,12 @@ class Meeting(NamedTuple):
     blocked: list[int]  # also the ranks that wait behind them
 
 
-@dataclass
-class FoundStuckInside:
-    """Ranks inside of one collective, and the evidence."""
+@dataclass(kw_only=True)
+class StuckCase(Case[StuckInside]):
+    """Ranks inside of one collective."""
 
-    cause: StuckInside
     meeting: Meeting
     doing: Activity | None = None  # of the culprits, if their processes cannot run
-
-
-@dataclass
-class FoundStuckGroups:
-    """Ranks inside of one collective of several groups, and the evidence."""
-
-    cause: StuckInside
-    edges: list[Edge]  # the waits in it
-    blocked: list[int]  # also the ranks that wait behind them
-    ops: list[Collective] = field(default_factory=list)  # of each group
 
 
 def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
@@ -66,25 +56,21 @@ def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
     The time of the dump, an error, a timeout or any other finding would tell more. If it completed
     on some ranks of each group, the others are stuck: see :func:`find_left_behind`.
     """
-    if context.cases or len(nodes) < 2 or context.job.knows.capture_time or context.job.timed_out:
+    if context.cases or len(nodes) < 2 or not context.job.foreign or context.job.timed_out:
         return False
     instances = [context.graph.instances[node.detail] for node in nodes]
     if any(instance.sender >= 0 for instance in instances):
         return False
-    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(nodes)
     if (
         len({(edge.op.op, edge.op.sequence_number, edge.op.channel.group.label) for edge in edges})
         > 1
     ):
         return False
-    waiting = sorted({edge.rank for edge in edges})
-    if _failed(context, waiting) or _are_timed(context, waiting):
+    waiting, views = sorted({edge.rank for edge in edges}), context.job.views
+    if _failed(context, waiting) or any(views[rank].log.captured_ns for rank in waiting):
         return False
     return not all(_has_ended_on_some(context, instance) for instance in instances)
-
-
-def _are_timed(context: Context, ranks: Sequence[int]) -> bool:
-    return any(context.job.views[rank].log.captured_ns for rank in ranks)
 
 
 def _has_ended_on_some(context: Context, at: Instance) -> bool:
@@ -94,7 +80,7 @@ def _has_ended_on_some(context: Context, at: Instance) -> bool:
 
 def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
     """Find a collective of several groups of which one dump does not tell whether it is stuck."""
-    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(nodes)
     blocked = context.blocked_by(nodes)
     cause = StuckInside(
         kind="waiting",
@@ -107,8 +93,7 @@ def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
         ranks=sorted({edge.rank for edge in edges}),
         waits=waits_of(context, edges),
     )
-    found = FoundStuckGroups(cause, edges, blocked, [edge.op for edge in edges])
-    context.add(found, edges[0].op, edges[0].op.source, blocked=len(blocked))
+    context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
 
 
 def find_stuck_inside(context: Context, node: Node) -> None:
@@ -119,12 +104,15 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     failed = _failed(context, meeting.waiting)
     if (
         not failed
-        and context.job.knows.capture_time
+        and not context.job.foreign
         and _since_last_arrival(meeting) < context.job.stalled_after_ns
     ):
         return
-    found = _what_holds_up(context, meeting, failed=failed)
-    context.add(found, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
+    cause, doing = _what_holds_up(context, meeting, failed=failed)
+    op, blocked = meeting.op, meeting.blocked
+    context.cases.append(
+        StuckCase(cause, op, op.source, blocked=blocked, meeting=meeting, doing=doing)
+    )
 
 
 def _meeting(context: Context, node: Node) -> Meeting:
@@ -139,73 +127,58 @@ def _meeting(context: Context, node: Node) -> Meeting:
     )
 
 
-def _what_holds_up(context: Context, meeting: Meeting, *, failed: bool) -> FoundStuckInside:
+def _what_holds_up(
+    context: Context, meeting: Meeting, *, failed: bool
+) -> tuple[StuckInside, Activity | None]:
     activities = {view.rank: context.doing(view) for view in meeting.views}
     culprits = [
         rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works
     ]
     runs_ahead = meeting.op.channel.runs_ahead
     busy = [view.rank for view in meeting.views if _burns_cpu(view) and not runs_ahead]
+    inside = partial(
+        StuckInside,
+        why="in-collective",
+        victims=meeting.blocked,
+        ranks=[view.rank for view in meeting.views],
+        waits=waits_of(context, meeting.edges),
+    )
     if context.completion_unknown(meeting.waiting):
-        return FoundStuckInside(_completion_unknown(context, meeting), meeting)
+        return inside(
+            kind="waiting",
+            root_cause=False,
+            blamed_by="nobody",
+            confidence="low",
+            state="completion-unknown",
+        ), None
     if culprits:
         doing = activities[culprits[0]]
-        return FoundStuckInside(_held_up(context, meeting, culprits, doing), meeting, doing)
+        return inside(
+            kind="stuck-inside",
+            why=doing.why,
+            root_cause=True,
+            culprits=culprits,
+            blamed_by="process",
+            victims=sorted(set(meeting.blocked) - set(culprits)),
+            confidence="high",
+            state="held-up",
+            activity=doing_of(doing),
+        ), doing
     if busy and not failed and not context.waits_too_long(meeting.waiting):
-        return FoundStuckInside(_still_moving(context, meeting, busy), meeting)
+        return inside(
+            kind="waiting",
+            root_cause=False,
+            blamed_by="nobody",
+            confidence="medium",
+            state="moving",
+            busy=busy,
+        ), None
     if not_started := _not_started(meeting):
-        return FoundStuckInside(_never_started(context, meeting, not_started), meeting)
-    return FoundStuckInside(_no_progress(context, meeting), meeting)
+        return _never_started(inside, meeting, not_started), None
+    return _no_progress(inside, context, meeting), None
 
 
-def _held_up(
-    context: Context, meeting: Meeting, culprits: list[int], doing: Activity
-) -> StuckInside:
-    return StuckInside(
-        kind="stuck-inside",
-        why=doing.why,
-        root_cause=True,
-        culprits=culprits,
-        blamed_by="process",
-        victims=sorted(set(meeting.blocked) - set(culprits)),
-        confidence="high",
-        state="held-up",
-        ranks=_ranks(meeting),
-        waits=waits_of(context, meeting.edges),
-        activity=doing_of(doing),
-    )
-
-
-def _completion_unknown(context: Context, meeting: Meeting) -> StuckInside:
-    return StuckInside(
-        kind="waiting",
-        why="in-collective",
-        root_cause=False,
-        blamed_by="nobody",
-        victims=meeting.blocked,
-        confidence="low",
-        state="completion-unknown",
-        ranks=_ranks(meeting),
-        waits=waits_of(context, meeting.edges),
-    )
-
-
-def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> StuckInside:
-    return StuckInside(
-        kind="waiting",
-        why="in-collective",
-        root_cause=False,
-        blamed_by="nobody",
-        victims=meeting.blocked,
-        confidence="medium",
-        state="moving",
-        ranks=_ranks(meeting),
-        waits=waits_of(context, meeting.edges),
-        busy=busy,
-    )
-
-
-def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> StuckInside:
+def _never_started(inside: partial[StuckInside], meeting: Meeting, ranks: list[int]) -> StuckInside:
     """Decide of devices that have not come to a collective: the work before it holds them up, and
     no network has a part in that.
 
@@ -216,52 +189,45 @@ def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> Stuc
         view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)
     ]
     culprits = ranks if 0 < len(ranks) <= len(started) else []
-    return StuckInside(
+    return inside(
         kind="stuck-inside",
-        why="in-collective",
         root_cause=True,
         culprits=culprits,
         blamed_by="device" if culprits else "undecided",
         victims=sorted({*meeting.blocked, *ranks} - set(culprits)),
         confidence="medium",
         state="not-started",
-        ranks=_ranks(meeting),
-        waits=waits_of(context, meeting.edges),
         not_started_on=ranks,
         started_on=started,
     )
 
 
-def _no_progress(context: Context, meeting: Meeting) -> StuckInside:
+def _no_progress(inside: partial[StuckInside], context: Context, meeting: Meeting) -> StuckInside:
     answer = _compared(context, meeting)
     unknown = answer.aspects if isinstance(answer, Unknown) else ()
     not_compared = [str(aspect) for aspect in unknown if aspect not in _HARMLESS]
     others = _may_be_members(context, meeting)
-    return StuckInside(
+    return inside(
         kind="stuck-inside",
-        why="in-collective",
         root_cause=True,
         blamed_by="undecided",
-        victims=meeting.blocked,
         confidence="low" if not_compared or others else "medium",
         state="no-progress",
-        ranks=_ranks(meeting),
-        waits=waits_of(context, meeting.edges),
         completed_on=[
             view.rank for view in meeting.views if _has_completed(view, meeting.instance)
         ],
-        agreement=_agreement(answer),
+        agreement=_agreement(meeting.op, answer),
         not_compared=not_compared,
         perhaps_members=others,
     )
 
 
-def _ranks(meeting: Meeting) -> list[int]:
-    return [view.rank for view in meeting.views]
-
-
-def _agreement(answer: Answer) -> Agreement:
-    """Return on what the ranks agree: nothing if something that matters was not compared."""
+def _agreement(op: Collective, answer: Answer) -> Agreement:
+    """Return on what the ranks agree: nothing is known if something that matters was not compared.
+    Calls that make groups pass nothing that this compares.
+    """
+    if op.op in WITHOUT_TENSORS - BARRIERS:
+        return "unknown"
     if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
         return "sizes" if "dtype" in answer.aspects else "sizes-and-dtypes"
     return "all" if isinstance(answer, Agree) else "unknown"
@@ -302,7 +268,7 @@ def _compared(context: Context, meeting: Meeting) -> Answer:
     if at.sender >= 0:
         return compare_pair(at.sender, ops[at.sender].args, at.receiver, ops[at.receiver].args)
     args = {view.rank: view.tracks[at.key].args_of(at.number) for view in meeting.views}
-    return compare_coalesced(args, at.key[2], splits_known=context.job.knows.splits)
+    return compare_coalesced(args, at.key[2], splits_known=not context.job.foreign)
 
 
 def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
@@ -337,8 +303,7 @@ def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
 
 
 def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
-    ops = [context.graph.edges_into(node)[0].op for node in nodes]
-    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    edges = context.graph.edges_into_all(nodes)
     members = {rank for node in nodes for rank in context.graph.instances[node.detail].key[2]}
     blocked = context.blocked_by(nodes)
     cause = StuckInside(
@@ -354,8 +319,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
         waits=waits_of(context, edges),
         completed_on=sorted(members - set(ranks)),
     )
-    found = FoundStuckGroups(cause, edges, blocked, ops)
-    context.add(found, ops[0], ops[0].source, blocked=len(blocked))
+    context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
 
 
 def _failed(context: Context, ranks: list[int]) -> bool:
@@ -379,7 +343,7 @@ def _has_ended(view: RankView, instance: Instance) -> bool:
 def completed_on(job: JobIndex, instance: Instance) -> list[int]:
     """Return the ranks on which a collective or message has completed."""
     views = [job.views[rank] for rank in instance.members if rank in job.views]
-    ended = _has_ended if job.knows.completion_times else _has_completed
+    ended = _has_ended if job.foreign else _has_completed
     return [view.rank for view in views if ended(view, instance) or _has_completed(view, instance)]
 
 

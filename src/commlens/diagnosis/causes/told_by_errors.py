@@ -1,5 +1,5 @@
-"""Ranks that the errors of others name: torch compares some things itself, and raises on every
-rank.
+"""Faults that exceptions tell: torch compares some things itself and raises on every rank, and
+strict verification refuses calls. Diagnosis reads a refusal's fields, not its text.
 """
 
 from __future__ import annotations
@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
-from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.causes.context import Case, Context, collective_of, processes_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import Node
-from commlens.matching.error_claims import Claim, claim_of
-from commlens.model.cause import ErrorReport, Kind, Side, ToldByErrors
-from commlens.model.collective import Frame
+from commlens.matching.errors import Claim, claim_of
+from commlens.model.cause import ErrorReport, Kind, RankWait, Refused, Side, ToldByErrors
+from commlens.model.collective import Collective
+from commlens.model.refusal import Refusal
 
 _KINDS: dict[ErrorReport, Kind] = {
     "op": "mismatch/op",
@@ -21,15 +24,6 @@ _KINDS: dict[ErrorReport, Kind] = {
     "dtype": "mismatch/dtype",
     "parameters": "mismatch/shape",
 }
-
-
-@dataclass
-class FoundInErrors:
-    """Ranks that errors name, and the evidence."""
-
-    cause: ToldByErrors
-    line: Frame | None  # the user's line at which the first rank raised its error
-    told: set[int]  # the ranks whose actions an error tells
 
 
 def find_told_by_errors(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
@@ -42,15 +36,18 @@ def find_told_by_errors(context: Context, sinks: Mapping[int, Node]) -> frozense
     for report, by_rank in claims.items():
         blocked = context.blocked_by([sinks[rank] for rank in by_rank if rank in sinks])
         if report == "checkpoint":
-            found = _failed(context, by_rank, blocked)
+            cause = _failed(by_rank, blocked)
         elif report == "sizes":
-            found = _too_large(context, by_rank, blocked)
+            cause = _too_large(by_rank, blocked)
         elif report == "barrier":
-            found = _absent(context, by_rank, blocked)
+            cause = _absent(by_rank, blocked)
+        elif report == "parameters" and _is_contradicted(by_rank):
+            cause = _not_exchanged(context, by_rank, blocked)
         else:
-            found = _differ(context, report, by_rank, blocked)
-        line = _line(context, found.cause.culprits or sorted(by_rank))
-        context.add(found, None, line, blocked=len(blocked))
+            cause = _differ(context, report, by_rank, blocked)
+        view = context.job.views.get((cause.culprits or sorted(by_rank))[0])
+        line = view.exit.source if view is not None else None
+        context.cases.append(Case(cause, None, line, blocked=blocked))
     return frozenset(rank for by_rank in claims.values() for rank in by_rank)
 
 
@@ -70,15 +67,9 @@ def _claims(context: Context) -> dict[ErrorReport, dict[int, Claim]]:
     return claims
 
 
-def _line(context: Context, ranks: list[int]) -> Frame | None:
-    """Return the user's line at which the first of these ranks raised the error, if it did."""
-    view = context.job.views.get(ranks[0])
-    return view.exit.source if view is not None else None
-
-
 def _differ(
     context: Context, report: ErrorReport, claims: Mapping[int, Claim], blocked: list[int]
-) -> FoundInErrors:
+) -> ToldByErrors:
     """Return ranks that differ: the minority of those whose actions the texts tell."""
     sides: dict[str, set[int]] = defaultdict(set)
     for claim in claims.values():
@@ -91,7 +82,7 @@ def _differ(
     decided = global_ranks and len(others) > 0 and len(most) * 2 > len(told)
     culprits = sorted(told - most) if decided else []
     raised = sorted(claims)
-    cause = ToldByErrors(
+    return ToldByErrors(
         kind=_KINDS[report],
         why="exception",
         root_cause=True,
@@ -104,7 +95,41 @@ def _differ(
         sides=[Side(sorted(ranks), value) for value, ranks in ordered],
         global_ranks=global_ranks,
     )
-    return FoundInErrors(cause, _line(context, raised), told)
+
+
+def _is_contradicted(claims: Mapping[int, Claim]) -> bool:
+    """Return whether ranks read a number of parameters of another one that is 0, which DDP refuses
+    before, or that is not the one which that rank itself tells.
+    """
+    own = {rank: value for claim in claims.values() for rank, value in claim.values[:1]}
+    read = {told for claim in claims.values() for told in claim.values[1:]}
+    counts = [(rank, value) for rank, value in read if value.endswith(" parameters")]
+    return any(value == "0 parameters" or own.get(rank, value) != value for rank, value in counts)
+
+
+def _not_exchanged(
+    context: Context, claims: Mapping[int, Claim], blocked: list[int]
+) -> ToldByErrors:
+    """Return ranks that read wrong numbers of one another: no model is known to differ. A rank that
+    failed by itself did not send its numbers.
+    """
+    raised, views = sorted(claims), context.job.views
+    failed = any(view.exit.kind == "own" for rank, view in views.items() if rank not in claims)
+    own: dict[str, list[int]] = defaultdict(list)
+    for rank in raised:
+        own[claims[rank].values[0][1]].append(rank)
+    return ToldByErrors(
+        kind="dead",
+        why="exception",
+        root_cause=not failed,
+        blamed_by="unknown",
+        victims=sorted({*raised, *blocked}),
+        confidence="low",
+        report="not-exchanged",
+        raised=raised,
+        sides=[Side(ranks, did) for did, ranks in sorted(own.items())],
+        global_ranks=_are_global(claims),
+    )
 
 
 def _are_global(claims: Mapping[int, Claim]) -> bool:
@@ -112,13 +137,13 @@ def _are_global(claims: Mapping[int, Claim]) -> bool:
     return all(claim.own == rank for rank, claim in claims.items())
 
 
-def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
+def _failed(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
     """Return the ranks that failed according to the errors of all ranks that raised one."""
     named = sorted(set.intersection(*(set(claim.ranks) for claim in claims.values())))
     # else the numbers may be those of a smaller group's ranks
     culprits = named if set(named) <= set(claims) else []
     raised = sorted(claims)
-    cause = ToldByErrors(
+    return ToldByErrors(
         kind="dead",
         why="exception",
         root_cause=True,
@@ -133,16 +158,15 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         error=next((claim.error for claim in claims.values() if claim.error), None),
         file=next((claim.file for claim in claims.values() if claim.file), None),
     )
-    return FoundInErrors(cause, _line(context, raised), set(named))
 
 
-def _absent(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
+def _absent(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
     """Return the ranks that did not come to a barrier, according to the error of its first rank."""
     named = sorted({rank for claim in claims.values() for rank in claim.ranks})
     global_ranks = _are_global(claims)
     raised = sorted(claims)
     culprits = named if global_ranks and not {*named} & {*raised} else []
-    cause = ToldByErrors(
+    return ToldByErrors(
         kind="missing",
         why="unknown",
         root_cause=True,
@@ -156,15 +180,14 @@ def _absent(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         named=named,
         global_ranks=global_ranks,
     )
-    return FoundInErrors(cause, _line(context, raised), set(named))
 
 
-def _too_large(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> FoundInErrors:
+def _too_large(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
     """Return ranks that received more than they expect. Their errors do not show whether they or
     the senders are wrong.
     """
     raised = sorted(claims)
-    cause = ToldByErrors(
+    return ToldByErrors(
         kind="mismatch/shape",
         why="exception",
         root_cause=True,
@@ -176,4 +199,138 @@ def _too_large(context: Context, claims: Mapping[int, Claim], blocked: list[int]
         global_ranks=True,
         error=claims[raised[0]].error,
     )
-    return FoundInErrors(cause, _line(context, raised), set(raised))
+
+
+_OF_ARGUMENTS: Kind = "mismatch/op"  # of a user's function: structure, value, argument
+
+
+def refused_ranks(context: Context) -> dict[int, Refusal]:
+    """Return the refusals that ended ranks, by rank."""
+    return {
+        rank: view.log.refusal
+        for rank, view in sorted(context.job.views.items())
+        if view.log.refusal is not None and view.exit.refused
+    }
+
+
+def named_absent(context: Context) -> set[int]:
+    """Return the ranks of which refusals say that they have ended or did not arrive."""
+    return {rank for each in refused_ranks(context).values() for rank in each.absent}
+
+
+def demote_refused(context: Context) -> None:
+    """Demote causes that blame ranks only because a refusal ended them.
+
+    A refusal names the rank that is the cause, or a cycle. A rank that raised one and is not named
+    was waiting.
+    """
+    refusals = refused_ranks(context)
+    named = named_absent(context)
+    for cause in (case.cause for case in context.cases):
+        if not cause.root_cause or cause.kind not in ("missing", "stuck-inside", "waiting"):
+            continue
+        if not cause.culprits and cause.why == "finished" and named & {*cause.victims}:
+            # a tie for the records: the refusal decides
+            cause.culprits = sorted(named & {*cause.victims})
+            cause.victims = sorted({*cause.victims} - named)
+            cause.confidence = "medium"
+            cause.blamed_by = "exit"
+        blamed = {*cause.culprits}
+        ended = blamed and blamed <= {*refusals} - named
+        if ended and all(
+            refusals[rank].absent or refusals[rank].culprits or refusals[rank].kind == "cycle"
+            for rank in blamed
+        ):
+            cause.root_cause = False
+
+
+@dataclass(kw_only=True)
+class RefusedCase(Case[Refused]):
+    """Calls that strict verification refused. If ranks were absent, ``ops`` holds the call in which
+    another rank missed them.
+    """
+
+    refusal: Refusal
+
+
+def find_refused(context: Context) -> None:
+    """Find why strict verification ended the job, if nothing else is its cause."""
+    refusals = refused_ranks(context)
+    if not refusals:
+        return
+    raised = sorted(refusals)
+    refused = partial(Refused, root_cause=True, raised=raised)
+    if wrong := next((each for each in refusals.values() if each.culprits), None):
+        # a call that is wrong whatever the other ranks do
+        cause = refused(
+            kind=_kind_of(wrong),
+            why="user-code",
+            culprits=sorted(wrong.culprits),
+            blamed_by="arguments",
+            victims=sorted({*raised} - {*wrong.culprits}),
+            confidence="high",
+            refused_for="wrong-arguments",
+        )
+        case = RefusedCase(cause, refusal=wrong)
+    elif ended := sorted(named_absent(context) - {*refusals}):
+        teller = next(rank for rank, each in refusals.items() if {*ended} & {*each.absent})
+        view, refusal = context.job.views[teller], refusals[teller]
+        cause = _refused_absent(context, ended, refusal, view.last_op, raised)
+        ops = {teller: view.last_op} if view.last_op is not None else {}
+        case = RefusedCase(cause, None, view.exit.source, ops=ops, refusal=refusal)
+    elif cycle := next((each for each in refusals.values() if each.kind == "cycle"), None):
+        cause = refused(
+            kind="cycle",
+            why="in-collective",
+            blamed_by="undecided",
+            victims=sorted({*raised, *(wait.rank for wait in cycle.waits)}),
+            confidence="medium",
+            refused_for="cycle",
+            waits=[RankWait(wait.rank, list(wait.absent)) for wait in cycle.waits],
+        )
+        case = RefusedCase(cause, refusal=cycle)
+    else:
+        # No record explains it: a call of a user's function. The ranks may have raised different
+        # ones: that of the first is told.
+        first, line = refusals[raised[0]], context.job.views[raised[0]].exit.source
+        cause = refused(
+            kind=_kind_of(first),
+            why="exception",
+            blamed_by="undecided",
+            victims=list(raised),
+            confidence="medium",
+            refused_for="disagreement",
+        )
+        case = RefusedCase(cause, None, line, refusal=first)
+    context.cases.append(case)
+
+
+def _refused_absent(
+    context: Context,
+    absent: list[int],
+    refusal: Refusal,
+    op: Collective | None,
+    raised: list[int],
+) -> Refused:
+    """Return the ranks that refusals report as ended or absent, if no record shows their end."""
+    known = [rank for rank in absent if rank in context.job.views]
+    finished = known and context.job.views[known[0]].exit.kind in ("leaving", "clean")
+    ended = refusal.kind == "dead"
+    return Refused(
+        kind="dead" if ended else "missing",
+        why="finished" if finished else "unknown",
+        root_cause=True,
+        culprits=list(absent),
+        blamed_by="exit" if ended else "absence",
+        victims=list(raised),
+        confidence="medium",
+        refused_for="ended" if ended else "not-arrived",
+        raised=raised,
+        absent=absent,
+        processes=processes_of(context, absent),
+        collective=collective_of(op) if op is not None else None,
+    )
+
+
+def _kind_of(refusal: Refusal) -> Kind:
+    return next((kind for kind in get_args(Kind) if kind == refusal.kind), _OF_ARGUMENTS)

@@ -7,14 +7,22 @@ They count only if the ranks' records show no fault.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from commlens.model.cause import JobEnding, Kind, LogReport, ToldByLogs, Why
-from commlens.model.collective import Frame, user_frame
+from commlens.model.cause import (
+    OF_THE_STORE,
+    JobEnding,
+    Kind,
+    LogReport,
+    ToldByLogs,
+    UnplacedTimeout,
+    Why,
+)
+from commlens.model.collective import user_frame
+from commlens.text import frame_phrase
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.index.columns import RankDump
+    from commlens.formats.columns import EndingLine, RankColumns
 
 _WHY: Final[dict[JobEnding, Why]] = {"out-of-memory": "out-of-memory", "process-failed": "exit"}
 TAKE_A_PROCESS: Final[tuple[JobEnding, ...]] = ("out-of-memory", "node-failure", "evicted")
@@ -31,28 +39,9 @@ TELL_WHY: Final[tuple[JobEnding, ...]] = (
 _BY_NOBODY: Final = ("node-failure", "preemption", "time-limit", "evicted", "cancelled")
 
 
-class UnplacedTimeout(NamedTuple):
-    """A timeout that cannot be aligned across ranks, as a log tells it."""
-
-    text: str
-    ranks: list[int]  # in whose logs it stands, as far as the logs name their rank
-
-
-@dataclass
-class FoundInLogs:
-    """A fault that logs tell, and the evidence."""
-
-    cause: ToldByLogs
-    timeouts: Sequence[UnplacedTimeout] = ()
-    op: str = ""  # in which ranks timed out
-    exception: str = ""
-    frame: Frame | None = None  # the user's line that raised it
-    others: list[int] = field(default_factory=list)  # ranks in the later collective
-
-
 def find_told(
-    dumps: Sequence[RankDump], chosen: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]
-) -> FoundInLogs | None:
+    dumps: Sequence[RankColumns], chosen: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]
+) -> ToldByLogs | None:
     """Return the strongest fault in the logs' lines about the job; None if they tell none.
 
     Args:
@@ -71,10 +60,11 @@ def find_told(
         or _ended(dumps, ranks, get_args(JobEnding))
         or _launcher_ended(dumps, ranks)
         or _remarked(dumps, ranks)
+        or _store_unreached([line for dump in dumps for line in dump.endings])
     )
 
 
-def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
+def unplaced_timeouts(dumps: Sequence[RankColumns]) -> list[UnplacedTimeout]:
     """Return the timeouts that cannot be aligned across ranks, those of most ranks first."""
     ranks: dict[str, set[int]] = {}
     for dump in dumps:
@@ -88,13 +78,13 @@ def unplaced_timeouts(dumps: Sequence[RankDump]) -> list[UnplacedTimeout]:
 
 
 def _lagging(
-    dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout], ranks: list[int]
-) -> FoundInLogs | None:
+    dumps: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout], ranks: list[int]
+) -> ToldByLogs | None:
     """Return the ranks that torch's desync report names: they did not join what others wait in."""
     lagging = sorted({rank for dump in dumps for kind, rank in dump.remarks if kind == "lagging"})
     if not lagging:
         return None
-    cause = ToldByLogs(
+    return ToldByLogs(
         kind="missing",
         why="unknown",
         root_cause=True,
@@ -104,11 +94,11 @@ def _lagging(
         confidence="medium",
         report="desync",
         ranks=ranks,
+        timeouts=[*timeouts],
     )
-    return FoundInLogs(cause, timeouts)
 
 
-def _behind(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> FoundInLogs | None:
+def _behind(dumps: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]) -> ToldByLogs | None:
     """Return the rank that timed out in an earlier collective than all others did, in logs that do
     not name the process group.
     """
@@ -120,7 +110,7 @@ def _behind(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> F
     last = max((own for name, own in numbers[odd[0]] if name == op), default=number)
     if last >= number or any(own >= number for _, own in numbers[odd[0]]):
         return None
-    cause = ToldByLogs(
+    return ToldByLogs(
         kind="missing",
         why="unknown",
         root_cause=True,
@@ -130,9 +120,10 @@ def _behind(dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]) -> F
         confidence="low",
         report="behind",
         ranks=sorted(numbers),
+        timeouts=[*timeouts],
+        op=op,
         numbers=[last, number],
     )
-    return FoundInLogs(cause, timeouts, op, others=others)
 
 
 def _most_met(numbers: Mapping[int, list[tuple[str, int]]]) -> tuple[tuple[str, int], list[int]]:
@@ -149,21 +140,21 @@ def _most_met(numbers: Mapping[int, list[tuple[str, int]]]) -> tuple[tuple[str, 
 
 
 def _timed_out(
-    dumps: Sequence[RankDump], timeouts: Sequence[UnplacedTimeout]
-) -> FoundInLogs | None:
+    dumps: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]
+) -> ToldByLogs | None:
     """Return a hang in a process group that the logs do not name."""
     if not timeouts:
         return None
     waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
-    return FoundInLogs(_nobody_blamed("timed-out", "missing", waiting), timeouts)
+    return _nobody_blamed("timed-out", "missing", waiting, timeouts=[*timeouts])
 
 
-def _launcher_ended(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
+def _launcher_ended(dumps: Sequence[RankColumns], ranks: list[int]) -> ToldByLogs | None:
     """Return a signal that ended the launcher, and with it the job: nothing else shows a fault."""
     signals = sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal})
     if not signals:
         return None
-    cause = ToldByLogs(
+    return ToldByLogs(
         kind="dead",
         why="killed",
         root_cause=True,
@@ -174,23 +165,22 @@ def _launcher_ended(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs 
         ranks=ranks,
         signals=signals,
     )
-    return FoundInLogs(cause)
 
 
 def _ended(
-    dumps: Sequence[RankDump], ranks: list[int], endings: Sequence[JobEnding]
-) -> FoundInLogs | None:
+    dumps: Sequence[RankColumns], ranks: list[int], endings: Sequence[JobEnding]
+) -> ToldByLogs | None:
     """Return why a scheduler, the kernel or a launcher says that the job or a process ended: the
     first of these reasons that a line tells.
     """
     told = [line for dump in dumps for line in dump.endings]
-    known = {line.ending for line in told}
+    known = {line.ending for line in told} - {*OF_THE_STORE}
     ending = next((one for one in endings if one in known), None)
     if ending is None:
         return None
     lines = [line for line in told if line.ending == ending]
     sure = ending in _BY_NOBODY or ending == "out-of-memory"
-    cause = ToldByLogs(
+    return ToldByLogs(
         kind="dead",
         why=_WHY.get(ending, "killed"),
         root_cause=True,
@@ -203,26 +193,46 @@ def _ended(
         lines=list(dict.fromkeys(line.text for line in lines)),
         numbers=sorted({line.xid for line in lines if line.xid}),
     )
-    return FoundInLogs(cause)
 
 
-def _stuck_watchdog(dumps: Sequence[RankDump]) -> FoundInLogs | None:
+def _store_unreached(told: Sequence[EndingLine]) -> ToldByLogs | None:
+    """Return the ranks that gave up reaching torch's store, or failed once, which is no fault.
+    If one of them could not listen for it, the others had nothing to connect to.
+    """
+    lines = [line for ending in OF_THE_STORE for line in told if line.ending == ending]
+    if not lines:
+        return None
+    ending = lines[0].ending
+    listens = any(line.ending == ending and line.listens for line in lines)
+    alike = [line for line in lines if line.listens == listens]
+    ranks = {line.rank for line in alike if line.ending == ending}
+    return _nobody_blamed(
+        "ended",
+        "missing" if ending == "store-unreachable" else "undetermined",
+        sorted({line.rank for line in lines} - {-1}),
+        ranks=sorted(ranks - {-1}),
+        ending=ending,
+        lines=list(dict.fromkeys(line.text for line in alike if line.rank in ranks)),
+        listens=listens,
+    )
+
+
+def _stuck_watchdog(dumps: Sequence[RankColumns]) -> ToldByLogs | None:
     """Return the ranks whose watchdog made no progress, where no other rank's log tells more."""
     ranks = sorted(dump.rank for dump in dumps if dump.stuck_watchdog_s)
     if not ranks:
         return None
-    cause = _nobody_blamed("watchdog-stuck", "stuck-inside", ranks)
-    cause.waited_s = max(dump.stuck_watchdog_s for dump in dumps)
-    return FoundInLogs(cause)
+    waited_s = max(dump.stuck_watchdog_s for dump in dumps)
+    return _nobody_blamed("watchdog-stuck", "stuck-inside", ranks, waited_s=waited_s)
 
 
-def _raised(dumps: Sequence[RankDump]) -> FoundInLogs | None:
+def _raised(dumps: Sequence[RankColumns]) -> ToldByLogs | None:
     """Return the exception of the launcher, or of a rank that no line of its traceback names."""
     raised = (dump for dump in dumps if dump.is_log and dump.rank < 0 and dump.exception)
     log = next(raised, None)
     if log is None:
         return None
-    cause = ToldByLogs(
+    return ToldByLogs(
         kind="dead",
         why="exception",
         root_cause=True,
@@ -230,9 +240,10 @@ def _raised(dumps: Sequence[RankDump]) -> FoundInLogs | None:
         confidence="low",
         report="raised",
         ranks=[],
+        exception=log.exception,
+        line=frame_phrase(user_frame(log.exception_stack)),
         by_launcher=log.by_launcher,
     )
-    return FoundInLogs(cause, exception=log.exception, frame=user_frame(log.exception_stack))
 
 
 def _listed_behind(remarks: Sequence[tuple[str, int]]) -> list[int]:
@@ -249,7 +260,7 @@ def _listed_behind(remarks: Sequence[tuple[str, int]]) -> list[int]:
     return sorted(listed)
 
 
-def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None:
+def _remarked(dumps: Sequence[RankColumns], ranks: list[int]) -> ToldByLogs | None:
     """Return what other tools' lines tell: NCCL's RAS of a communicator whose ranks launched
     different numbers of operations, or vLLM's engine, which waits for a worker.
     """
@@ -257,27 +268,23 @@ def _remarked(dumps: Sequence[RankDump], ranks: list[int]) -> FoundInLogs | None
     operations = sorted({number for kind, number in remarks if kind == "ras-behind"})
     waits = [number for kind, number in remarks if kind == "broadcast-wait"]
     if len(operations) > 1:
-        cause = _nobody_blamed("ras-behind", "missing", ranks)
-        cause.numbers, cause.listed = operations, _listed_behind(remarks)
-    elif waits:
-        cause = _nobody_blamed("engine-waits", "undetermined", ranks)
-        cause.waited_s = max(waits)
-    elif lost := sorted({number for kind, number in remarks if kind == "store-lost"}):
-        cause = _nobody_blamed("store-lost", "undetermined", lost)
-    else:
-        return None
-    return FoundInLogs(cause)
+        listed = _listed_behind(remarks)
+        return _nobody_blamed("ras-behind", "missing", ranks, numbers=operations, listed=listed)
+    if waits:
+        return _nobody_blamed("engine-waits", "undetermined", ranks, waited_s=max(waits))
+    lost = sorted({number for kind, number in remarks if kind == "store-lost"})
+    return _nobody_blamed("store-lost", "undetermined", lost) if lost else None
 
 
-def _nobody_blamed(report: LogReport, kind: Kind, ranks: list[int]) -> ToldByLogs:
-    """Return a cause without a culprit, whose victims are all ranks that the logs tell of."""
+def _nobody_blamed(report: LogReport, kind: Kind, victims: list[int], **more: Any) -> ToldByLogs:
+    """Return a cause without a culprit; its ranks are the victims unless ``more`` names others."""
     return ToldByLogs(
         kind=kind,
         why="unknown",
         root_cause=kind != "undetermined",
         blamed_by="unknown",
-        victims=ranks,
+        victims=victims,
         confidence="low",
         report=report,
-        ranks=ranks,
+        **{"ranks": victims, **more},
     )

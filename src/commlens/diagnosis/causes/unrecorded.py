@@ -1,4 +1,6 @@
-"""Ranks that others wait for, and of which no record tells what they did."""
+"""Ranks that others wait for and of which no record tells what they did, and keys of the job's
+store that no rank writes.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +8,41 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commlens.diagnosis.causes.context import Context, most_waited, processes_of, waits_of
-from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
-from commlens.model.cause import Confidence, NoRecord, Unrecorded
+from commlens.diagnosis.causes.context import (
+    MOTIONLESS,
+    Case,
+    Context,
+    most_waited,
+    processes_of,
+    waits_of,
+)
+from commlens.diagnosis.causes.groups_differ import calls_that_differ
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node, writes_of_kind
+from commlens.model.cause import Confidence, NoRecord, Unrecorded, Unwritten
+from commlens.model.collective import Collective
 
 _LOG_TELLS_NOTHING = ("silent", "watchdog-stuck")
-
-
-@dataclass
-class FoundUnrecorded:
-    """Ranks without a record, and the evidence."""
-
-    cause: Unrecorded
-    edges: list[Edge]  # the waits for them
-    blocked: list[int]  # ranks that wait for them, directly or behind others
-    stuck_watchdog_s: int = 0
 
 
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     """Presume ranks without a record on this node dead; those of another node, or with damaged
     records, may be anywhere.
     """
-    others = any(case.claim.root_cause for case in context.cases)
+    explained = calls_that_differ(context)
+    nodes = [
+        node
+        for node in nodes
+        if any(id(edge.op) not in explained for edge in context.graph.edges_into(node))
+    ]
+    others = any(case.cause.root_cause for case in context.cases)
     # Where a dump could not be read, its rank may as well be the one that holds up the others as
     # one without a dump.
-    unknown = not context.job.knows.every_process and any(
-        node.rank in context.job.views for node in nodes
-    )
+    unknown = context.job.foreign and any(node.rank in context.job.views for node in nodes)
     if context.job.only_logs:
         nodes = [node for node in nodes if not _waits_ended_early(context, node)]
     for (_, kind, record), members in sorted(_alike(context, nodes).items()):
         present = kind == "no-record" and not unknown
-        _add(context, members, record, present=present, others=others)
+        _add_unrecorded(context, members, record, present=present, others=others)
 
 
 def _waits_ended_early(context: Context, node: Node) -> bool:
@@ -80,7 +85,9 @@ def _record_of(context: Context, rank: int) -> str:
     return "silent" if view.is_log else "damaged"
 
 
-def _add(context: Context, nodes: list[Node], record: str, *, present: bool, others: bool) -> None:
+def _add_unrecorded(
+    context: Context, nodes: list[Node], record: str, *, present: bool, others: bool
+) -> None:
     """Add a cause for ranks that are alike.
 
     Args:
@@ -93,18 +100,14 @@ def _add(context: Context, nodes: list[Node], record: str, *, present: bool, oth
     views, ranks = context.job.views, [node.rank for node in nodes]
     edges, blocked = context.graph.edges_into(nodes[0]), context.blocked_by(nodes)
     op = most_waited(edges).op
-    stuck_s = _stuck_watchdog_s(context, ranks) if record == "silent" else 0
-    if record == "silent":
-        reason: NoRecord = "watchdog-stuck" if stuck_s else "silent"
-    else:
-        reason = _reason(context, ranks, edges, dead=present and not record)
+    reason = _reason(context, ranks, edges, record, dead=present and not record)
     dead = reason == "left-nothing"
     alone = len(ranks) == 1 and (reason in _LOG_TELLS_NOTHING or ranks[0] not in views)
-    culprits = ranks if dead or alone else []
+    culprits = [rank for rank in ranks if rank < context.job.size] if dead or alone else []
     cause = Unrecorded(
         kind="dead" if dead else "missing",
         why="unknown",
-        root_cause=(dead and context.job.knows.every_process) or not others,
+        root_cause=(dead and not context.job.foreign) or not others,
         culprits=culprits,
         blamed_by="absence",
         victims=sorted(set(blocked) - set(ranks if reason in _LOG_TELLS_NOTHING else culprits)),
@@ -112,16 +115,26 @@ def _add(context: Context, nodes: list[Node], record: str, *, present: bool, oth
         ranks=ranks,
         processes=processes_of(context, ranks),
         reason=reason,
+        stuck_s=_stuck_watchdog_s(context, ranks) if reason == "watchdog-stuck" else 0,
         waits=waits_of(context, edges),
+        idle=_idle(context) if min(ranks) >= context.job.size else [],
         job_size=context.job.size,
     )
-    found = FoundUnrecorded(cause, edges, blocked, stuck_s)
-    context.add(found, op, None, blocked=len(blocked))
+    context.cases.append(Case(cause, op, None, edges, blocked))
+
+
+def _idle(context: Context) -> list[int]:
+    """Return the ranks that live and wait for nobody."""
+    waiting = {node.rank for node in context.graph.blocks}
+    views = context.job.views
+    return sorted(rank for rank in views.keys() - waiting if not views[rank].exit.ended)
 
 
 def _reason(
-    context: Context, ranks: Sequence[int], edges: Sequence[Edge], *, dead: bool
+    context: Context, ranks: Sequence[int], edges: Sequence[Edge], record: str, *, dead: bool
 ) -> NoRecord:
+    if record == "silent":
+        return "watchdog-stuck" if _stuck_watchdog_s(context, ranks) else "silent"
     view, op = context.job.views.get(ranks[0]), most_waited(edges).op
     if any(rank in context.job.strangers for rank in ranks):
         return "not-recorded"
@@ -142,5 +155,104 @@ def _confidence(reason: NoRecord, ranks: Sequence[int]) -> Confidence:
 
 def _stuck_watchdog_s(context: Context, ranks: Sequence[int]) -> int:
     """Return for how long a watchdog of these ranks was stuck, in seconds, as their logs tell."""
-    columns = [context.job.views[rank].columns for rank in ranks if rank in context.job.views]
-    return max((one.dump.stuck_watchdog_s for one in columns if one is not None), default=0)
+    dumps = [context.job.views[rank].dump for rank in ranks if rank in context.job.views]
+    return max((dump.stuck_watchdog_s for dump in dumps if dump is not None), default=0)
+
+
+@dataclass(kw_only=True)
+class UnwrittenCase(Case[Unwritten]):
+    """A key that no rank writes."""
+
+    involved: list[int]  # ranks that wait for it, or for one another
+    write: Collective | None = None  # the culprit's first one of such a key
+    own: Collective | None = None  # in which the culprit waits for these ranks
+
+
+def find_skipped_writes(context: Context) -> None:
+    """Find the cycles in which ranks wait for a key, and the rank that wrote such keys before waits
+    for these ranks.
+
+    That rank is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be
+    where they should not be.
+    """
+    graph, left = context.graph, []
+    for component in graph.deadlocks:
+        waits = [node for node in component if node.kind == "wait"]
+        held = [node for node in waits if graph.blocks[node].op.is_store_wait]
+        ends = [end for node in held for end in graph.edges[node].items()]
+        edges = [edge for _, edge in ends]
+        wrote = writes_of_kind(context.job, edges[0].op) if edges else {}
+        awaited = {(target.rank, edge.instance) for target, edge in ends}
+        writer = awaited.pop()[0] if len(awaited) == 1 else -1
+        if writer in wrote and len(held) > len(waits) - len(held):
+            _skipped_write(context, writer, wrote[writer], waits, edges)
+        else:
+            left.append(component)
+    graph.deadlocks = left
+
+
+def _skipped_write(
+    context: Context, writer: int, write: Collective, waits: list[Node], edges: list[Edge]
+) -> None:
+    op, ranks = edges[0].op, sorted({node.rank for node in waits})
+    own = next(context.graph.blocks[node].op for node in waits if node.rank == writer)
+    blocked = context.blocked_by(waits)
+    cause = Unwritten(
+        kind="missing",
+        why="skipped",
+        root_cause=True,
+        culprits=[writer],
+        blamed_by="routine",
+        victims=sorted({*ranks, *blocked} - {writer}),
+        confidence="medium",
+        certain=True,
+        key=op.channel.group.name,
+        ranks=sorted({edge.rank for edge in edges}),
+        waits=waits_of(context, edges),
+        written_before=True,
+    )
+    context.cases.append(
+        UnwrittenCase(
+            cause,
+            op,
+            write.source,
+            edges,
+            blocked,
+            weight=len({*ranks, *blocked}),
+            involved=ranks,
+            write=write,
+            own=own,
+        )
+    )
+
+
+def find_unwritten(context: Context, nodes: list[Node]) -> None:
+    """Find the keys that ranks wait for where the records do not show who should write them. Nobody
+    is blamed.
+
+    If all ranks wait like that, a process outside of the job may be meant to write the key, so they
+    must have waited for long.
+    """
+    edges_of = {node: context.graph.edges_into(node) for node in nodes}
+    waiting = {edge.rank for edges in edges_of.values() for edge in edges}
+    if len(waiting) == context.job.size and not context.waits_too_long(
+        waiting, timeouts=MOTIONLESS
+    ):
+        return
+    for node, edges in edges_of.items():
+        op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
+        blocked = context.blocked_by([node])
+        cause = Unwritten(
+            kind="missing",
+            why="unknown",
+            root_cause=True,
+            blamed_by="undecided",
+            victims=sorted({*ranks, *blocked}),
+            confidence="low",
+            key=op.channel.group.name,
+            ranks=ranks,
+            waits=waits_of(context, edges),
+            written_before=False,
+        )
+        case = UnwrittenCase(cause, op, op.source, edges, blocked, involved=sorted(waiting))
+        context.cases.append(case)

@@ -7,10 +7,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.align.any_source import pair_with_any_source
-from commlens.diagnosis.graph.store_keys import expected_writer
-from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.align.alignment import Mismatch, from_any, pair_with_any_source
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node, expected_writer
 from commlens.diagnosis.index.job_index import (
     Block,
     JobIndex,
@@ -18,6 +16,7 @@ from commlens.diagnosis.index.job_index import (
     find_counterpart,
     has_issued,
     is_queued,
+    lacks,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, Frame, State
@@ -54,6 +53,33 @@ class _Arrivals:
     refused: list[tuple[int, int]] = field(default_factory=list)
     first_refusal_ns: int = 0
     node: Node | None = None  # once a thread waits at it
+
+    def add_behind(self, other: RankView, issued: bool | None, since_ns: int) -> None:
+        """Add a rank whose records end before the collective, or do not hold it."""
+        if issued is False:
+            self.absent.append(other.rank)
+        elif issued is None and other.is_log:
+            self.no_record.append(other.rank)
+        elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
+            # What blocks the rank of another tool's dump is among its oldest entries in flight,
+            # which were read.
+            blocked = other.dump is not None and any(b.stuck for b in other.blocks.values())
+            (self.behind if blocked else self.no_record).append(other.rank)
+        # else the rank has issued it, or its record may be overwritten
+
+    def add_met(self, other: RankView, op: Collective) -> None:
+        """Add a rank by its own record of the collective."""
+        if op.state is State.FAILED and is_refusal(op.error):
+            self.refused.append((op.announced_ns, other.rank))
+            if op.done_ns > 0:
+                self.first_refusal_ns = min(self.first_refusal_ns or op.done_ns, op.done_ns)
+        elif op.state is State.FAILED and not is_peer_error(op.error):
+            self.absent.append(other.rank)
+            return
+        if is_queued(other, op):
+            self.behind.append(other.rank)
+        elif op.state is not State.COMPLETED and other.died:
+            self.dead.append(other.rank)
 
 
 class _Builder:
@@ -109,28 +135,19 @@ class _Builder:
         """
         expanded: set[Node] = set()
         while True:
-            cycles = self.graph.find_cycles()
-            more = [
-                node
-                for cycle in cycles
-                for node in cycle
-                if node.kind == "wait" and node not in expanded
-            ]
+            inside = [node for cycle in self.graph.find_cycles() for node in cycle]
+            more = [node for node in inside if node.kind == "wait" and node not in expanded]
             if not more:
                 break
+            expanded.update(more)
             for node in more:
-                expanded.add(node)
                 view = self.job.views[node.rank]
                 for op in view.heads:
                     self._follow_op(view, node, op)
             self._follow_all()
-        closed = (
-            {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
-        )
         # Among the entries of a rank that could not be read, one may break the cycle.
-        closed -= {
-            node for node in closed if node.kind == "wait" and self.job.views[node.rank].lost_newest
-        }
+        lost = {node for node in expanded if self.job.views[node.rank].lost_newest}
+        closed = {*inside} - lost if not self.graph.incomplete else set()
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: Block) -> None:
@@ -251,39 +268,13 @@ class _Builder:
         self._members += len(key[2])
         for member in key[2]:
             other = self.job.views.get(member)
+            track = other.tracks.get(key) if other is not None else None
             if other is None:
                 arrivals.no_record.append(member)
-                continue
-            theirs = other.tracks.get(key)
-            if theirs is None or theirs.last < number:
-                issued = has_issued(other, key, number, since_ns)
-                if issued is False:
-                    arrivals.absent.append(member)
-                elif issued is None and other.is_log:
-                    arrivals.no_record.append(member)
-                elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
-                    # What blocks the rank of another tool's dump is among its oldest entries in
-                    # flight, which were read.
-                    blocked = other.columns is not None and any(
-                        block.stuck for block in other.blocks.values()
-                    )
-                    (arrivals.behind if blocked else arrivals.no_record).append(member)
-                continue  # else the rank has issued it, or its record may be overwritten
-            met = theirs.ops.get(number)
-            if met is not None and met.state is State.FAILED:
-                if is_refusal(met.error):
-                    arrivals.refused.append((met.announced_ns, member))
-                    if met.done_ns > 0:
-                        arrivals.first_refusal_ns = min(
-                            arrivals.first_refusal_ns or met.done_ns, met.done_ns
-                        )
-                elif not is_peer_error(met.error):
-                    arrivals.absent.append(member)
-                    continue
-            if met is not None and is_queued(other, met):
-                arrivals.behind.append(member)
-            elif met is not None and met.state is not State.COMPLETED and other.died:
-                arrivals.dead.append(member)
+            elif track is None or track.last < number:
+                arrivals.add_behind(other, has_issued(other, key, number, since_ns), since_ns)
+            elif number in track.ops:
+                arrivals.add_met(other, track.ops[number])
         if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
             # it may be one of the group
             arrivals.no_record += [rank for rank in self.job.no_record if rank not in key[2]]
@@ -303,7 +294,7 @@ class _Builder:
             other = self.job.views[writer]
             # however short its wait for this rank: it never ends
             for block in other.blocks.values():
-                block.stuck = block.stuck or any(_waits_for(part, view) for part in block.parts)
+                block.stuck = block.stuck or any(lacks(view, part) for part in block.parts)
             self._wait_for_rank(node, other, op.channel.key, edge)
         else:
             self.graph.add(node, self._unrecorded_node(writer), edge)
@@ -325,7 +316,7 @@ class _Builder:
         if other is None:
             self.graph.add(node, self._unrecorded_node(op.peer), edge)
             return
-        if self.job.knows.completed_ops:
+        if not self.job.foreign:
             match = self._find_match(view, other, key, op)
         else:
             match = find_counterpart(view, other, key, op)
@@ -350,15 +341,13 @@ class _Builder:
             back = "recv" if op.op == "send" else "send"
             theirs = other.pairs.get((key, view.rank, back), [])
             return theirs[-1] if theirs and theirs[-1].index in other.open_pairs else None
-        if op.op == "send":
-            pairs = pair_with_any_source(view, other, key)
-            met = next((recv for send, recv in pairs if send is op), None)
-            any_source = other.pairs.get((key, -1, "recv"), [])
-            return met or (
-                any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None
-            )
-        pairs = pair_with_any_source(other, view, key)
-        return next((send for send, recv in pairs if recv is op), None)
+        if op.op == "recv":
+            pairs = pair_with_any_source(other, view, key)
+            return next((send for send, recv in pairs if recv is op), None)
+        pairs = pair_with_any_source(view, other, key)
+        last = next(reversed(from_any(other, key)), None)
+        met = next((recv for send, recv in pairs if send is op), None)
+        return met or (last if last is not None and last.index in other.open_pairs else None)
 
     def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
         """Follow a receive from any source: it waits for all other ranks of its group, though one
@@ -385,7 +374,8 @@ class _Builder:
         blocked.
         """
         block = self._block_of(other, key)
-        if block is None:
+        # of a group of which only this rank is known, nothing tells for whom it waits there
+        if block is None or self.graph.is_unknown(block.op.channel.key):
             unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
             self.graph.add(
                 node,
@@ -416,41 +406,25 @@ class _Builder:
         }
         if not stuck:
             return None
-        track = other.tracks.get(key)
-        thread = (
-            track.thread
-            if track is not None and track.thread
-            else self._pair_thread(other, key) or other.main_thread
-        )
+        thread = self._thread_of(other, key)
         if thread in stuck:
             return stuck[thread]
-        stack = next((s for s in other.log.stacks if s.thread == thread), None)
-        if thread != other.main_thread and (stack is None or not stack.frames):
+        frames = next((each.frames for each in other.log.stacks if each.thread == thread), ())
+        if thread != other.main_thread and not frames:
             # An autograd thread has no Python stack: its main thread holds it up.
             return stuck.get(other.main_thread) or (
                 next(iter(stuck.values())) if len(stuck) == 1 else None
             )
-        if _waits_for_other_thread(stack.frames if stack is not None else ()):
-            return next(iter(stuck.values()))
-        return None
+        return next(iter(stuck.values())) if _waits_for_other_thread(frames) else None
 
-    def _pair_thread(self, other: RankView, key: ChannelKey) -> int:
-        last = max(
-            (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key),
-            key=lambda op: op.index,
-            default=None,
-        )
-        return last.issue_thread if last is not None else 0
-
-
-def _waits_for(op: Collective, view: RankView) -> bool:
-    """Return whether a collective waits for a rank, which has not issued it."""
-    if op.is_point_to_point or view.rank not in op.channel.group.ranks:
-        return False
-    track = view.tracks.get(op.channel.key)
-    return (track is None or track.last < op.sequence_number) and has_issued(
-        view, op.channel.key, op.sequence_number, op.announced_ns
-    ) is False
+    def _thread_of(self, other: RankView, key: ChannelKey) -> int:
+        """Return the thread that last issued on a channel; the main thread if none has."""
+        track = other.tracks.get(key)
+        if track is not None and track.thread:
+            return track.thread
+        sent = (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key)
+        last = max(sent, key=lambda op: op.index, default=None)
+        return (last.issue_thread if last is not None else 0) or other.main_thread
 
 
 def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:

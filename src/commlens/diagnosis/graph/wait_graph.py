@@ -2,17 +2,20 @@
 sinks and cycles are root causes.
 
 A collective is a node of its own between the threads that wait in it and the ranks that it waits
-for, so the number of edges is linear in the number of ranks, not quadratic.
+for, so the number of edges is linear in the number of ranks, not quadratic. Who should write a key
+of the job's store is told by who has written keys of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.index.job_index import Block
+from commlens.diagnosis.index.job_index import Block, JobIndex
 from commlens.model.collective import ChannelKey, Collective
+from commlens.model.ops import key_kind
 
 _STARTS_MAX = 64  # threads from which a shortest cycle is searched
 
@@ -97,10 +100,11 @@ class Graph:
         )
 
     def is_alone(self, node: Node) -> bool:
-        """Return whether a node is a collective of a group of which only one rank is known, as in
-        the logs of torch's watchdog.
-        """
-        key = self.instances[node.detail].key
+        """Return whether a node is a collective of a group of which only one rank is known."""
+        return self.is_unknown(self.instances[node.detail].key)
+
+    def is_unknown(self, key: ChannelKey) -> bool:
+        """Return whether only one rank of a group is known, as in the logs of torch's watchdog."""
         return len(key[2]) == 1 and key in self.unlisted
 
     def edges_into(self, node: Node) -> list[Edge]:
@@ -117,6 +121,10 @@ class Graph:
                 found.append(self.edges[source][node])
         return sorted(found, key=lambda edge: edge.rank)
 
+    def edges_into_all(self, nodes: Iterable[Node]) -> list[Edge]:
+        """Return the edges of the threads that wait for any of the nodes, node by node."""
+        return [edge for node in nodes for edge in self.edges_into(node)]
+
     def reaching(self, targets: Iterable[Node]) -> set[Node]:
         """Return all nodes that wait for one of the targets, directly or through others."""
         seen: set[Node] = set()
@@ -129,63 +137,56 @@ class Graph:
         return seen
 
     def find_cycles(self) -> list[list[Node]]:
-        """Return the strongly connected components of waiting threads that no edge leaves (Tarjan's
-        algorithm, iteratively).
-        """
-        index: dict[Node, int] = {}
-        low: dict[Node, int] = {}
-        on_stack: set[Node] = set()
-        stack: list[Node] = []
-        found: list[list[Node]] = []
+        """Return the strongly connected components of waiting threads that no edge leaves."""
         # no sinks
         waiting = {
-            node: sorted(end for end in ends if self.edges[end])
+            node: [end for end in ends if self.edges[end]]
             for node, ends in self.edges.items()
             if ends
         }
-        for root in sorted(waiting):
-            if root in index:
-                continue
-            todo = [(root, iter(waiting[root]))]
-            index[root] = low[root] = len(index)
-            stack.append(root)
-            on_stack.add(root)
-            while todo:
-                node, targets = todo[-1]
-                for target in targets:
-                    if target not in index:
-                        index[target] = low[target] = len(index)
-                        stack.append(target)
-                        on_stack.add(target)
-                        todo.append((target, iter(waiting[target])))
-                        break
-                    if target in on_stack:
-                        low[node] = min(low[node], index[target])
-                else:
-                    todo.pop()
-                    if todo:
-                        low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
-                    if low[node] == index[node]:
-                        component = []
-                        while True:
-                            member = stack.pop()
-                            on_stack.discard(member)
-                            component.append(member)
-                            if member == node:
-                                break
-                        members = set(component)
-                        closed = all(
-                            target in members
-                            for member in component
-                            for target in self.edges[member]
-                        )
-                        loop = (
-                            sum(member.kind == "wait" for member in component) > 1
-                            or node in self.edges[node]
-                        )
-                        if closed and loop:
-                            found.append(sorted(component))
+        found = []
+        for component in components(waiting):
+            root, members = component[-1], {*component}
+            closed = all(members.issuperset(self.edges[member]) for member in component)
+            threads = sum(member.kind == "wait" for member in component)
+            if closed and (threads > 1 or root in self.edges[root]):
+                found.append(sorted(component))
         return found
+
+
+def components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[list[Node]]:
+    """Yield the strongly connected components of a graph, each with the node last that was reached
+    first (Tarjan's algorithm, iteratively).
+    """
+    index: dict[Node, int] = {}
+    low: dict[Node, int] = {}
+    stack: dict[Node, None] = {}  # in the order in which the nodes were reached
+    todo: list[tuple[Node, Iterator[Node]]] = []
+
+    def reach(node: Node) -> None:
+        index[node] = low[node] = len(index)
+        stack[node] = None
+        todo.append((node, iter(sorted(edges[node]))))
+
+    for root in sorted(edges):
+        if root not in index:
+            reach(root)
+        while todo:
+            node, targets = todo[-1]
+            target = next(targets, None)
+            if target is None:
+                todo.pop()
+                for parent, _ in todo[-1:]:
+                    low[parent] = min(low[parent], low[node])
+                if low[node] == index[node]:
+                    component = []
+                    while node in stack:
+                        component.append(stack.popitem()[0])
+                    yield component
+            elif target not in index:
+                reach(target)
+            elif target in stack:
+                low[node] = min(low[node], index[target])
 
 
 def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
@@ -233,3 +234,45 @@ def _shortest_cycle_from(
                     following.append(end)
         level = following
     return []
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def writes_of_kind(job: JobIndex, op: Collective) -> dict[int, Collective]:
+    """Return the first write of each rank to a key that is the same but for its numbers."""
+    kind = key_kind(op.channel.group.name)
+    return {
+        rank: write
+        for rank, view in job.views.items()
+        for write in view.log.keys_written
+        if key_kind(write.channel.group.name) == kind
+    }
+
+
+def expected_writer(job: JobIndex, op: Collective) -> int | None:
+    """Return the rank that should write the key that ``op`` waits for; None if the records do not
+    show it.
+
+    It is the only rank that has written keys of this kind, or of several that each write a key with
+    their own rank in it the one whose rank this key has, or the only one of the job that does not
+    wait for the key.
+    """
+    waits = {rank for rank, view in job.views.items() if _waits_for(view.log.store_wait, op)}
+    wrote = writes_of_kind(job, op)
+    able = sorted(wrote.keys() - waits)
+    if len(able) == 1:
+        return able[0]
+    numbers = _DIGITS.findall(op.channel.group.name)
+    for at, number in enumerate(numbers):
+        if wrote and all(
+            _DIGITS.findall(write.channel.group.name)[at] == str(rank)
+            for rank, write in wrote.items()
+        ):
+            return int(number) if int(number) < job.size and int(number) not in waits else None
+    others = set(range(job.size)) - waits
+    return others.pop() if not wrote and len(others) == 1 else None
+
+
+def _waits_for(wait: Collective | None, op: Collective) -> bool:
+    return wait is not None and wait.channel.group.name == op.channel.group.name

@@ -21,6 +21,7 @@ from commlens.model.ranklog import Observation, RankLog
 CPU_WORKING = 0.10
 IO_WORKING = 64 * 1024  # bytes within the window
 NET_WORKING = 1024  # bytes per second
+_POLLS = 0.1  # of the samples: a thread in one wait of the kernel is not seen to run
 _RUNNABLE = 0.3  # of the samples: the process works or, on a busy machine, would if it got a core
 _WINDOW_S = 0.4  # shorter observations say nothing about movement
 _THROTTLED = 0.5
@@ -65,12 +66,14 @@ State = Literal[
     "finished",
     "ended",
     "was-ended",
+    "in-another-group",
 ]
 """What keeps a rank outside of collectives.
 
 ``runs``: its own code, as far as is known. ``expected-slow``: in a block that the program marked.
 ``debugged``: a debugger has stopped it. ``ended``: by itself or because of a peer. ``was-ended``:
 from outside, after the fault, so what counts is where it was before.
+``in-another-group``: in a collective of a group of which no other rank is known.
 """
 
 SignKind = Literal[
@@ -155,7 +158,7 @@ def activity_of(
     if end.kind == "clean":
         return Activity("finished", False, "finished", None, [Sign("announced-exit")], True)
     if end.kind == "leaving":
-        signs, moves, watched = movement(log.observation, device_is_busy=device_is_busy(log))
+        signs, moves, watched = movement(log)
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
         return Activity("finished", moves or recently, "shuts-down", None, signs, watched)
     if end.kind in ("own", "gone", "peer"):
@@ -175,13 +178,12 @@ def _suspended(seen: Observation, frame: Frame | None) -> Activity | None:
     """Return why the process cannot run its own code: stopped, starved of CPU, or its threads wait
     for the GIL.
     """
-    if seen.is_stopped:
-        state: State = "debugged" if seen.proc_state == "t" else "stopped"
-        sign = Sign("process-state", about="t" if state == "debugged" else "T")
-        return Activity("stopped", False, state, frame, [sign], True)
-    if seen.holds_gil:
+    if seen.suspended == "holds-gil":
         sign = Sign("others-have-not-run")
-        return Activity("holding-gil", False, "holds-gil", frame, [sign], True)
+        return Activity("holding-gil", False, seen.suspended, frame, [sign], True)
+    if seen.suspended is not None:
+        sign = Sign("process-state", about="t" if seen.suspended == "debugged" else "T")
+        return Activity("stopped", False, seen.suspended, frame, [sign], True)
     if (seen.throttled_fraction or 0.0) >= _THROTTLED:
         sign = Sign("quota-used", seen.throttled_fraction or 0.0)
         return Activity("throttled", False, "throttled", frame, [sign], True)
@@ -206,43 +208,46 @@ def _running(
         frame: the user's innermost frame.
         active_ns_ago: when the rank was last active, if that was recently; else 0.
     """
-    seen = log.observation
-    why: Why | None = kind.why
-    otherwise: Why = "user-code" if frame is not None else "unknown"
-    signs, moves, watched = movement(seen, device_is_busy=device_is_busy(log))
+    why: Why = kind.why or ("user-code" if frame is not None else "unknown")
+    signs, moves, watched = movement(log)
     state: State = "runs" if log.source or frames or log.collectives else "not-initialised"
     if log.expecting is not None:
-        return Activity(
-            why or "user-code",
-            True,
-            "expected-slow",
-            frame,
-            signs,
-            watched,
-            expecting=log.expecting,
-        )
+        doing = Activity(kind.why or "user-code", True, "expected-slow", frame, signs, watched)
+        doing.expecting = log.expecting
+        return doing
     if end.kind == "terminated":
-        ended = [Sign("exit", exit=end)]
-        return Activity(why or otherwise, False, "was-ended", frame, ended, watched)
+        return Activity(why, False, "was-ended", frame, [Sign("exit", exit=end)], watched)
     if moves:
-        return Activity(why or otherwise, True, state, frame, signs, watched)
+        return Activity(why, True, state, frame, signs, watched)
     if state == "not-initialised":
         return Activity("initialising", not watched, state, None, signs, watched)
     if active_ns_ago > 0:
         signs = [*signs, Sign("active-before", active_ns_ago / 1e9)]
-        return Activity(why or "user-code", True, state, frame, signs, watched)
+        return Activity(kind.why or "user-code", True, state, frame, signs, watched)
+    return _standing_still(log, kind, frame, signs, watched=watched)
+
+
+def _standing_still(
+    log: RankLog, kind: FrameClass, frame: Frame | None, signs: list[Sign], *, watched: bool
+) -> Activity:
+    """Classify a process that could run and shows no movement."""
+    seen = log.observation
+    otherwise: Why = "user-code" if frame is not None else "unknown"
+    why = kind.why or otherwise
     if seen.proc_state == "D":
         signs = [Sign("process-state", about="D"), *signs]
         return Activity("uninterruptible-io", False, "uninterruptible", frame, signs, True)
     if is_short_of_memory(seen):
         signs = [Sign("waited-for-memory", seen.memory_pressure or 0.0), *signs]
-        return Activity("memory-pressure", False, state, frame, signs, watched)
+        return Activity("memory-pressure", False, "runs", frame, signs, watched)
+    if is_locked_out(log):
+        return Activity(otherwise, False, "runs", frame, signs, watched)
     if seen.unsent_bytes:
         signs.append(Sign("unsent-bytes", seen.unsent_bytes))
     if seen.unsent_bytes or why in ("compilation", "initialising", "checkpoint-io"):
-        signs += [kind.sign] if why is not None else []
-        return Activity(why or otherwise, True, state, frame, signs, watched, unclear=watched)
-    return Activity(why or otherwise, False, state, frame, signs, watched)
+        signs += [kind.sign] if kind.why is not None else []
+        return Activity(why, True, "runs", frame, signs, watched, unclear=watched)
+    return Activity(why, False, "runs", frame, signs, watched)
 
 
 def quiet_ns(log: RankLog) -> int:
@@ -265,6 +270,19 @@ def longest_gap_ns(log: RankLog) -> int:
     return longest
 
 
+def is_locked_out(log: RankLog) -> bool:
+    """Return whether the main thread waits for a lock that nothing in its process releases: no
+    other thread of Python, and no callback of a collective or of autograd.
+    """
+    main = log.main_stack
+    return (
+        main is not None
+        and main.locked_out
+        and not any(op.in_flight for op in log.collectives)
+        and all(frame.function != "_engine_run_backward" for frame in main.frames)
+    )
+
+
 def torch_is_innermost(stack: Stack) -> bool:
     """Whether the thread is inside torch, or its stack is unknown: it may be waiting for a
     collective in C++.
@@ -278,27 +296,32 @@ def torch_is_innermost(stack: Stack) -> bool:
 def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
     """Return the class of the innermost frame that has one."""
     for frame in frames:
-        file = frame.file.replace("\\", "/")
-        if frame.kind is not FrameKind.USER:
-            # else it is being imported
-            if _COMPILING.search(file) and frame.function != "<module>":
-                return FrameClass("compilation", frame)
-            if frame.function in SETUP_FUNCTIONS and "torch/" in file:
-                return FrameClass("initialising", frame)
-            if _CHECKPOINT_FILES.search(file):
-                return FrameClass("checkpoint-io", frame)
-            if _DATA_FILES.search(file):
-                return FrameClass("data-loading", frame)
-            continue
-        if _CHECKPOINT_NAMES.search(frame.function):
-            return FrameClass("checkpoint-io", frame, by_name=True)
-        if _DATA_NAMES.search(frame.function) or _DATA_FILES.search(file):
-            return FrameClass("data-loading", frame, by_name=True)
-        if frame.function in SETUP_FUNCTIONS:
-            return FrameClass("initialising", frame, by_name=True)
-    if not log.initialised and not log.collectives and not frames:
-        return FrameClass("initialising")
-    return FrameClass()
+        of_user = frame.kind is FrameKind.USER
+        why = (_class_by_name if of_user else _class_in_library)(frame)
+        if why is not None:
+            return FrameClass(why, frame, by_name=of_user)
+    starts = not log.initialised and not log.collectives and not frames
+    return FrameClass("initialising" if starts else None)
+
+
+def _class_in_library(frame: Frame) -> Why | None:
+    file = frame.file.replace("\\", "/")
+    # else it is being imported
+    if _COMPILING.search(file) and frame.function != "<module>":
+        return "compilation"
+    if frame.function in SETUP_FUNCTIONS and "torch/" in file:
+        return "initialising"
+    if _CHECKPOINT_FILES.search(file):
+        return "checkpoint-io"
+    return "data-loading" if _DATA_FILES.search(file) else None
+
+
+def _class_by_name(frame: Frame) -> Why | None:
+    if _CHECKPOINT_NAMES.search(frame.function):
+        return "checkpoint-io"
+    if _DATA_NAMES.search(frame.function) or _DATA_FILES.search(frame.file.replace("\\", "/")):
+        return "data-loading"
+    return "initialising" if frame.function in SETUP_FUNCTIONS else None
 
 
 _DEVICE_WAITS = frozenset(
@@ -332,7 +355,14 @@ def may_wait_for_device(seen: Observation) -> bool:
     The driver spins, so such a thread uses a whole core. A driver that blocks instead shows no
     system call that is known to wait.
     """
-    return not (seen.stack_moved or seen.waits_for)
+    return not (seen.stack_moved or lasting_wait(seen))
+
+
+def lasting_wait(seen: Observation) -> str:
+    """Return what the main thread waits for, as the kernel shows it; empty if it ran within the
+    window. Then it polls, and the last look at it may have met a short sleep in between.
+    """
+    return seen.waits_for if (seen.running_fraction or 0.0) < _POLLS else ""
 
 
 def spins(seen: Observation) -> bool:
@@ -357,52 +387,43 @@ def device_is_busy(log: RankLog) -> bool:
     return any(op.in_flight and op.channel.runs_ahead for op in reversed(log.collectives))
 
 
-def movement(seen: Observation, *, device_is_busy: bool = False) -> tuple[list[Sign], bool, bool]:
+def movement(log: RankLog) -> tuple[list[Sign], bool, bool]:
     """Return the signs of movement in the window, whether the process works, and whether it was
     watched for long enough.
 
     A thread that waits for a device uses a whole core: there, only a stack that moves shows work.
     """
-    window = seen.window_s
-    if window < _WINDOW_S:
+    seen = log.observation
+    if seen.window_s < _WINDOW_S:
         return [], False, False
-    signs, works = _own_movement(seen, device_is_busy=device_is_busy)
-    watched = bool(signs)
+    signs, works = _own_movement(seen, device_is_busy=device_is_busy(log))
+    work: list[Sign] = []
     if seen.children_cpu_s is not None:
-        busy = seen.children_cpu_s / window >= CPU_WORKING
-        if busy or (seen.children_running_fraction or 0.0) >= _RUNNABLE:
-            works = watched = True
-            signs.append(
-                Sign("child-used-cpu", seen.children_cpu_s)
-                if busy
-                else Sign("child-waits-for-core")
-            )
-    if seen.net_bytes is not None and seen.net_bytes >= NET_WORKING * window:
-        works = watched = True
-        signs.append(Sign("net-bytes", seen.net_bytes, window))
+        if seen.children_cpu_s / seen.window_s >= CPU_WORKING:
+            work.append(Sign("child-used-cpu", seen.children_cpu_s))
+        elif (seen.children_running_fraction or 0.0) >= _RUNNABLE:
+            work.append(Sign("child-waits-for-core"))
+    if seen.net_bytes is not None and seen.net_bytes >= NET_WORKING * seen.window_s:
+        work.append(Sign("net-bytes", seen.net_bytes, seen.window_s))
     if seen.io_bytes is not None and seen.io_bytes >= IO_WORKING:
-        works = watched = True
-        signs.append(Sign("io-bytes", seen.io_bytes, window))
-    return signs, works, watched
+        work.append(Sign("io-bytes", seen.io_bytes, seen.window_s))
+    return [*signs, *work], works or bool(work), bool(signs or work)
 
 
 def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign], bool]:
     """Return the signs of movement of the process itself, and whether it works."""
     signs: list[Sign] = []
-    works = False
     if seen.stack_moved is not None:
-        works = seen.stack_moved
         signs.append(Sign("stack-moves" if seen.stack_moved else "stack-still"))
-    if seen.cpu_s is not None:
-        share = seen.cpu_s / seen.window_s
-        uses = share >= CPU_WORKING
-        runs = (seen.running_fraction or 0.0) >= _RUNNABLE
-        spins = device_is_busy and not seen.stack_moved and (uses or runs)
-        works = works or (not spins and (uses or runs))
-        if uses:
-            signs.append(Sign("spins" if spins else "used-cpu", seen.cpu_s, seen.window_s))
-        else:
-            signs.append(Sign("waits-for-core" if runs else "no-cpu"))
-        if seen.waits_for and not (uses or runs or seen.stack_moved):
-            signs.append(Sign("waits-for", about=seen.waits_for))
-    return signs, works
+    if seen.cpu_s is None:
+        return signs, bool(seen.stack_moved)
+    uses = seen.cpu_s / seen.window_s >= CPU_WORKING
+    runs = (seen.running_fraction or 0.0) >= _RUNNABLE
+    if uses:
+        spins = device_is_busy and not seen.stack_moved
+        signs.append(Sign("spins" if spins else "used-cpu", seen.cpu_s, seen.window_s))
+    else:
+        signs.append(Sign("waits-for-core" if runs else "no-cpu"))
+    if (wait := lasting_wait(seen)) and not (uses or seen.stack_moved):
+        signs.append(Sign("waits-for", about=wait))
+    return signs, bool(seen.stack_moved) or (not device_is_busy and (uses or runs))

@@ -1,170 +1,95 @@
 """Other tools' dumps as columns: one array value per operation, turned into :class:`Collective`
 objects only on access.
 
-:func:`reduce_dump` runs in worker processes. It reduces the columns of a file to a
-:class:`RankDump`, which is all that is sent back: a coalesced group becomes one operation, an entry
-that only closes a point-to-point batch is dropped, and of each stack only the lines of the user's
-code are kept. An :class:`Interner` stores once what many ranks share (arguments, lines, groups).
+:func:`reduce_dump` runs in worker processes, and what it returns is all that is sent back: a
+coalesced group becomes one operation, an entry that only closes a point-to-point batch is dropped,
+and of each stack only the lines of the user's code are kept. An :class:`Interner` stores once what
+many ranks share (arguments, lines, groups).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar, overload
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from commlens.formats.columns import COMPLETED, STARTED, TEXT_LOG, Integers, RankColumns
+from commlens.formats.columns import COMPLETED, DTYPES, RETIRED, STARTED, Integers, RankColumns
 from commlens.model.collective import (
     Channel,
     Collective,
     CollectiveArgs,
     Frame,
-    FrameKind,
     LearnedHow,
     Stack,
     State,
     user_frame,
+    user_lines,
 )
 from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire_op
-from commlens.model.ranklog import End
 
 _LINES = 4  # of the user's code kept of each stack
-_KEPT = (
-    "rank",
-    "world_size",
-    "host",
-    "place",
-    "job",
-    "source",
-    "origin",
-    "version",
-    "captured_ns",
-    "written_ns",
-    "problems",
-    "lost_entries",
-    "channels",
-    "groups",
-    "timeouts",
-    "unplaced",
-    "timed_out",
-    "exception",
-    "exception_stack",
-    "device_assertion",
-    "observation",
-    "stuck_watchdog_s",
-    "launcher_signal",
-    "endings",
-    "by_launcher",
-    "remarks",
-)
+T = TypeVar("T")
 
-
-@dataclass(slots=True)
-class RankDump(RankColumns):
-    """One rank's columns, reduced to what diagnosis needs: one row per operation, the user's lines
-    as ``stacks``.
-
-    ``state`` is at most ``COMPLETED``, also for an operation that its recorder no longer tracks.
-    ``coalesced`` numbers the batches of point-to-point operations only. ``status`` is by group
-    name. ``possible_ranks`` is empty if the rank is known.
-    """
-
-    timed: bool = False  # it records when an operation starts on the device
-    only_active: bool = False  # it holds no completed operation, though there were some
-    unbroken: int = 0  # number of records, if their ids are consecutive; else 0
-
-    @property
-    def is_log(self) -> bool:
-        """Whether it is of a text log, in which a rank may have no line about a collective that it
-        issued.
-        """
-        return self.origin == TEXT_LOG
-
-    @property
-    def tells_nothing(self) -> bool:
-        """Whether a text log only mentions the rank."""
-        known = (
-            len(self)
-            or self.status
-            or self.timeouts
-            or self.exception
-            or self.stuck_watchdog_s
-            or self.timed_out
-        )
-        return self.is_log and not known and self.observation.end is End.UNKNOWN
-
-    @property
-    def wrapped(self) -> bool:
-        """Whether older operations were overwritten or are unreadable."""
-        return self.issued > len(self) or bool(self.problems)
+_DROPPED = ("op_id", "retired", "p2p", "started_ns", "duration_ns", "timeout_ms", "closes")
 
 
 class Interner:
-    """Keeps one object of each value that many ranks share, so that it is stored and sent once."""
+    """Keeps one object of each table that many ranks share, so that it is stored once."""
 
     def __init__(self) -> None:
-        self._args: dict[tuple[CollectiveArgs, ...], list[CollectiveArgs]] = {}
-        self._sites: dict[tuple[Stack, ...], list[Stack]] = {}
-        self._channels: dict[Channel, Channel] = {}
+        self._known: dict[Any, Any] = {}
 
-    def intern(self, dump: RankDump) -> RankDump:
-        """Replace the shared values of a dump from another process by this interner's objects."""
-        dump.args, dump.stacks = self.args(dump.args), self.sites(dump.stacks)
-        dump.channels = [self._channels.setdefault(one, one) for one in dump.channels]
-        dump.groups = [self._channels.setdefault(one, one) for one in dump.groups]
+    def intern(self, dump: RankColumns) -> RankColumns:
+        """Replace the shared values of a dump by this interner's objects."""
+        one = self._known.setdefault
+        dump.args = one(tuple(dump.args), dump.args)
+        dump.call_stacks = one(tuple(dump.call_stacks), dump.call_stacks)
+        dump.channels = [one(each, each) for each in dump.channels]
+        dump.groups = [one(each, each) for each in dump.groups]
         return dump
-
-    def args(self, table: Sequence[CollectiveArgs]) -> list[CollectiveArgs]:
-        """Return the interned table of arguments."""
-        return self._args.setdefault(tuple(table), list(table))
-
-    def sites(self, table: Sequence[Stack]) -> list[Stack]:
-        """Return the interned table of call sites."""
-        return self._sites.setdefault(tuple(table), list(table))
 
 
 # --- reduce a file's columns
 
 
-def reduce_all(ranks: Iterable[RankColumns]) -> list[RankDump]:
-    """Reduce the columns of several files; equal tables become one object."""
-    interner = Interner()
-    return [reduce_dump(rows, interner) for rows in ranks]
+def reduce_all(ranks: Iterable[RankColumns]) -> list[RankColumns]:
+    """Reduce the columns of several files."""
+    return [reduce_dump(rows) for rows in ranks]
 
 
-def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
-    """Reduce the columns of one file to what diagnosis needs."""
+def reduce_dump(rows: RankColumns) -> RankColumns:
+    """Return the columns of one file, reduced to what diagnosis needs: one row per operation, the
+    user's lines as stacks.
+
+    ``state`` is at most ``COMPLETED``, also for an operation that its recorder no longer tracks;
+    ``RETIRED`` where that may be in flight, until the dumps are indexed. ``coalesced`` numbers the
+    batches of point-to-point operations only. ``possible_ranks`` is empty if the rank is known.
+    """
     args, args_index, keep = _merge_coalesced(rows)
     sites, site = _user_sites(rows, keep)
-    status = {
-        name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status
-    }
-    dump = RankDump(
-        **{name: getattr(rows, name) for name in _KEPT},
+    first, last = map(int, rows.record_id[[0, -1]]) if len(rows) else (0, 0)
+    dump = replace(
+        rows,
         possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
         issued=rows.issued - (len(rows) - len(keep)),
         timed=bool(
             (rows.state == STARTED).any()
             or (rows.started_ns > 0).any()
-            or any(started > 0 for _, started, _ in status.values())
+            or any(started > 0 for _, started, _ in rows.status.values())
         ),
-        only_active=bool(len(rows))
-        and not bool((rows.state >= COMPLETED).any())
-        and int(rows.record_id[0]) > 0,
-        unbroken=(
-            len(rows)
-            if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows)
-            else 0
-        ),
-        status=status,
-        args=interner.args(args),
-        stacks=interner.sites(sites),
+        only_active=bool(first > 0) and not bool((rows.state >= COMPLETED).any()),
+        unbroken=len(rows) if last - first + 1 == len(rows) else 0,
+        args=args,
+        call_stacks=sites,
         args_index=args_index[keep].astype("int32"),
         stack=site.astype("int32"),
-        state=np.minimum(rows.state[keep], COMPLETED),
+        state=np.minimum(
+            rows.state[keep], RETIRED if rows.issued_only or rows.issued_messages else COMPLETED
+        ),
+        **{name: np.zeros(0, DTYPES[name]) for name in _DROPPED},
     )
     for name in ("channel", "sequence", "record_id", "created_ns", "completed_ns"):
         setattr(dump, name, getattr(rows, name)[keep])
@@ -209,7 +134,7 @@ def _merge_coalesced(rows: RankColumns) -> tuple[list[CollectiveArgs], Integers,
 def _combine(members: Sequence[CollectiveArgs], closing: CollectiveArgs) -> CollectiveArgs:
     """Return a coalesced group as one operation with the tensors of all members."""
     ops = {one.op for one in members}
-    return msgspec.structs.replace(
+    return replace(
         members[0],
         op=composite_wire_op(closing.dispatcher_op) or (ops.pop() if len(ops) == 1 else COALESCED),
         dispatcher_op="coalesced",
@@ -226,7 +151,7 @@ def _user_sites(rows: RankColumns, keep: Integers) -> tuple[list[Stack], Integer
     sites: dict[Stack, int] = {}
     for number in used.tolist():
         if number >= 0:
-            lines = _user_lines(rows.stacks[number])
+            lines = _user_lines(rows.call_stacks[number])
             places[number] = sites.setdefault(lines, len(sites)) if lines else -1
     return list(sites), places[stack]
 
@@ -235,13 +160,9 @@ def _user_lines(stack: Stack) -> Stack:
     """Return the innermost lines of the user's code; if there are none, the innermost line of a
     library.
     """
-    lines: tuple[Frame, ...] = tuple(frame for frame in stack if frame.kind is FrameKind.USER)[
-        :_LINES
-    ]
-    if not lines:
-        innermost = user_frame(stack)
-        lines = (innermost,) if innermost is not None else ()
-    return lines
+    innermost = user_frame(stack)
+    lines = tuple(islice(user_lines(stack), _LINES))
+    return lines or ((innermost,) if innermost is not None else ())
 
 
 def is_message(args: Sequence[CollectiveArgs], index: Integers) -> Integers:
@@ -264,20 +185,11 @@ class SharedIds:
         # By the id() of a table, which is kept, so that no other table gets the same id().
         self._of_tables: dict[int, tuple[object, Integers]] = {}
 
-    def signatures(self, table: Sequence[CollectiveArgs]) -> Integers:
-        """Return the id of each entry's signature."""
-        return self._ids_of(table, map(_signature, table))
-
-    def sites(self, table: Sequence[Stack]) -> Integers:
-        """Return the id of each entry's innermost line, and at the end -1, which index -1 (no
-        stack) reads.
-        """
-        return self._ids_of(table, (lines[0] if lines else None for lines in table))
-
-    def _ids_of(self, table: object, values: Iterable[Hashable]) -> Integers:
+    def of(self, table: Sequence[T], value_of: Callable[[T], Hashable]) -> Integers:
+        """Return the id of each entry's value, and at the end -1, which index -1 (none) reads."""
         known = self._of_tables.get(id(table))
         if known is None:
-            ids = [self._ids.setdefault(value, len(self._ids)) for value in values]
+            ids = [self._ids.setdefault(value_of(one), len(self._ids)) for one in table]
             known = self._of_tables[id(table)] = (table, np.array([*ids, -1], "int64"))
         return known[1]
 
@@ -292,41 +204,55 @@ def _signature(args: CollectiveArgs) -> Hashable:
     return (args.op, tuple((spec.shape, spec.dtype) for spec in specs))
 
 
-class RankOps:
-    """One rank's operations by row. Each becomes an object once, on its first access."""
+def _innermost(stack: Stack) -> Frame | None:
+    return stack[0] if stack else None
 
-    def __init__(self, dump: RankDump, channels: Sequence[Channel], ids: SharedIds) -> None:
+
+class RankOps(Sequence[Collective]):
+    """All operations of one rank, oldest first. Each becomes an object once, on its first
+    access.
+    """
+
+    def __init__(self, dump: RankColumns, channels: Sequence[Channel], ids: SharedIds) -> None:
         self.dump = dump
         self.channels = channels
         self.ids = ids
         self._made: dict[int, Collective] = {}
 
+    def __len__(self) -> int:
+        return len(self.dump)
+
+    @overload
+    def __getitem__(self, index: int) -> Collective: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Collective]: ...
+    def __getitem__(self, index: Any) -> Any:
+        rows = range(len(self))[index]
+        return self.op(rows) if isinstance(rows, int) else list(map(self.op, rows))
+
     def op(self, row: int) -> Collective:
         """Return the operation of a row."""
         made = self._made.get(row)
         if made is None:
-            made = self._made[row] = self._make(row)
+            dump = self.dump
+            site, peer = int(dump.stack[row]), int(dump.peer[row])
+            done = int(dump.state[row]) == COMPLETED
+            created = int(dump.created_ns[row])
+            made = self._made[row] = Collective(
+                index=int(dump.record_id[row]) + 1,
+                channel=self.channels[int(dump.channel[row])],
+                sequence_number=int(dump.sequence[row]),
+                args=dump.args[int(dump.args_index[row])],
+                state=State.COMPLETED if done else State.ISSUED,
+                announced_ns=created,
+                entered_ns=created,
+                returned_ns=created,
+                done_ns=int(dump.completed_ns[row]),
+                learned_how=LearnedHow.NATIVE_RECORDER if done else LearnedHow.NOT_YET,
+                stack=dump.call_stacks[site] if site >= 0 else (),
+                peer=peer if peer >= 0 else None,
+            )
         return made
-
-    def _make(self, row: int) -> Collective:
-        dump = self.dump
-        site, peer = int(dump.stack[row]), int(dump.peer[row])
-        done = int(dump.state[row]) == COMPLETED
-        created = int(dump.created_ns[row])
-        return Collective(
-            index=int(dump.record_id[row]) + 1,
-            channel=self.channels[int(dump.channel[row])],
-            sequence_number=int(dump.sequence[row]),
-            args=dump.args[int(dump.args_index[row])],
-            state=State.COMPLETED if done else State.ISSUED,
-            announced_ns=created,
-            entered_ns=created,
-            returned_ns=created,
-            done_ns=int(dump.completed_ns[row]),
-            learned_how=LearnedHow.NATIVE_RECORDER if done else LearnedHow.NOT_YET,
-            stack=dump.stacks[site] if site >= 0 else (),
-            peer=peer if peer >= 0 else None,
-        )
 
 
 class ColumnOps(Mapping[int, Collective]):
@@ -342,23 +268,11 @@ class ColumnOps(Mapping[int, Collective]):
         self.rows = rows
         self.numbers = numbers
 
-    def row(self, number: int) -> int | None:
-        """Return the row of a sequence number; None if there is none."""
-        at = int(np.searchsorted(self.numbers, number))
-        return (
-            int(self.rows[at])
-            if at < len(self.numbers) and int(self.numbers[at]) == number
-            else None
-        )
-
     def __getitem__(self, number: int) -> Collective:
-        row = self.row(number)
-        if row is None:
+        at = int(np.searchsorted(self.numbers, number))
+        if at == len(self.numbers) or self.numbers[at] != number:
             raise KeyError(number)
-        return self.columns.op(row)
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and self.row(number) is not None
+        return self.columns.op(int(self.rows[at]))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers.tolist())
@@ -369,70 +283,53 @@ class ColumnOps(Mapping[int, Collective]):
     def signatures(self) -> Integers:
         """Return the id of each operation's signature."""
         dump = self.columns.dump
-        ids: Integers = self.columns.ids.signatures(dump.args)[dump.args_index[self.rows]]
+        ids: Integers = self.columns.ids.of(dump.args, _signature)[dump.args_index[self.rows]]
         return ids
 
     def tokens(self) -> Integers:
         """Return an id of each operation's signature and source line."""
         dump = self.columns.dump
-        sites: Integers = self.columns.ids.sites(dump.stacks)[dump.stack[self.rows]]
+        sites: Integers = self.columns.ids.of(dump.call_stacks, _innermost)[dump.stack[self.rows]]
         return self.signatures() * (1 << 32) + sites
 
 
-class ColumnHistory(Sequence[Collective]):
-    """All operations of one rank, oldest first."""
-
-    def __init__(self, columns: RankOps) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns.dump)
-
-    @overload
-    def __getitem__(self, index: int) -> Collective: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Collective]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.columns.op(row) for row in range(*index.indices(len(self)))]
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.columns.op(index)
-
-    def texts(self) -> tuple[str, str]:
-        """Return the history as two texts with one letter per operation: with its line and sizes,
-        and without.
-        """
-        dump = self.columns.dump
-        args = dump.args_index.astype("int64")
-        sites = self.columns.ids.sites(dump.stacks)[dump.stack]
-        codes: dict[str, int] = {}
-        op = (
-            np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args]
-            if len(dump)
-            else args
-        )
-        where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)
-        return _letters(where, op, self._sizes(args), sites), _letters(where, op)
-
-    def _sizes(self, args: Integers) -> Integers:
-        """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step
-        to step.
-        """
-        if not len(args):
-            return args
-        varies = np.array([one.op == "all_to_all" for one in self.columns.dump.args])
-        return np.where(varies[args], -1, args)
+_NUMBERS_MAX = 256  # of one channel: later differences follow from the first one
+_RANKS_OF_A_KIND = 3  # that represent all ranks with equal ops and lines
+_KINDS_MAX = 24
 
 
-def _letters(*columns: Any) -> str:
-    """Map each different row of several columns of numbers to one character."""
-    code = np.zeros(len(columns[0]), "int64")
-    for column in columns:
-        _, column = np.unique(column, return_inverse=True)
-        _, code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)
-    code = code + 0x100
-    code[code >= 0xD800] += 0x800
-    return str(code.astype("<u4").tobytes().decode("utf-32-le"))
+def differing_numbers(ranks: Iterable[Mapping[int, Collective]]) -> list[int]:
+    """Return the sequence numbers under which ranks' arguments differ, ascending."""
+    columns = ((ops.numbers, ops.signatures()) for ops in ranks if isinstance(ops, ColumnOps))
+    # most ranks have the same numbers and signatures: one of each kind is enough
+    kinds = {(one.tobytes(), other.tobytes()): (one, other) for one, other in columns}
+    if len(kinds) < 2:
+        return []
+    numbers, signatures = map(np.concatenate, zip(*kinds.values(), strict=True))
+    order = np.lexsort((signatures, numbers))
+    numbers, signatures = numbers[order], signatures[order]
+    differ = (numbers[1:] == numbers[:-1]) & (signatures[1:] != signatures[:-1])
+    found: list[int] = np.unique(numbers[1:][differ])[:_NUMBERS_MAX].tolist()
+    return found
+
+
+def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> list[int]:
+    """Return a few ranks of each kind, where ops or lines differ between ranks; none if all are
+    equal.
+    """
+    columns = {rank: ops for rank, ops in by_rank.items() if isinstance(ops, ColumnOps)}
+    if len(columns) < 2:
+        return []
+    first = max(int(ops.numbers[0]) for ops in columns.values())
+    last = min(int(ops.numbers[-1]) for ops in columns.values())
+    kinds: dict[bytes, list[int]] = {}
+    for rank, ops in sorted(columns.items()):
+        begin, end = np.searchsorted(ops.numbers, [first, last + 1])
+        value = ops.tokens()
+        kinds.setdefault(
+            value[begin:end].tobytes() if first <= last else value.tobytes(), []
+        ).append(rank)
+    if len(kinds) < 2:
+        return []
+    largest = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
+    return [rank for ranks in largest[:_KINDS_MAX] for rank in ranks[:_RANKS_OF_A_KIND]]

@@ -8,35 +8,33 @@ start.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from commlens.diagnosis.index.columns import (
-    ColumnHistory,
     ColumnOps,
-    RankDump,
     RankOps,
     SharedIds,
     is_message,
 )
 from commlens.diagnosis.index.job_index import (
     DEVICE,
-    FOREIGN_DUMPS,
     Block,
     JobIndex,
     PairKey,
     RankView,
     Track,
-    has_issued,
+    lacks,
 )
 from commlens.diagnosis.index.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select.job import absent_ranks, world_size
-from commlens.formats.columns import COMPLETED, STARTED, Integers
+from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, STARTED, Integers, RankColumns
 from commlens.model.collective import Channel, ChannelKey, Collective
-from commlens.model.ops import ROOTED, UNEVEN
-from commlens.model.ranklog import RankLog
+from commlens.model.ops import POINT_TO_POINT, ROOTED, UNEVEN
 
 _RECENT_MIN, _RECENT_MAX = 4, 200  # newest operations in each rank's log
 _RECENT_TOTAL = 20_000  # in the logs of all ranks
@@ -50,65 +48,23 @@ ChannelName = tuple[str, str, tuple[int, ...]]
 """Group name, description and ranks; the ranks are empty if a dump does not record them."""
 
 
-def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
-    """Return the facts about the rank's process, with its newest operations."""
-    length = len(dump)
+def _add_collectives(dump: RankColumns, history: RankOps, recent: int) -> None:
+    """Add the newest operations to a rank's log, and the oldest in flight, as objects."""
     in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
-    rows = sorted({*in_flight, *range(max(0, length - recent), length)})
-    return RankLog(
-        rank=dump.rank,
-        world_size=dump.world_size,
-        job=dump.job,
-        host=dump.host,
-        place=dump.place,
-        collectives=[columns.op(row) for row in rows],
-        issued=dump.issued,
-        captured_ns=dump.captured_ns,
-        initialised=True,
-        source=dump.source,
-        problems=list(dump.problems),
-        exception=dump.exception or None,
-        exception_stack=dump.exception_stack,
-        device_assertion=dump.device_assertion,
-        observation=dump.observation,
-        versions={dump.origin: dump.version} if dump.version else {},
-    )
+    newest = range(len(dump))[-recent:]
+    dump.collectives = [history.op(row) for row in sorted({*in_flight, *newest})]
+    dump.initialised = True
+    dump.versions = {dump.origin: dump.version} if dump.version else {}
 
 
-def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
+def index_dumps(dumps: Sequence[RankColumns], stalled_after_s: float) -> JobIndex:
     """Index the dumps of one job, one for each rank, in time linear in their records.
 
     A collective that has been in flight for less than ``stalled_after_s`` in a running job is not
     stuck.
     """
-    ids = SharedIds()
-    unified = _unify_channels(dumps)
-    latest = max((_newest_ns(dump) for dump in dumps), default=0)
-    limit = int(stalled_after_s * 1e9)
-    fullest = max((dump.unbroken for dump in dumps if not dump.lost_entries), default=0)
-    recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
-    views: dict[int, RankView] = {}
-    channels: dict[ChannelKey, Channel] = {}
-    users: dict[ChannelKey, list[int]] = defaultdict(list)
-    written = _written_ns(dumps)
-    for dump in sorted(dumps, key=lambda one: one.rank):
-        columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
-        log = _log(dump, columns, recent)
-        view = RankView(
-            dump.rank, log, process_exit_of(log, gave_up=_gave_up(dump)), dump.captured_ns or latest
-        )
-        view.columns = columns
-        view.history = ColumnHistory(columns)
-        view.wrapped = dump.wrapped
-        view.first_ns = 0 if dump.only_active or not len(dump) else int(dump.created_ns[0])
-        view.written_ns = 0 if dump.is_log else written[dump.rank]
-        full = dump.unbroken == fullest or dump.lost_entries  # it may have been
-        view.head_lost = dump.only_active and full and _may_be_buffer_size(fullest)
-        for key, channel in _index(view, columns, limit).items():
-            channels.setdefault(key, channel)
-            if key in view.tracks:
-                users[key].append(dump.rank)
-        views[dump.rank] = view
+    indexer = _DumpIndexer(dumps, int(stalled_after_s * 1e9))
+    views = {dump.rank: indexer.view_of(dump) for dump in sorted(dumps, key=lambda one: one.rank)}
     for rank, end in attribute_exits({rank: view.exit for rank, view in views.items()}).items():
         views[rank].exit = end
     logs = [view.log for view in views.values()]
@@ -119,26 +75,140 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     )
     job = JobIndex(
         views,
-        channels,
+        indexer.channels,
         size,
         no_record,
         elsewhere,
-        limit,
-        users=dict(users),
-        knows=FOREIGN_DUMPS,
+        indexer.limit,
+        foreign=True,
         only_logs=only_logs,
+        issued_only=any(dump.issued_only or dump.issued_messages for dump in dumps),
+        unlisted=indexer.unlisted,
     )
-    job.unlisted = frozenset(channel.key for name, channel in unified.items() if not name[2])
+    for rank, view in views.items():
+        for key in view.tracks:
+            job.users.setdefault(key, []).append(rank)
     _find_outdated(job)
     job.moving = _is_moving(job)
     if job.moving:
-        for view in views.values():
-            for block in view.blocks.values():
-                block.stuck = False
+        _unblock(views.values())
     return job
 
 
-def _written_ns(dumps: Sequence[RankDump]) -> dict[int, int]:
+class _DumpIndexer:
+    """Indexes one dump after the other, by what all dumps of the job have in common."""
+
+    def __init__(self, dumps: Sequence[RankColumns], limit: int) -> None:
+        self.limit = limit
+        self.channels: dict[ChannelKey, Channel] = {}
+        self._ids = SharedIds()
+        self._unified = _unify_channels(dumps)
+        self.unlisted = frozenset(one.key for name, one in self._unified.items() if not name[2])
+        _end_what_met(dumps, self._unified)
+        self._latest = max(map(_newest_ns, dumps), default=0)
+        self._fullest = max((dump.unbroken for dump in dumps if not dump.lost_entries), default=0)
+        self._recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
+        self._written = _written_ns(dumps)
+
+    def view_of(self, dump: RankColumns) -> RankView:
+        """Return the index of a rank's dump, and add its channels to the job's."""
+        history = RankOps(dump, [self._unified[_name(one)] for one in dump.channels], self._ids)
+        _add_collectives(dump, history, self._recent)
+        full = dump.unbroken == self._fullest or dump.lost_entries  # it may have been
+        view = RankView(
+            dump.rank,
+            dump,
+            process_exit_of(dump, gave_up=_gave_up(dump)),
+            dump.captured_ns or self._latest,
+            dump=dump,
+            history=history,
+            wrapped=dump.wrapped,
+            first_ns=0 if dump.only_active or not len(dump) else int(dump.created_ns[0]),
+            written_ns=0 if dump.is_log else self._written[dump.rank],
+            head_lost=dump.only_active and full and _may_be_buffer_size(self._fullest),
+        )
+        _index(view, history, self.channels)
+        _find_heads(view, history, self.limit)
+        return view
+
+
+def _unblock(views: Iterable[RankView]) -> None:
+    """Count none of the ranks' waits as stuck, since each may have ended after the dump."""
+    for view in views:
+        for block in view.blocks.values():
+            block.stuck = False
+
+
+class _Issued(NamedTuple):
+    """The rows of one rank on one channel."""
+
+    dump: RankColumns
+    key: ChannelKey
+    collectives: Integers
+    messages: Integers
+
+
+def _end_what_met(dumps: Sequence[RankColumns], channels: Mapping[ChannelName, Channel]) -> None:
+    """Decide what of the operations is in flight of which only the issue is recorded: those that
+    not all ranks of their group, or not both sides of a message, have issued. The others may have
+    completed.
+    """
+    if not any(dump.issued_only or dump.issued_messages for dump in dumps):
+        return
+    issued: list[_Issued] = []
+    for dump in dumps:
+        dump.state = dump.state.copy()
+        message = is_message(dump.args, dump.args_index)
+        for code, one in enumerate(dump.channels):
+            here = dump.channel == code
+            collectives = np.flatnonzero(here & ~message)
+            messages = np.flatnonzero(here & message & (dump.peer >= 0))
+            issued.append(_Issued(dump, channels[_name(one)].key, collectives, messages))
+    wrapped = {dump.rank: dump.wrapped for dump in dumps}
+    _keep_collectives(issued, wrapped)
+    _keep_messages(issued, wrapped)
+    for dump in dumps:
+        dump.state = np.minimum(dump.state, COMPLETED)
+
+
+def _keep_collectives(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
+    """Keep the collectives in flight that not all ranks with complete records have issued."""
+    last: dict[tuple[ChannelKey, int], int] = defaultdict(int)
+    for dump, key, rows, _ in issued:
+        newest = int(dump.sequence[rows].max(initial=0))
+        last[key, dump.rank] = max(last[key, dump.rank], newest)
+    for dump, key, rows, _ in issued:
+        known = [rank for rank in key[2] if rank in wrapped]
+        met = (last[key, rank] for rank in known if last[key, rank] or not wrapped[rank])
+        later = dump.sequence[rows] > min(met, default=0)
+        dump.state[rows[(dump.state[rows] == RETIRED) & later]] = SCHEDULED
+
+
+def _keep_messages(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
+    """Keep the newest messages in flight of which one side has issued more than the other."""
+    # of sender and receiver
+    balance: Counter[tuple[ChannelKey, int, int]] = Counter()
+    for dump, key, _, sent in issued:
+        for row in sent.tolist():
+            pair, sign = _direction(dump, row)
+            balance[(key, *pair)] += sign
+    for dump, key, _, sent in issued:
+        for row in sent[::-1].tolist():
+            pair, sign = _direction(dump, row)
+            whole = not (dump.wrapped or wrapped.get(pair[sign > 0], True))
+            if whole and dump.state[row] == RETIRED and balance[(key, *pair)] * sign > 0:
+                balance[(key, *pair)] -= sign
+                dump.state[row] = SCHEDULED
+
+
+def _direction(dump: RankColumns, row: int) -> tuple[tuple[int, int], int]:
+    """Return the sender and the receiver of a message, and 1 if this rank sends it, else -1."""
+    peer = int(dump.peer[row])
+    sends = dump.args[int(dump.args_index[row])].op == "send"
+    return ((dump.rank, peer), 1) if sends else ((peer, dump.rank), -1)
+
+
+def _written_ns(dumps: Sequence[RankColumns]) -> dict[int, int]:
     """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of
     writing; 0 where that tells nothing.
 
@@ -170,12 +240,13 @@ def _find_outdated(job: JobIndex) -> None:
         if done:
             newest = max(done, key=lambda op: op.sequence_number)
             outdated |= {
-                rank for rank in key[2] if rank in job.views and _lacks(job.views[rank], newest)
+                rank
+                for rank in key[2]
+                if rank in job.views and _ends_before(job.views[rank], newest)
             }
     for rank in outdated:
         job.views[rank].outdated = True
-        for block in job.views[rank].blocks.values():
-            block.stuck = False
+    _unblock(job.views[rank] for rank in outdated)
 
 
 def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
@@ -185,34 +256,25 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
     The rank's last operation does not count: its recorder may have given it up because it failed.
     """
     ops = view.tracks[key].ops
-    if view.columns is None or view.columns.dump.is_log or not isinstance(ops, ColumnOps):
+    if view.dump is None or view.dump.is_log or not isinstance(ops, ColumnOps):
         return None
-    done = ops.rows[view.columns.dump.state[ops.rows] == COMPLETED]
+    done = ops.rows[view.dump.state[ops.rows] == COMPLETED]
     for row in done[::-1][:_RECENT_MAX].tolist():
-        op = view.columns.op(row)
+        op = ops.columns.op(row)
         if op.op not in ROOTED and op.op not in UNEVEN and row < len(view.history) - 1:
             return op
     return None
 
 
-def _lacks(view: RankView, op: Collective) -> bool:
-    """Return whether a rank's dump, which is not damaged, ends before the rank issued this
+def _ends_before(view: RankView, op: Collective) -> bool:
+    """Return whether a rank's dump, of which nothing is lost, ends before the rank issued this
     collective.
     """
-    track = view.tracks.get(op.channel.key)
-    if (
-        view.columns is None
-        or view.columns.dump.is_log
-        or view.lost_newest
-        or (track is None and view.wrapped)
-    ):
-        return False
-    return (track is None or track.last < op.sequence_number) and has_issued(
-        view, op.channel.key, op.sequence_number, op.announced_ns
-    ) is False
+    overwritten = view.wrapped and op.channel.key not in view.tracks
+    return not (view.is_log or overwritten) and lacks(view, op)
 
 
-def _gave_up(dump: RankDump) -> bool:
+def _gave_up(dump: RankColumns) -> bool:
     """Return whether NCCL's watchdog had a reason to abort the rank.
 
     It does so after a timeout, and writes a dump before. Of a process that aborts for another
@@ -249,7 +311,7 @@ def _completed(view: RankView, key: ChannelKey) -> int:
     A dump of what is in flight does not list it: it is the one before the oldest in flight.
     """
     track = view.tracks[key]
-    lists_completed = view.columns is None or not view.columns.dump.only_active or view.head_lost
+    lists_completed = view.dump is None or not view.dump.only_active or view.head_lost
     return (
         track.completed
         if lists_completed or not track.open
@@ -264,7 +326,7 @@ def _may_be_buffer_size(records: int) -> bool:
     return records >= _RING_BUFFER_MIN and (records % 100 == 0 or records.bit_count() == 1)
 
 
-def _newest_ns(dump: RankDump) -> int:
+def _newest_ns(dump: RankColumns) -> int:
     """Return the latest time in a dump, in Unix ns."""
     return max(
         int(dump.created_ns.max(initial=0)), int(dump.completed_ns.max(initial=0)), dump.captured_ns
@@ -275,14 +337,17 @@ def _name(channel: Channel) -> ChannelName:
     return (channel.group.name, channel.group.description, channel.group.ranks)
 
 
-def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
+def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
     """Return one channel object for all ranks, by name. Fill in a group's ranks where a dump does
     not record them.
     """
     found: dict[ChannelName, Channel] = {}
     users: dict[tuple[str, str], set[int]] = defaultdict(set)
+    numbers: dict[str, dict[int, int]] = defaultdict(dict)
     recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
     for dump in dumps:
+        for group, number in dump.numbers.items():
+            numbers[group][number] = dump.rank
         for channel in [*dump.channels, *dump.groups]:
             name = _name(channel)
             found.setdefault(name, channel)
@@ -296,8 +361,9 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
     for name, channel in list(found.items()):
         if name[2]:
             continue
-        known = [ranks for ranks in recorded[name[:2]] if users[name[:2]] <= set(ranks)]
-        ranks = known[0] if len(known) == 1 else tuple(sorted(users[name[:2]]))
+        known = list(filter(users[name[:2]].issubset, recorded[name[:2]]))
+        members = users[name[:2]] | _between(numbers[name[0]])
+        ranks = known[0] if len(known) == 1 else tuple(sorted(members))
         if not known and channel.group.description == "default_pg" and one_default:
             ranks = tuple(all_ranks)
         full_name = (*name[:2], ranks)
@@ -309,30 +375,50 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
     return found
 
 
-def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Channel]:
-    """Fill in the rank's tracks, messages and head, and return its channels by key."""
-    dump = columns.dump
-    known: dict[ChannelKey, Channel] = {}
+def _between(ranks: Mapping[int, int]) -> set[int]:
+    """Return the ranks of a group that lie between those known by their numbers in it, if the
+    numbers show a regular distance: groups are sorted, and their numbers begin at 0.
+    """
+    known = sorted(ranks.items())
+    steps = {divmod(other[1] - one[1], other[0] - one[0]) for one, other in pairwise(known)}
+    step, rest = steps.pop() if len(steps) == 1 else (0, 0)
+    several = len(known) > 2
+    if rest or not (step == 1 or (several and step > 1)):
+        return set()
+    (number, rank), last = known[0], known[-1][0]
+    first = rank - number * step
+    return (
+        set(range(first if several else rank, first + last * step + 1, step))
+        if first >= 0
+        else set()
+    )
+
+
+def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
+    """Fill in the rank's tracks and messages, and add its channels to the job's."""
+    dump = history.dump
     message = is_message(dump.args, dump.args_index)
-    codes = dump.channel.astype("int64")
     # a dump may describe one group in several ways
-    by_key: dict[ChannelKey, list[int]] = defaultdict(list)
-    for number in np.unique(codes).tolist():
-        channel = columns.channels[number]
-        known.setdefault(channel.key, channel)
-        by_key[channel.key].append(number)
-    for key, numbers in by_key.items():
-        rows = np.flatnonzero(
-            ((codes == numbers[0]) if len(numbers) == 1 else np.isin(codes, numbers)) & ~message
-        )
+    codes: dict[ChannelKey, list[int]] = defaultdict(list)
+    for code in np.unique(dump.channel).tolist():
+        channel = history.channels[code]
+        channels.setdefault(channel.key, channel)
+        codes[channel.key].append(code)
+    for key, several in codes.items():
+        rows = np.flatnonzero(np.isin(dump.channel, several) & ~message)
         if len(rows):
-            view.tracks[key] = _track(ColumnOps(columns, rows))
-    _index_messages(view, columns, message)
-    _find_heads(view, columns, message, limit)
-    return known
+            ops = ColumnOps(history, rows)
+            done = dump.state[ops.rows] == COMPLETED
+            view.tracks[key] = Track(
+                ops,
+                last=int(ops.numbers[-1]),
+                completed=int(ops.numbers[done].max(initial=0)),
+                open=ops.numbers[~done].tolist(),
+            )
+    _index_messages(view, history, message)
 
 
-def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int) -> None:
+def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
     """Find the operation that blocks the rank, and the first in flight of each other channel and
     pair.
     """
@@ -343,36 +429,22 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
     first_of: dict[object, int] = {}
     for row in open_rows:
         code = int(dump.channel[row])
-        pair = (code, int(dump.peer[row]), dump.args[int(dump.args_index[row])].op)
-        first_of.setdefault(pair if message[row] else code, row)
+        op = dump.args[int(dump.args_index[row])].op
+        first_of.setdefault((code, int(dump.peer[row]), op) if op in POINT_TO_POINT else code, row)
     if not open_rows:
         return
     first = open_rows[0]
     # learn the routine from the operations before
     view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)
     batch = int(dump.coalesced[first])
-    parts = [row for row in open_rows if batch and int(dump.coalesced[row]) == batch] or [first]
-    op = columns.op(first)
-    age = max(0, view.now_ns - op.announced_ns) if op.announced_ns else 0
-    stuck = not (view.log.captured_ns and op.announced_ns) or age >= limit
-    view.head = Block(
-        op, [columns.op(row) for row in parts], DEVICE, op.announced_ns, "enqueued", stuck, age
-    )
+    parts = [row for row in open_rows if int(dump.coalesced[row]) == batch] if batch else [first]
+    head, ops = columns.op(first), [columns.op(row) for row in parts]
+    since = head.announced_ns
+    age = max(0, view.now_ns - since) if since else 0
+    stuck = not (dump.captured_ns and since) or age >= limit
+    view.head = Block(head, ops, DEVICE, since, "enqueued", stuck, age)
     view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
-
-
-def _track(ops: ColumnOps) -> Track:
-    done = ops.columns.dump.state[ops.rows] == COMPLETED
-    completed = ops.numbers[done]
-    newest = int(completed[-1]) if len(completed) else 0
-    return Track(
-        ops,
-        first=int(ops.numbers[0]),
-        last=int(ops.numbers[-1]),
-        completed=newest,
-        open=ops.numbers[~done].tolist(),
-    )
 
 
 def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
@@ -393,10 +465,9 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
     sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]
     code = (dump.channel[over].astype("int64") * (1 << 32) + dump.peer[over] + 1) * 2 + sends
     _, first, counts = np.unique(code, return_index=True, return_counts=True)
-    ended_messages: Counter[PairKey] = Counter()
     for at, many in zip(first, counts, strict=True):
-        ended_messages[pair(int(over[at]))] += int(many)
-    view.ended_messages = dict(ended_messages)
+        of = pair(int(over[at]))
+        view.ended_messages[of] = view.ended_messages.get(of, 0) + int(many)
     for row in np.flatnonzero(message & ~ended).tolist():
         op = columns.op(row)
         view.pairs.setdefault(pair(row), []).append(op)

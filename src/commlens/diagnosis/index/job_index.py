@@ -8,23 +8,34 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Final, Literal
 
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
 from commlens.diagnosis.index import activity
-from commlens.diagnosis.index.first_steps import routine_from
-from commlens.diagnosis.index.node_health import Node, nodes_of
+from commlens.diagnosis.index.nodes import Node, nodes_of
 from commlens.diagnosis.index.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select.job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, LearnedHow, State
+from commlens.model.collective import (
+    SETUP,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    LearnedHow,
+    State,
+    user_lines,
+)
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.health import NodeHealth
+from commlens.model.limits import LOOPBACK
 from commlens.model.ranklog import RankLog
 from commlens.model.topology import Inventory
+from commlens.model.worlds import ONE_WORLD, Worlds
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.index.columns import RankOps
+    from commlens.formats.columns import RankColumns
+
 
 STALL_TIMEOUT_S: Final = 60.0
 """The setting's default, for logs that do not hold it."""
@@ -46,8 +57,7 @@ class Track:
     ops: Mapping[int, Collective] = field(default_factory=dict)
     # of coalesced groups, by sequence number
     members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)
-    first: int = 0  # lowest sequence number
-    last: int = 0
+    last: int = 0  # highest sequence number
     completed: int = 0  # highest sequence number known to be completed
     open: list[int] = field(default_factory=list)  # sequence numbers in flight, ascending
     thread: int = 0  # issued the last one
@@ -108,7 +118,7 @@ class RankView:
     running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
     timed: bool = False  # it is recorded when an op starts to run on the device
     # Only of other tools' dumps:
-    columns: RankOps | None = None
+    dump: RankColumns | None = None  # the log
     # number of completed sends or receives
     ended_messages: dict[PairKey, int] = field(default_factory=dict)
     # position in the history from which the rank may have left its routine
@@ -134,12 +144,8 @@ class RankView:
     def lost_newest(self) -> bool:
         """Whether the newest records of a running process are unreadable, so that it may have
         issued anything.
-
-        Of another tool's dump, any entries: these are written oldest first, and the newest are the
-        first that a cut takes.
         """
-        lost = self.log.lost_newest if self.columns is None else self.columns.dump.lost_entries
-        return lost and not self.died
+        return self.log.lost_newest and not self.died
 
     def is_older_than(self, moment_ns: int) -> bool:
         """Return whether the rank's dump is known to be older than this, so that it does not show
@@ -152,12 +158,12 @@ class RankView:
     @property
     def is_log(self) -> bool:
         """Whether all that is known of the rank is from a text log."""
-        return self.columns is not None and self.columns.dump.is_log
+        return self.dump is not None and self.dump.is_log
 
     @property
     def timed_out(self) -> bool:
         """Whether a text log tells that a collective of the rank took longer than its timeout."""
-        return self.columns is not None and self.columns.dump.timed_out
+        return self.dump is not None and self.dump.timed_out
 
     @property
     def last_op(self) -> Collective | None:
@@ -174,6 +180,10 @@ class RankView:
             if before.index < op.index
         )
 
+    def is_new_line(self, op: Collective) -> bool:
+        """Return whether the rank certainly issued nothing from these lines before."""
+        return bool(op.call_lines) and not self.wrapped and not self.has_been_at(op)
+
     def has_routine(self, op: Collective) -> bool:
         """Return whether the history shows that what repeats before this op are steps, not layers
         or parameters.
@@ -184,44 +194,8 @@ class RankView:
         if self.log.issued > len(self.history):
             return True
         if not self.routine_from:
-            self.routine_from = routine_from(self.history, rounds=self.columns is None)
+            self.routine_from = routine_from(self.history, rounds=self.dump is None)
         return self.routine_from <= op.index
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The facts that a kind of evidence records. The defaults are those of black boxes."""
-
-    # the threads that issue and wait; else a rank is blocked in its first op in flight
-    threads: bool = True
-    stacks: bool = True  # the current stacks of a rank's threads
-    process_exit: bool = True  # whether and how a process ended
-    capture_time: bool = True  # the time of the dump
-    # a process on a known host without records has died; else its dump may only be missing here
-    every_process: bool = True
-    # all completed ops and messages; else only those in flight may be recorded
-    completed_ops: bool = True
-    splits: bool = True  # of all_to_all
-    # on the device; black boxes record when the process noticed the completion
-    completion_times: bool = False
-    columns: bool = False  # ops are columns, so that ranks are compared as arrays
-
-
-BLACK_BOXES = Capabilities()
-FOREIGN_DUMPS = Capabilities(
-    threads=False,
-    stacks=False,
-    process_exit=False,
-    capture_time=False,
-    every_process=False,
-    completed_ops=False,
-    splits=False,
-    completion_times=True,
-    columns=True,
-)
-
-
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 @dataclass
@@ -236,7 +210,10 @@ class JobIndex:
     stalled_after_ns: int
     # ranks with records of the channel
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)
-    knows: Capabilities = BLACK_BOXES
+    # The records are other tools' dumps, which tell no threads, no splits of all_to_all, nothing of
+    # the processes, and perhaps only what is in flight. They tell when an op completed on its
+    # device, and a known host may have ranks whose dump is only missing here.
+    foreign: bool = False
     stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     # groups whose ranks no file lists: those that use it are known
     unlisted: frozenset[ChannelKey] = frozenset()
@@ -244,6 +221,8 @@ class JobIndex:
     strangers: Mapping[int, RankLog] = field(default_factory=dict)
     # all evidence is from text logs, in which a healthy rank need have no line
     only_logs: bool = False
+    # of some ranks only the issue of operations is recorded, not their completion
+    issued_only: bool = False
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
     # by rank: the ranks without a log that it stands for, because they are in the same state
@@ -252,6 +231,7 @@ class JobIndex:
     # of nodes, collected apart from the records
     more_health: Sequence[NodeHealth] = ()
     inventory: Inventory | None = None  # where hosts are
+    worlds: Worlds = ONE_WORLD  # the names of its processes
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -278,7 +258,7 @@ class JobIndex:
         )
         addresses = {(op.module or "").removeprefix("tcp://").partition("?")[0] for op in calls}
         address = addresses.pop() if len(addresses) == 1 else ""
-        return address if address.rpartition(":")[0] in _LOOPBACK else ""
+        return address if address.rpartition(":")[0] in LOOPBACK else ""
 
     @cached_property
     def group_kinds(self) -> dict[ChannelKey, GroupKind]:
@@ -304,7 +284,7 @@ class JobIndex:
 
     def has_stack(self, rank: int) -> bool:
         """Return whether the rank's stack is known, or would be if it could have been taken."""
-        return self.knows.stacks or self.views[rank].log.main_stack is not None
+        return not self.foreign or self.views[rank].log.main_stack is not None
 
     def tracks_on(self, key: ChannelKey) -> dict[int, Track]:
         """Return the tracks of the ranks that have records of a channel."""
@@ -346,25 +326,13 @@ def index_logs(
         stands_for=alike.stands_for,
     )
     for log in logs:
-        view = _index_log(log, exits[log.rank], job)
-        job.views[log.rank] = view
-        for key in view.tracks:
+        indexer = _RankIndexer(log, exits[log.rank], limit)
+        indexer.add_records(job.channels)
+        job.views[log.rank] = indexer.view
+        for key in indexer.view.tracks:
             job.users.setdefault(key, []).append(log.rank)
-        _add_setups(view, limit)
-        if log.store_wait is not None and (
-            not log.collectives or log.collectives[-1].announced_ns < log.store_wait.announced_ns
-        ):
-            # an op in flight for which the main thread was assumed to wait
-            view.blocks.pop(view.main_thread, None)
-            _add_block(
-                view,
-                log.store_wait,
-                log.store_wait.issue_thread,
-                log.store_wait.announced_ns,
-                "issue",
-                {},
-                limit,
-            )
+        indexer.add_setups()
+        indexer.add_store_wait()
     _place_unknown(job)
     _mark_waits_for_dead_ranks(job)
     return job
@@ -385,35 +353,6 @@ def _place_unknown(job: JobIndex) -> None:
                 block.op, block.parts = first, [first]
 
 
-def _add_setups(view: RankView, limit: int) -> None:
-    """Add the calls that make the rank's process groups: each is the only collective of its own
-    channel.
-    """
-    calls = [
-        op
-        for op in view.log.setups
-        if op.op != "init_device_mesh" and view.rank in op.channel.group.ranks
-    ]
-    for op in calls:
-        _add_to_track(view.tracks.setdefault(op.channel.key, Track()), op, {})
-    newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
-    if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
-        return
-    if newest.state is not State.COMPLETED:
-        how: How = "issue" if newest.in_flight else "failed"
-        # an op in flight for which the main thread was assumed to wait
-        view.blocks.pop(view.main_thread, None)
-        _add_block(
-            view,
-            newest,
-            newest.issue_thread or view.main_thread,
-            newest.announced_ns,
-            how,
-            {},
-            limit,
-        )
-
-
 def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
     """Mark threads that wait for a dead rank as stuck, however short their wait: it never ends."""
     dead = [view for view in job.views.values() if view.died]
@@ -423,141 +362,225 @@ def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
         for block in view.blocks.values():
             if not block.stuck and block.how != "assumed":
                 block.stuck = any(
-                    _never_issued(other, part) for other in dead for part in block.parts
+                    not other.wrapped and lacks(other, part)
+                    for other in dead
+                    for part in block.parts
                 )
 
 
-def _never_issued(dead: RankView, op: Collective) -> bool:
-    """Return whether a rank died before it issued its side of a collective."""
-    if op.is_point_to_point or dead.wrapped or dead.rank not in op.channel.group.ranks:
-        return False
-    track = dead.tracks.get(op.channel.key)
-    return track is None or track.last < op.sequence_number
+class _RankIndexer:
+    """Indexes the records of one rank, and finds its blocked threads.
 
+    Args:
+        log: the rank's records.
+        end: how its process ended.
+        limit: a shorter wait is not stuck, in ns.
+    """
 
-def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
-    """Index the records of one rank, and add its channels to the job."""
-    now = log.captured_ns or last_moment(log)
-    main = log.main_stack
-    view = RankView(
-        log.rank,
-        log,
-        end,
-        now,
-        main_thread=(main.thread if main is not None else 0) or log.pid,
-        history=log.collectives,
-    )
-    view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
-    view.head_lost = log.head_lost
-    closers: dict[int, Collective] = {}
-    groups: dict[int, list[Collective]] = {}
-    for op in log.collectives:
+    def __init__(self, log: RankLog, end: ProcessExit, limit: int) -> None:
+        main = log.main_stack
+        self.view = RankView(
+            log.rank,
+            log,
+            end,
+            log.captured_ns or last_moment(log),
+            main_thread=(main.thread if main is not None else 0) or log.pid,
+            history=log.collectives,
+            wrapped=log.issued > len(log.collectives) or bool(log.problems),
+            head_lost=log.head_lost,
+        )
+        self._limit = limit
+        coalesced = [op for op in log.collectives if op.coalescing_id]
+        self._closers = {op.coalescing_id: op for op in coalesced if op.coalesced_members}
+        self._groups: dict[int, list[Collective]] = {}
+        for op in coalesced:
+            if not op.coalesced_members:
+                self._groups.setdefault(op.coalescing_id, []).append(op)
+
+    def add_records(self, channels: dict[ChannelKey, Channel]) -> None:
+        """Index all records, and add their channels to the job's."""
+        failed: list[Collective] = []
+        open_ops: list[Collective] = []
+        # building a key costs more than looking it up by the channel's identity
+        keys: dict[int, ChannelKey] = {}
+        for op in self.view.log.collectives:
+            key = keys.get(id(op.channel))
+            if key is None:
+                key = keys[id(op.channel)] = op.channel.key
+                channels.setdefault(key, op.channel)
+            closer = self._closers.get(op.coalescing_id, op)
+            if op.is_point_to_point:
+                self._add_message(key, op, closer)
+            elif op.sequence_number > 0 and closer is op:
+                self._add_to_track(key, op)
+            if op.in_flight and closer is op:
+                open_ops.append(op)
+            elif op.state is State.FAILED:
+                failed.append(op)
+        for track in self.view.tracks.values():
+            # If no thread waits for an op, a later completed op of its channel implies its
+            # completion: gloo's reduce_scatter never reports its own.
+            track.open = sorted(
+                n
+                for n in track.open
+                if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns
+            )
+        self._find_blocks(open_ops, failed)
+
+    def _add_message(self, key: ChannelKey, op: Collective, closer: Collective) -> None:
+        peer = -1 if op.peer is None else op.peer
+        self.view.pairs.setdefault((key, peer, op.op), []).append(op)
+        if op.in_flight or closer.in_flight:
+            self.view.open_pairs.add(op.index)
+
+    def _add_to_track(self, key: ChannelKey, op: Collective) -> None:
+        track, number = self.view.tracks.setdefault(key, Track()), op.sequence_number
+        track.ops[number] = op  # type: ignore[index]
         if op.coalescing_id:
-            if op.coalesced_members:
-                closers[op.coalescing_id] = op
-            else:
-                groups.setdefault(op.coalescing_id, []).append(op)
-    failed: list[Collective] = []
-    open_ops: list[Collective] = []
-    # building a key costs more than looking it up by the channel's identity
-    keys: dict[int, ChannelKey] = {}
-    for op in log.collectives:
-        key = keys.get(id(op.channel))
-        if key is None:
-            key = keys[id(op.channel)] = op.channel.key
-            job.channels.setdefault(key, op.channel)
-        closer = closers.get(op.coalescing_id) if op.coalescing_id else None
-        if op.is_point_to_point:
-            peer = -1 if op.peer is None else op.peer
-            view.pairs.setdefault((key, peer, op.op), []).append(op)
-            if op.in_flight or (closer is not None and closer.in_flight):
-                view.open_pairs.add(op.index)
-        elif op.sequence_number > 0 and not (
-            op.coalescing_id and closer is not None and op is not closer
-        ):
-            _add_to_track(view.tracks.setdefault(key, Track()), op, groups)
-        if op.in_flight and (closer is None or op is closer):
-            open_ops.append(op)
-        elif op.state is State.FAILED:
-            failed.append(op)
-    for track in view.tracks.values():
-        # If no thread waits for an op, a later completed op of its channel implies its completion:
-        # gloo's reduce_scatter never reports its own.
-        track.open = sorted(
-            n
-            for n in track.open
-            if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns
-        )
-    _find_blocks(view, open_ops, failed, groups, job.stalled_after_ns)
-    return view
+            members = self._groups.get(op.coalescing_id, [])
+            track.members[number] = [one.args for one in members if not one.is_point_to_point]
+        if number >= track.last:
+            track.last, track.thread = number, op.issue_thread
+        if op.state is State.COMPLETED:
+            track.completed = max(track.completed, number)
+        elif op.in_flight:
+            track.open.append(number)
 
-
-def _add_to_track(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> None:
-    number = op.sequence_number
-    track.ops[number] = op  # type: ignore[index]
-    if op.coalescing_id:
-        track.members[number] = [
-            member.args
-            for member in groups.get(op.coalescing_id, [])
-            if not member.is_point_to_point
+    def add_setups(self) -> None:
+        """Add the calls that make the rank's process groups: each is the only collective of its own
+        channel.
+        """
+        view = self.view
+        calls = [
+            op
+            for op in view.log.setups
+            if op.op != "init_device_mesh" and view.rank in op.channel.group.ranks
         ]
-    track.first = min(track.first or number, number)
-    if number >= track.last:
-        track.last, track.thread = number, op.issue_thread
-    if op.state is State.COMPLETED:
-        track.completed = max(track.completed, number)
-    elif op.in_flight:
-        track.open.append(number)
+        for op in calls:
+            self._add_to_track(op.channel.key, op)
+        newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
+        if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
+            return
+        if newest.state is not State.COMPLETED:
+            how: How = "issue" if newest.in_flight else "failed"
+            self._block_in_call(newest, how, newest.issue_thread or view.main_thread)
 
+    def add_store_wait(self) -> None:
+        """Add the wait for a key of the store, if it is newer than all records."""
+        wait, ops = self.view.log.store_wait, self.view.log.collectives
+        if wait is not None and (not ops or ops[-1].announced_ns < wait.announced_ns):
+            self._block_in_call(wait, "issue", wait.issue_thread)
 
-# --- blocked threads
+    def _block_in_call(self, op: Collective, how: How, thread: int) -> None:
+        """Add a block in place of an op in flight for which the main thread was assumed to wait."""
+        self.view.blocks.pop(self.view.main_thread, None)
+        self._block(op, how, thread, op.announced_ns)
 
+    def _find_blocks(self, open_ops: list[Collective], failed: list[Collective]) -> None:
+        view = self.view
+        loose: list[Collective] = []
+        enqueued: list[Collective] = []
+        for op in open_ops:
+            if op.channel.runs_ahead and op.learned_how in _ON_DEVICE:
+                enqueued.append(op)
+            elif op.waited_for:
+                self._block_waiting(op, "wait")
+            elif not op.returned_ns:
+                self._block(op, "issue", op.issue_thread, op.entered_ns or op.announced_ns)
+            elif _may_be_pending(view, op):
+                loose.append(op)
+        if enqueued:
+            self._find_head(enqueued)
+        elif not view.blocks and not loose:
+            self._find_unknown()
+        for op in failed:
+            if self._was_blocked(op):
+                self._block_waiting(op, "failed")
+        if loose and _main_may_wait_in_cpp(view, loose[0]):
+            self._block(loose[0], "assumed", view.main_thread, loose[0].announced_ns)
 
-def _find_blocks(
-    view: RankView,
-    open_ops: list[Collective],
-    failed: list[Collective],
-    groups: dict[int, list[Collective]],
-    limit: int,
-) -> None:
-    loose: list[Collective] = []
-    enqueued: list[Collective] = []
-    for op in open_ops:
-        if op.channel.runs_ahead and op.learned_how in _ON_DEVICE:
-            enqueued.append(op)
-        elif op.waited_for:
-            _add_block(
-                view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit
-            )
-        elif not op.returned_ns:
-            _add_block(
-                view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit
-            )
-        elif _may_be_pending(view, op):
-            loose.append(op)
-    if enqueued:
-        _find_head(view, enqueued, groups, limit)
-    elif not view.blocks and not loose:
-        _find_unknown(view, groups, limit)
-    for op in failed:
-        # A rank that lives on after a refusal has caught it, and waits no more.
-        was_blocked = is_peer_error(op.error) or (
-            is_refusal(op.error) and view.exit.kind not in ("clean", "alive")
+    def _was_blocked(self, failed: Collective) -> bool:
+        """Return whether a thread was blocked in an op until it failed, and did nothing since. A
+        rank that lives on after a refusal has caught it, and waits no more.
+        """
+        refused = is_refusal(failed.error) and self.view.exit.kind not in ("clean", "alive")
+        return (
+            (is_peer_error(failed.error) or refused)
+            and failed.issue_thread not in self.view.blocks
+            and _is_last_of_thread(self.view, failed)
         )
-        if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
-            _add_block(
-                view,
-                op,
-                op.wait_thread or op.issue_thread,
-                op.wait_began_ns or op.announced_ns,
-                "failed",
-                groups,
-                limit,
-            )
-    if loose and _main_may_wait_in_cpp(view, loose[0]):
-        _add_block(
-            view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit
+
+    def _find_head(self, enqueued: list[Collective]) -> None:
+        """Find the op that the rank's device waits in: the first one in flight. What is enqueued
+        behind it has not started.
+
+        The block is the main thread's if that thread waits for the device, else the device's own:
+        then the host is free to run ahead.
+        """
+        view, head = self.view, enqueued[0]
+        view.running = {op.index for op in enqueued if op.learned_how is LearnedHow.STARTED}
+        view.timed = any(op.learned_how is not LearnedHow.NATIVE_RECORDER for op in enqueued)
+        same_channel = (
+            op.done_ns
+            for op in view.history
+            if op.channel.key == head.channel.key and op.index < head.index
         )
+        since = max(head.announced_ns, *same_channel, 0)
+        thread = view.main_thread if _main_waits_for_device(view, head) else DEVICE
+        self._block(head, "enqueued", thread, since)
+        view.head = view.blocks[thread]
+        first_of: dict[object, Collective] = {}
+        for op in enqueued:
+            first_of.setdefault(
+                (op.channel.key, op.peer, op.op) if op.is_point_to_point else op.channel.key, op
+            )
+        view.heads = [
+            op
+            for op in first_of.values()
+            if all(part is not op for part in view.head.parts) and op is not head
+        ]
+
+    def _find_unknown(self) -> None:
+        """Assume that the main thread waits for the last op on a device, if nothing tells whether
+        that has completed.
+        """
+        view, last = self.view, self.view.last_op
+        if (
+            last is None
+            or not last.channel.runs_ahead
+            or last.captured
+            or last.state is not State.UNKNOWN
+            or last.is_point_to_point
+        ):
+            return
+        if view.now_ns - last.announced_ns < _ASKED_WITHIN_NS and not view.exit.ended:
+            return  # torch's recorder has not been asked yet
+        if last.sequence_number and _main_waits_for_device(view, last):
+            self._block(last, "unknown", view.main_thread, last.announced_ns)
+
+    def _block_waiting(self, op: Collective, how: How) -> None:
+        """Add the block of the thread that waits for an op, or did so until it failed."""
+        thread = op.wait_thread or op.issue_thread
+        self._block(op, how, thread, op.wait_began_ns or op.announced_ns)
+
+    def _block(self, op: Collective, how: How, thread: int, since: int) -> None:
+        view = self.view
+        known = view.blocks.get(thread)
+        if known is not None and (how == "failed" or known.since_ns >= since):
+            return  # a thread is blocked in its newest wait
+        parts = [op]
+        if op.coalescing_id and not op.sequence_number:
+            parts = self._groups.get(op.coalescing_id) or [op]
+        age = max(0, view.now_ns - since)
+        # A rank that died, or that the launcher ended, was blocked until its end, however short its
+        # wait.
+        stuck = (
+            age >= self._limit
+            or how == "failed"
+            or view.exit.failed
+            or (view.exit.ended and how != "assumed")
+        )
+        view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
 _ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)
@@ -566,63 +589,10 @@ enqueued, nothing is known.
 """
 
 
-def _find_head(
-    view: RankView, enqueued: list[Collective], groups: dict[int, list[Collective]], limit: int
-) -> None:
-    """Find the op that the rank's device waits in: the first one in flight. What is enqueued behind
-    it has not started.
-
-    The block is the main thread's if that thread waits for the device, else the device's own: then
-    the host is free to run ahead.
-    """
-    head = enqueued[0]
-    view.running = {op.index for op in enqueued if op.learned_how is LearnedHow.STARTED}
-    view.timed = any(op.learned_how is not LearnedHow.NATIVE_RECORDER for op in enqueued)
-    same_channel = (
-        op.done_ns
-        for op in view.history
-        if op.channel.key == head.channel.key and op.index < head.index
-    )
-    since = max(head.announced_ns, *same_channel, 0)
-    thread = view.main_thread if _main_waits_for_device(view, head) else DEVICE
-    _add_block(view, head, thread, since, "enqueued", groups, limit)
-    view.head = view.blocks[thread]
-    first_of: dict[object, Collective] = {}
-    for op in enqueued:
-        first_of.setdefault(
-            (op.channel.key, op.peer, op.op) if op.is_point_to_point else op.channel.key, op
-        )
-    view.heads = [
-        op
-        for op in first_of.values()
-        if all(part is not op for part in view.head.parts) and op is not head
-    ]
-
-
 _ASKED_WITHIN_NS: Final = 4_000_000_000
 """The time within which a rank asks torch's recorder about the last op on a device, with a margin
 (capture/device_queues.py).
 """
-
-
-def _find_unknown(view: RankView, groups: dict[int, list[Collective]], limit: int) -> None:
-    """Assume that the main thread waits for the last op on a device, if nothing tells whether that
-    has completed.
-    """
-    last = next(
-        (op for op in reversed(view.history) if op.channel.runs_ahead and not op.captured), None
-    )
-    if (
-        last is None
-        or last.state is not State.UNKNOWN
-        or last is not view.history[-1]
-        or last.is_point_to_point
-    ):
-        return
-    if view.now_ns - last.announced_ns < _ASKED_WITHIN_NS and not view.exit.ended:
-        return  # torch's recorder has not been asked yet
-    if last.sequence_number and _main_waits_for_device(view, last):
-        _add_block(view, last, view.main_thread, last.announced_ns, "unknown", groups, limit)
 
 
 def _main_waits_for_device(view: RankView, head: Collective) -> bool:
@@ -640,33 +610,6 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
     if doing.by_name:  # load_batch may copy its batch to the device, which waits, too
         return activity.spins(seen)
     return doing.why is None and activity.may_wait_for_device(seen)
-
-
-def _add_block(
-    view: RankView,
-    op: Collective,
-    thread: int,
-    since: int,
-    how: How,
-    groups: dict[int, list[Collective]],
-    limit: int,
-) -> None:
-    known = view.blocks.get(thread)
-    if known is not None and (how == "failed" or known.since_ns >= since):
-        return  # a thread is blocked in its newest wait
-    parts = [op]
-    if op.coalescing_id and not op.sequence_number:
-        parts = groups.get(op.coalescing_id) or [op]
-    age = max(0, view.now_ns - since)
-    # A rank that died, or that the launcher ended, was blocked until its end, however short its
-    # wait.
-    stuck = (
-        age >= limit
-        or how == "failed"
-        or view.exit.failed
-        or (view.exit.ended and how != "assumed")
-    )
-    view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
 def _may_be_pending(view: RankView, op: Collective) -> bool:
@@ -727,20 +670,44 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     """
     track = view.tracks.get(key)
     if key[3] == SETUP:
-        return None if view.log.initialised and not view.log.setups else False
+        unseen = view.log.initialised and not view.log.setups and not view.died
+        return None if unseen else False
     if view.lost_newest:
         # of another tool's dump, not even the status tells: whether it counts messages, too, shows
         # in the entries
         return None
-    if view.columns is None:
+    if view.dump is None:
         return None if track is None and view.wrapped and view.log.collectives else False
-    status = view.columns.dump.status.get(key[1])
+    return _dump_shows_issue(view, view.dump.status.get(key[1]), key, number, since_ns)
+
+
+def lacks(view: RankView, op: Collective) -> bool:
+    """Return whether a collective needs a rank that has certainly not issued it."""
+    if op.is_point_to_point or view.rank not in op.channel.group.ranks:
+        return False
+    key, number = op.channel.key, op.sequence_number
+    track = view.tracks.get(key)
+    return (track is None or track.last < number) and has_issued(
+        view, key, number, op.announced_ns
+    ) is False
+
+
+def _dump_shows_issue(
+    view: RankView,
+    status: tuple[int, int, int] | None,
+    key: ChannelKey,
+    number: int,
+    since_ns: int,
+) -> bool | None:
+    """Return the answer of :func:`has_issued` for another tool's dump, with its group's status."""
+    track = view.tracks.get(key)
     # then the status counts messages, too
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))
     if status is not None and not counts_messages and number <= status[0]:
         return True
     if view.is_log and status is None and track is None and not view.died:
-        return None  # its lines tell of the collectives that timed out, not of all
+        # its lines tell of the collectives that timed out, not of all: this one would have, too
+        return False if view.timed_out and view.history else None
     overwritten = track is None and view.first_ns > since_ns
     return None if overwritten or view.is_older_than(since_ns) else False
 
@@ -756,7 +723,7 @@ def is_queued(view: RankView, op: Collective) -> bool:
             op.in_flight or op.index in view.open_pairs
         )  # a batch has the state of its messages
         or op.index in view.running
-        or not (view.columns is not None or op.channel.runs_ahead)
+        or not (view.dump is not None or op.channel.runs_ahead)
     ):
         return False
     return head.op.index < op.index and all(part is not op for part in head.parts)
@@ -784,3 +751,66 @@ def find_counterpart(
         if place < 0:
             return op
     return theirs[place] if place < len(theirs) else None
+
+
+# --- from where on a rank's history shows steps: before, what repeats may be a loop over layers
+
+_ROUNDS = 3  # steps, or rounds of the outermost loop, after which a rank has a routine
+_NEVER = 1 << 62
+
+
+def routine_from(history: Sequence[Collective], *, rounds: bool) -> int:
+    """Return the index of the op from which on several steps are complete, or several rounds of the
+    outermost loop; a huge one if none is.
+
+    Args:
+        history: a rank's records, oldest first.
+        rounds: whether to look for rounds, which needs the stacks of all ops.
+    """
+    return min(_after_steps(history), _after_rounds(history) if rounds else _NEVER)
+
+
+def _after_steps(history: Sequence[Collective]) -> int:
+    """Return the index of the op from which on several steps are complete; a huge one if there is
+    none.
+
+    A program may have several optimizers. So a step is what they do between two visits of a line,
+    most often.
+    """
+    last: dict[object, int] = {}
+    further: Counter[int] = Counter()
+    for op in history if history and history[-1].step >= history[0].step + _ROUNDS else ():
+        line = op.call_lines
+        further[op.step - last.get(line, op.step)] += 1
+        last[line] = op.step
+    del further[0]
+    done = history[0].step + _ROUNDS * further.most_common(1)[0][0] if further else _NEVER
+    return next((op.index for op in history if op.step >= done), _NEVER)
+
+
+def _after_rounds(history: Sequence[Collective]) -> int:
+    """Return the index of the op that begins the outermost loop's round ``_ROUNDS`` + 1; a huge one
+    if there is none.
+
+    A round begins where the first line that repeats issues again after the last one did: between
+    them are inner loops.
+    """
+    paths = {
+        id(op.stack): [(frame.file, frame.line) for frame in user_lines(op.stack)][::-1]
+        for op in history
+    }
+    in_common = takewhile(lambda at: len({*at}) == 1, zip(*paths.values(), strict=False))
+    depth = sum(1 for _ in in_common)
+    lines = [tuple(paths[id(op.stack)][depth : depth + 1]) for op in history]
+    runs = Counter(line for line, _ in groupby(lines) if line)
+    # in the order in which they were first seen
+    repeated = [line for line, times in runs.items() if times > 1]
+    rounds, ended = 0, False
+    for op, line in zip(history, lines, strict=True) if repeated else ():
+        if line == repeated[-1]:
+            ended = True
+        elif line == repeated[0] and ended:
+            rounds, ended = rounds + 1, False
+            if rounds == _ROUNDS:
+                return op.index
+    return _NEVER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -10,19 +11,18 @@ from typing import Literal
 
 import msgspec
 
-from commlens.matching.error_claims import names_backend
-from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_refusal
-from commlens.matching.known_errors import is_own_error
-from commlens.model.cause import Why
+from commlens.matching.error_texts import (
+    Consequence,
+    consequence_of,
+    is_mismatch_error,
+    is_peer_error,
+    is_refusal,
+)
+from commlens.matching.errors import is_own_error, names_backend
+from commlens.model.cause import ExitKind, Why
 from commlens.model.collective import Frame, State, user_frame
-from commlens.model.ranklog import End, RankLog
+from commlens.model.ranklog import LATE_KILL_NS, STOP_SIGNALS, End, RankLog
 from commlens.text import signal_name
-
-Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
-"""``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed
-out. ``terminated``: the launcher or a user stopped it. ``gone``: it ended, and how is unknown.
-``leaving``: it said goodbye but still exists, so its exit status is unknown.
-"""
 
 How = Literal[
     "runs",
@@ -51,22 +51,23 @@ because a collective took longer than its timeout. ``died``: of any other signal
 
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 """Signals by which a process ends because of an error in it."""
-_TERMINATION_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
-_LATE_KILL_NS = 5_000_000_000
 _SAME_MOMENT_NS = 600_000_000
 
-# with the place in torch's source and the advice to set NCCL_DEBUG
-_NCCL_ERROR = re.compile(
-    r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<error>.*?)(?: \(run with [^)]*\)"
-    r"| - please report this issue to the NCCL developers)?, NCCL version \S+"
+# the place in torch's source, the advice to set NCCL_DEBUG, and NCCL's version
+_NCCL_ERROR = re.compile(r"NCCL error in: (?:\S+:\d+, )?")
+_NCCL_ADVICE = re.compile(
+    r" \(run with [^)]*\)| - please report this issue to the NCCL developers|, NCCL version \S+"
+)
+_LAST_ERROR = re.compile(
+    r"\n(?:(?:NCCL )?Last [Ee]rror:\s*|(?:\S+ )?NCCL WARN )(?P<error>\S[^\n]*)"
 )
 
 
 class ProcessExit(msgspec.Struct):
     """How a process ended, or that it has not."""
 
-    kind: Kind
+    kind: ExitKind
     why: Why = "unknown"
     at_ns: int = 0  # Unix ns; 0: unknown
     how: How = "runs"
@@ -76,6 +77,7 @@ class ProcessExit(msgspec.Struct):
     error: str = ""
     suggests_mismatch: bool = False  # the error is one that mismatched collectives cause
     refused: bool = False  # strict verification refused one of its collectives
+    unspecific: bool = False  # its error does not tell whether another rank caused it
     signal: str = ""  # that ended it: "SIGKILL"
     was_exiting: bool = False  # it had destroyed its last process group, or its exit had begun
 
@@ -103,32 +105,33 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
         gave_up: whether a watchdog of torch had a reason to abort the process: a collective that
             did not complete in time.
     """
-    seen = log.observation
+    seen, exception = log.observation, log.exception or None
     end = seen.end
     at = seen.ended_ns or (log.heartbeat_ns if end is not End.RUNNING else 0)
-    exception = log.exception
     if exception is None and not log.closed and not seen.has_ended:
         return ProcessExit("alive")
     if exception is None and end is End.RUNNING:
         return ProcessExit("leaving", "finished", how="shuts-down")
     if end is End.CLEAN or (exception is None and end is End.UNKNOWN):
         return ProcessExit("clean", "finished", at, "finished")
-    if exception is not None and end is not End.KILLED:
-        return _from_exception(log, exception, at)
     if end is End.KILLED:
         return _from_signal(log, at, gave_up=gave_up)
+    if exception is not None:
+        return _from_exception(log, exception, at)
+    return _from_absence(log, at) if end is End.GONE else _from_exit_code(log, at)
+
+
+def _from_absence(log: RankLog, at: int) -> ProcessExit:
     failure = _last_failure(log)
-    if end is End.GONE:
-        if is_peer_error(failure):
-            return ProcessExit("peer", "exception", at, "ended", error=_short(failure))
-        if log.closed or log.left:
-            return ProcessExit("clean", "finished", at, "finished")
-        return ProcessExit("gone", "unknown", at, "is-gone")
-    return _from_exit_code(log, failure, at)
+    if is_peer_error(failure):
+        return ProcessExit("peer", "exception", at, "ended", error=_short(failure))
+    if log.closed or log.left:
+        return ProcessExit("clean", "finished", at, "finished")
+    return ProcessExit("gone", "unknown", at, "is-gone")
 
 
-def _from_exit_code(log: RankLog, failure: str | None, at: int) -> ProcessExit:
-    code = log.observation.exit_code
+def _from_exit_code(log: RankLog, at: int) -> ProcessExit:
+    code, failure = log.observation.exit_code, _last_failure(log)
     ended = partial(
         ProcessExit,
         at_ns=at,
@@ -156,9 +159,8 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
             return ended("own", "killed", how="perhaps-interrupted")
         return ended("terminated", "killed", how="interrupted")
     if name == "SystemExit":
-        code = log.observation.exit_code
+        code, failure = log.observation.exit_code, _last_failure(log)
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
-        failure = _last_failure(log)
         # torch.multiprocessing.spawn turns the exception of a child into its exit
         if is_peer_error(failure):
             error = _short(failure)
@@ -166,23 +168,36 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
         return ended("own", "exit", how="exited", status=status)
     if is_refusal(exception) or log.refusal is not None:
         return ended("peer", "exception", how="raised", refused=True)
-    of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
-    from_peer = is_peer_error(exception) and not is_own_error(exception)
+    of_torch = name.startswith("Dist") or _is_of_torch(log, exception)
+    follows = _consequence_of(log, exception)
+    unspecific = follows == "unspecific" and of_torch
+    from_peer = follows is not None and not unspecific
     peer = from_peer and (of_torch or is_peer_error(_last_failure(log)))
     return ended(
         "peer" if peer else "own",
         "exception",
         how="raised",
-        error=_short(exception),
+        error=_short(log.told_error),
         suggests_mismatch=is_mismatch_error(exception),
+        unspecific=unspecific,
     )
 
 
-def _in_torch(log: RankLog) -> bool:
-    """Whether torch raised the exception. Only then does "timeout" mean a peer, and not, say, a
-    file server.
+def _consequence_of(log: RankLog, exception: str) -> Consequence | None:
+    """Return how an exception may follow from another rank's fault, by its own text or else by what
+    NCCL printed before it.
     """
-    if not log.exception_stack:
+    follows = None if is_own_error(log.told_error) else consequence_of(exception)
+    if follows == "unspecific" and log.warnings:
+        return consequence_of("\n".join(log.warnings)) or follows
+    return follows
+
+
+def _is_of_torch(log: RankLog, exception: str) -> bool:
+    """Return whether torch raised the exception, as far as its stack and text tell. In the text of
+    other code, "timeout" may mean, say, a file server, and not a peer.
+    """
+    if not log.exception_stack or names_backend(exception):
         return True
     return any(
         "torch/distributed" in frame.file or "torch/autograd" in frame.file
@@ -195,13 +210,12 @@ def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     ended = partial(ProcessExit, at_ns=at, signal=signal)
     if log.observation.oom_killed:
         return ended("own", "out-of-memory", how="out-of-memory")
-    if log.exception is not None and (signal != "SIGKILL" or not log.closed):
+    if log.exception and (signal != "SIGKILL" or not log.closed):
         return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
-    if signal in _TERMINATION_SIGNALS:
-        kind: Kind = "own" if log.observation.ended_alone else "terminated"
+    if signal in STOP_SIGNALS:
+        kind: ExitKind = "own" if log.observation.ended_alone else "terminated"
         return ended(kind, "killed", how="ended-by-signal")
-    waited_out = log.timeout_s > 0 and _waited_on_device_ns(log, at) >= 0.9e9 * log.timeout_s
-    if signal == "SIGABRT" and (gave_up or waited_out):
+    if signal == "SIGABRT" and (gave_up or _waited_out(log, at)):
         return ended("peer", "killed", how="aborted-by-watchdog")
     if is_peer_error(failure) and signal == "SIGABRT":
         return ended("peer", "killed", how="died", error=_short(failure))
@@ -211,17 +225,18 @@ def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     return ended("own", "killed", how="died", suggests_mismatch=mismatch)
 
 
-def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
-    """Return how long ago the call was for whose op the rank's device waits: torch's watchdog
-    aborts the process at the group's timeout.
-
-    If the states of the newest collectives are unknown, none was issued since the last.
+def _waited_out(log: RankLog, until_ns: int) -> bool:
+    """Return whether the rank's device had waited for almost the group's timeout, at which torch's
+    watchdog aborts the process: for the oldest collective in flight, or for the last one if
+    nothing tells whether that completed.
     """
     ahead = [op for op in log.collectives if op.channel.runs_ahead]
-    in_flight = next((op for op in ahead if op.in_flight), None)
-    if in_flight is not None:
-        return until_ns - in_flight.announced_ns
-    return until_ns - ahead[-1].announced_ns if ahead and ahead[-1].state is State.UNKNOWN else 0
+    awaited = [op for op in ahead if op.in_flight] or [
+        op for op in ahead[-1:] if op.state is State.UNKNOWN
+    ]
+    if not awaited or not log.timeout_s:
+        return False
+    return until_ns - awaited[0].announced_ns >= 0.9e9 * log.timeout_s
 
 
 def _last_failure(log: RankLog) -> str | None:
@@ -240,11 +255,11 @@ def _short(text: str | None) -> str:
     """Return the first line of an error, without gloo's own source file at its beginning and gloo's
     advice at its end; of NCCL's error, also the last error, which says what happened.
     """
-    first, *rest = (text or "").strip().splitlines() or ["an error"]
-    if found := _NCCL_ERROR.search(first):
-        after = rest.index("Last error:") + 1 if "Last error:" in rest else len(rest)
-        told = ": ".join(["NCCL error", found["error"], *rest[after : after + 1]])
-        first = first[: found.start()] + told
+    first = ((text or "").strip().splitlines() or ["an error"])[0]
+    if "CCL" in first:
+        first = _NCCL_ADVICE.sub("", _NCCL_ERROR.sub("NCCL error: ", first)).rstrip()
+        if told := _LAST_ERROR.search(text or ""):
+            first += ": " + told["error"]
     first = re.sub(r"\[/\S+\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
     first = first.removesuffix(".") if not first.endswith("..") else first
     return first if len(first) <= 160 else first[:157] + "..."
@@ -276,7 +291,7 @@ def attribute_exits(
     exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})
 ) -> dict[int, ProcessExit]:
     """Reclassify as ``terminated`` the processes that were probably ended because another one had
-    failed.
+    failed, and as ``peer`` those whose error tells no cause where another one's does.
 
     Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray
     and schedulers kill them at once.
@@ -285,20 +300,22 @@ def attribute_exits(
         exits: by rank.
         logs: by rank, if there are logs.
     """
-    failed_by_itself = any(one.kind == "own" and one.at_ns for one in exits.values())
+    by_kind: dict[ExitKind, list[ProcessExit]] = defaultdict(list)
+    for one in exits.values():
+        by_kind[one.kind].append(one)
+    failed_by_itself = any(one.at_ns for one in by_kind["own"])
     first_failure = min(
-        (one.at_ns for one in exits.values() if one.failed and one.at_ns), default=0
+        filter(None, (one.at_ns for one in exits.values() if one.failed)), default=0
     )
-    gone = sorted(one.at_ns for one in exits.values() if one.kind == "gone")
-    killed = [one.at_ns for one in exits.values() if _is_killed(one)]
+    gone = sorted(one.at_ns for one in by_kind["gone"])
+    killed = [one.at_ns for one in filter(_is_killed, by_kind["own"])]
     interrupted = [one.at_ns for one in exits.values() if one.how == "interrupted"]
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
-
     raised = [
         logs[rank]
         for rank, one in exits.items()
-        if rank in logs and one.kind == "own" and one.why == "exception"
+        if rank in logs and (one.kind, one.why) == ("own", "exception")
     ]
 
     def was_terminated(rank: int, one: ProcessExit) -> bool:
@@ -306,12 +323,18 @@ def attribute_exits(
             if rank in logs and any(_waited_for(logs[rank], other) for other in raised):
                 return True
             stopped = bool(interrupted) and one.at_ns > min(interrupted) - _SAME_MOMENT_NS
-            return all_killed or stopped or one.at_ns > first_failure + _LATE_KILL_NS
+            return all_killed or stopped or one.at_ns > first_failure + LATE_KILL_NS
         return one.kind == "gone" and (
             failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS)
         )
 
+    told = any(not one.unspecific for one in by_kind["own"])
+
+    def kind_of(rank: int, one: ProcessExit) -> ExitKind:
+        if was_terminated(rank, one):
+            return "terminated"
+        return "peer" if told and one.unspecific else one.kind
+
     return {
-        rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(rank, one) else one
-        for rank, one in exits.items()
+        rank: msgspec.structs.replace(one, kind=kind_of(rank, one)) for rank, one in exits.items()
     }

@@ -4,26 +4,36 @@ not name their rank.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from commlens.diagnosis.index.columns import RankDump
+from commlens.formats.columns import Integers, RankColumns
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
 
-_LISTS = ("channels", "groups", "args", "stacks", "problems")
+_LISTS = ("channels", "groups", "args", "call_stacks", "problems")
 _ROW_COLUMNS = ("sequence", "state", "record_id", "peer", "coalesced", "created_ns", "completed_ns")
+_JOINED: Mapping[str, Callable[[Iterable[Any]], Any]] = {
+    "world_size": max,
+    "captured_ns": max,
+    "written_ns": min,
+    "issued": sum,
+    "timed": all,
+    "only_active": all,
+    "lost_entries": any,
+}
+"""How the facts of several dumps of one rank make one."""
 # a column, and the table that it indexes
-_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("stack", "stacks"))
+_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("stack", "call_stacks"))
 
 
-def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
+def select_dumps(dumps: Sequence[RankColumns]) -> tuple[list[RankColumns], list[str]]:
     """Select the job to diagnose and the best dump of each of its ranks, independent of the order
     of the files.
 
@@ -37,20 +47,17 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
     notes += [
         f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems
     ]
-    _infer_ranks(dumps)
-    unnamed = [dump for dump in dumps if dump.rank < 0]
-    if unnamed:
-        names = ", ".join(sorted(dump.source for dump in unnamed)[:3]) + (
-            " and more" if len(unnamed) > 3 else ""
-        )
-        notes.append(
-            f"{count(len(unnamed), 'dump')} left out, because neither name nor content shows the"
-            f" rank: {names}."
-        )
-    jobs = _group_by_job([dump for dump in dumps if dump.rank >= 0])
-    if not jobs:
-        return _one_per_rank([dump for dump in text_logs if dump.rank >= 0], notes), notes
-    chosen = max(jobs, key=_job_order)
+    chosen = _one_job(_with_ranks(dumps, notes), notes)
+    kept = _one_per_rank(chosen or [dump for dump in text_logs if dump.rank >= 0], notes)
+    if not chosen:
+        return kept, notes
+    return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
+
+
+def _one_job(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
+    """Return the dumps of the job with most ranks, and note those of others."""
+    jobs = _group_by_job(dumps)
+    chosen = max(jobs, key=_job_order, default=[])
     for job in jobs:
         if job is not chosen:
             folders = sorted({_folder(dump) for dump in job})
@@ -58,11 +65,10 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
                 f"The dumps of {ranks_phrase(dump.rank for dump in job)} in"
                 f" {', '.join(folders[:3])} are of another job or another time; they are left out."
             )
-    kept = _one_per_rank(chosen, notes)
-    return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
+    return chosen
 
 
-def _without_impossible_ranks(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]:
+def _without_impossible_ranks(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
     """Leave out the dumps of ranks that no job has, and world sizes of that kind: a sentence
     each.
     """
@@ -88,15 +94,15 @@ def _without_impossible_ranks(dumps: Sequence[RankDump], notes: list[str]) -> li
     return kept
 
 
-def _folder(dump: RankDump) -> str:
+def _folder(dump: RankColumns) -> str:
     return dump.source.rpartition("/")[0] or "."
 
 
-def _newest_ns(dump: RankDump) -> int:
+def _newest_ns(dump: RankColumns) -> int:
     return int(dump.created_ns.max(initial=0))
 
 
-def _job_order(job: Sequence[RankDump]) -> tuple[int, int, str]:
+def _job_order(job: Sequence[RankColumns]) -> tuple[int, int, str]:
     return (
         len({dump.rank for dump in job}),
         max(map(_newest_ns, job)),
@@ -104,9 +110,9 @@ def _job_order(job: Sequence[RankDump]) -> tuple[int, int, str]:
     )
 
 
-def _infer_ranks(dumps: Sequence[RankDump]) -> None:
-    """Infer an unnamed dump's rank when only one candidate is left."""
-    unnamed = [dump for dump in dumps if dump.rank < 0 and dump.possible_ranks]
+def _with_ranks(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
+    """Return the dumps whose rank is known, or is the only candidate left; note the others."""
+    unnamed = [dump for dump in dumps if dump.rank < 0]
     taken = {dump.rank for dump in dumps if dump.rank >= 0}
     progress = True
     while progress:
@@ -117,18 +123,25 @@ def _infer_ranks(dumps: Sequence[RankDump]) -> None:
                 dump.rank = candidates.pop()
                 taken.add(dump.rank)
                 progress = True
+    if left := sorted(dump.source for dump in dumps if dump.rank < 0):
+        names = ", ".join(left[:3]) + (" and more" if len(left) > 3 else "")
+        notes.append(
+            f"{count(len(left), 'dump')} left out, because neither name nor content shows the rank:"
+            f" {names}."
+        )
+    return [dump for dump in dumps if dump.rank >= 0]
 
 
-def _group_by_job(dumps: Sequence[RankDump]) -> list[list[RankDump]]:
+def _group_by_job(dumps: Sequence[RankColumns]) -> list[list[RankColumns]]:
     """Group the dumps by job.
 
     The nodes of a job may each have a folder, so folders with different ranks are one job. A folder
     that repeats ranks is another.
     """
-    folders: dict[tuple[str, str], list[RankDump]] = defaultdict(list)
+    folders: dict[tuple[str, str], list[RankColumns]] = defaultdict(list)
     for dump in dumps:
         folders[(dump.job, _folder(dump))].append(dump)
-    jobs: list[tuple[set[int], int, str, list[RankDump]]] = []
+    jobs: list[tuple[set[int], int, str, list[RankColumns]]] = []
     for (name, _), added in sorted(folders.items(), key=lambda item: (-len(item[1]), item[0])):
         ranks = {dump.rank for dump in added}
         size = max(dump.world_size for dump in added)
@@ -145,9 +158,9 @@ def _group_by_job(dumps: Sequence[RankDump]) -> list[list[RankDump]]:
     return [members for *_, members in jobs]
 
 
-def _one_per_rank(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]:
+def _one_per_rank(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
     """Keep the newest dump of each rank; join the dumps of its backends."""
-    by_rank: dict[int, list[RankDump]] = defaultdict(list)
+    by_rank: dict[int, list[RankColumns]] = defaultdict(list)
     for dump in dumps:
         by_rank[dump.rank].append(dump)
     kept = []
@@ -165,56 +178,58 @@ def _one_per_rank(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]
     return kept
 
 
-def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
+def _join_backends(dumps: Sequence[RankColumns]) -> RankColumns | None:
     """Join one rank's dumps of different backends in the order of issue; return None if their
     backends are not distinct.
 
     Torch 2.14 and later keep one ring buffer per backend, and write a file for each.
     """
-    first, *others = dumps
     backends = [{channel.group.backend for channel in dump.channels} for dump in dumps]
-    if (
-        not others
-        or not all(backends)
-        or sum(map(len, backends)) != len(set[str]().union(*backends))
-    ):
+    distinct = all(backends) and sum(map(len, backends)) == len(set[str]().union(*backends))
+    if len(dumps) < 2 or not distinct:
         return None
+    values = _joined_rows(dumps)
+    values |= {name: [one for dump in dumps for one in getattr(dump, name)] for name in _LISTS}
+    values |= {name: join(getattr(dump, name) for dump in dumps) for name, join in _JOINED.items()}
+    values["status"] = {name: status for dump in dumps for name, status in dump.status.items()}
+    # the ids of several ring buffers are not consecutive
+    return msgspec.structs.replace(dumps[0], **values, unbroken=0)
+
+
+def _joined_rows(dumps: Sequence[RankColumns]) -> dict[str, Any]:
+    """Return the columns of several dumps as one, in the order of issue."""
     order = np.argsort(np.concatenate([dump.created_ns for dump in dumps]), kind="stable")
     values: dict[str, Any] = {
         name: np.concatenate([getattr(dump, name) for dump in dumps])[order]
         for name in _ROW_COLUMNS
     }
     for name, table in _INDEX_COLUMNS:
-        parts, offset = [], 0
-        for dump in dumps:
-            column = getattr(dump, name)
-            parts.append(np.where(column >= 0, column + offset, column))
-            offset += len(getattr(dump, table))
-        values[name] = np.concatenate(parts)[order].astype("int32")
-    shift = max(int(dump.coalesced.max(initial=0)) for dump in dumps) + 1
-    batches = [
-        np.where(dump.coalesced > 0, dump.coalesced + shift * place, 0)
-        for place, dump in enumerate(dumps)
-    ]
-    values["coalesced"] = np.concatenate(batches)[order].astype("int32")
-    values |= {name: [one for dump in dumps for one in getattr(dump, name)] for name in _LISTS}
+        values[name] = _shifted(dumps, name, [len(getattr(dump, table)) for dump in dumps])[order]
+    batches = max(int(dump.coalesced.max(initial=0)) for dump in dumps) + 1
+    values["coalesced"] = _shifted(dumps, "coalesced", [batches] * len(dumps), first=1)[order]
     values["record_id"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
-    return dataclasses.replace(
-        first,
-        **values,
-        status={name: status for dump in dumps for name, status in dump.status.items()},
-        world_size=max(dump.world_size for dump in dumps),
-        captured_ns=max(dump.captured_ns for dump in dumps),
-        written_ns=min(dump.written_ns for dump in dumps),
-        issued=sum(dump.issued for dump in dumps),
-        timed=all(dump.timed for dump in dumps),
-        only_active=all(dump.only_active for dump in dumps),
-        lost_entries=any(dump.lost_entries for dump in dumps),
-        unbroken=0,  # the ids of several ring buffers are not consecutive
-    )
+    return values
 
 
-def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> list[RankDump]:
+def _shifted(
+    dumps: Sequence[RankColumns], name: str, sizes: Sequence[int], *, first: int = 0
+) -> Integers:
+    """Join a column of several dumps, each of whose values from ``first`` on is shifted by the
+    sizes of those before.
+    """
+    columns = [getattr(dump, name) for dump in dumps]
+    offsets = itertools.accumulate(sizes, initial=0)
+    parts = [
+        np.where(column >= first, column + offset, column)
+        for column, offset in zip(columns, offsets, strict=False)
+    ]
+    joined: Integers = np.concatenate(parts).astype("int32")
+    return joined
+
+
+def _add_text_logs(
+    kept: Sequence[RankColumns], text_logs: Sequence[RankColumns]
+) -> list[RankColumns]:
     """Add the errors and process exits in text logs. A rank without a dump is represented by its
     log alone.
     """

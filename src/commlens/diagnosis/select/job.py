@@ -6,17 +6,29 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+from commlens.diagnosis.select.worlds import join_worlds
 from commlens.model.ranklog import RankLog
+from commlens.model.store_identity import joined_runs
+from commlens.model.worlds import ONE_WORLD, Worlds
 from commlens.text import count, ranks_phrase
 
+_Run = tuple[str, int]
+"""A job's name and its restart."""
 
-def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
+
+class SelectedJob(NamedTuple):
+    """The logs of one job, one a process."""
+
+    logs: list[RankLog]
+    notes: list[str]  # sentences about what was left out
+    worlds: Worlds = ONE_WORLD
+
+
+def select_job(logs: Sequence[RankLog]) -> SelectedJob:
     """Select the job to diagnose and the best log of each of its ranks, independent of the order of
-    the logs.
-
-    Returns:
-        The logs by rank, and sentences about what was left out.
+    the logs. Worlds that share a group made by hand are one job.
     """
     notes: list[str] = []
     known = [log for log in logs if log.rank >= 0]
@@ -25,28 +37,34 @@ def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
             f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before"
             " they had one: left out."
         )
-    runs: dict[tuple[str, int], list[RankLog]] = defaultdict(list)
+    runs: dict[_Run, list[RankLog]] = defaultdict(list)
     for log in known:
         runs[(log.job, log.restart)].append(log)
     if not runs:
-        return [], notes
+        return SelectedJob([], notes)
 
-    def order(run: tuple[str, int]) -> tuple[int, int, int, str]:
+    def order(run: _Run) -> tuple[int, int, int, str]:
         members = runs[run]
         return (len({log.rank for log in members}), run[1], max(map(last_moment, members)), run[0])
 
     chosen = max(runs, key=order)
-    for run in sorted(runs):
-        if run != chosen:
-            name = f"job {run[0] or 'without a name'}" + (
-                f", restart {run[1]}" if run[1] or run[0] == chosen[0] else ""
-            )
-            notes.append(
-                f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {name}; they"
-                " are left out."
-            )
+    joined = joined_runs(runs, chosen)
+    for run in sorted(set(runs) - joined):
+        name = f"job {run[0] or 'without a name'}" + (
+            f", restart {run[1]}" if run[1] or run[0] == chosen[0] else ""
+        )
+        notes.append(
+            f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {name}; they are"
+            " left out."
+        )
+    kept = join_worlds([_best_logs(runs[run], notes) for run in sorted(joined)])
+    return SelectedJob(kept, notes, kept[0].worlds)
+
+
+def _best_logs(logs: Sequence[RankLog], notes: list[str]) -> list[RankLog]:
+    """Return the best log of each rank, and note which others are left out."""
     by_rank: dict[int, list[RankLog]] = defaultdict(list)
-    for log in runs[chosen]:
+    for log in logs:
         by_rank[log.rank].append(log)
     kept = []
     for rank in sorted(by_rank):
@@ -58,7 +76,7 @@ def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
                 f"There are {len(others) + 1} logs of rank {rank}; the newest and most complete is"
                 f" used: {name}."
             )
-    return kept, notes
+    return kept
 
 
 def world_size(logs: Sequence[RankLog]) -> int:
@@ -107,17 +125,17 @@ def absent_ranks(
         alike: ranks without a log that are in the state of ranks with one.
     """
     have = {log.rank for log in logs}.union(alike)
-    missing = [rank for rank in range(size) if rank not in have]
+    missing = sorted({*range(size)} - have)
     if not missing:
         return [], []
     hosts: dict[str, list[int]] = defaultdict(list)
     for log in logs:
         hosts[log.host].append(log.rank)
-    here = max(len(ranks) for ranks in hosts.values())
+    here = max(map(len, hosts.values()))
     if len(hosts) == 1:
-        locals_ = [log.local_rank for log in logs if log.local_rank is not None]
-        here = max([here, *(local + 1 for local in locals_)])
-    holes = {rank for ranks in hosts.values() for rank in missing if min(ranks) < rank < max(ranks)}
+        here = max([here, *(log.local_rank + 1 for log in logs if log.local_rank is not None)])
+    inside = [range(min(ranks), max(ranks)) for ranks in hosts.values()]
+    holes = {rank for rank in missing if any(rank in one for one in inside)}
     rest = [rank for rank in missing if rank not in holes]
     if len(rest) < here:
         return missing, []

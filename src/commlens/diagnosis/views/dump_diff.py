@@ -83,7 +83,7 @@ def position_of(rows: RankColumns) -> Position:
     op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
     number, peer = int(rows.sequence[row]), int(rows.peer[row])
     towards = "" if peer < 0 else f" to rank {peer}" if op == "send" else f" from rank {peer}"
-    frame = user_frame(rows.stacks[int(rows.stack[row])]) if rows.stack[row] >= 0 else None
+    frame = user_frame(rows.stack_at(row))
     place = Place(
         rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame)
     )
@@ -98,7 +98,7 @@ def _traits(rows: RankColumns) -> JobTraits:
         groups[group.label].add(format_ranks(group.ranks))
     programs = (
         frame.file
-        for stack in rows.stacks
+        for stack in rows.call_stacks
         for frame in reversed(stack)
         if frame.function == "<module>" and frame.kind is FrameKind.USER
     )
@@ -123,26 +123,26 @@ def other_job(before: Iterable[Position], after: Iterable[Position]) -> str:
     )
     if size and other_size and size != other_size:
         return f"one has {count(size, 'rank')}, the other {count(other_size, 'rank')}"
-    for rank in sorted(first.keys() & second.keys()):
-        old, new = first[rank], second[rank]
-        if old.program and new.program and old.program != new.program:
-            return f"rank {rank} ran {old.program} in one, {new.program} in the other"
-        described = [
-            {name for name in job.groups if name != "default_pg" and not name.isdecimal()}
-            for job in (old, new)
-        ]
-        if all(described) and not described[0] & described[1]:
+    both = sorted(first.keys() & second.keys())
+    return next(filter(None, (_other_rank(rank, first[rank], second[rank]) for rank in both)), "")
+
+
+def _other_rank(rank: int, old: JobTraits, new: JobTraits) -> str:
+    """Return in a clause why a rank's dumps are not of one job; empty if they may be."""
+    if old.program and new.program and old.program != new.program:
+        return f"rank {rank} ran {old.program} in one, {new.program} in the other"
+    described, others = (
+        {name for name in job.groups if name != "default_pg" and not name.isdecimal()}
+        for job in (old, new)
+    )
+    if described and others and not described & others:
+        return f"rank {rank} has the group {min(described)} in one, {min(others)} in the other"
+    for name in sorted(old.groups.keys() & new.groups.keys()):
+        if not old.groups[name] & new.groups[name]:
             return (
-                f"rank {rank} has the group {min(described[0])} in one, {min(described[1])} in the"
-                " other"
+                f"the group {name} of rank {rank} has the ranks {min(old.groups[name])} in one,"
+                f" {min(new.groups[name])} in the other"
             )
-        for name in sorted(old.groups.keys() & new.groups.keys()):
-            if not old.groups[name] & new.groups[name]:
-                members, others = min(old.groups[name]), min(new.groups[name])
-                return (
-                    f"the group {name} of rank {rank} has the ranks {members} in one, {others} in"
-                    " the other"
-                )
     return ""
 
 

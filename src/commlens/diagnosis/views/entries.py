@@ -19,7 +19,7 @@ from commlens.diagnosis.index.job_index import JobIndex
 from commlens.dumps.discover import discover
 from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
-from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
+from commlens.model.collective import Channel, CollectiveArgs, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.verdict import NOTHING_FOUND, Verdict
@@ -105,7 +105,7 @@ def read_entries(
     diagnosis does not keep all of their entries and stacks. Skips unreadable files, which the
     verdict has reported.
     """
-    if not job.knows.columns:
+    if not job.foreign:
         from commlens.formats.rank_log_columns import columns_from_log
 
         collected: Iterable[tuple[int, RankEntries]] = _collect_all(
@@ -230,7 +230,7 @@ def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
     ops = Counter(_op(each, int(rows.peer[row])) for each, row in zip(args, members, strict=True))
     op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
     last = several[-1]
-    stack: Stack = rows.stacks[int(rows.stack[last])] if rows.stack[last] >= 0 else ()
+    stack = rows.stack_at(last)
     return Cell(
         op,
         " ".join(dict.fromkeys(map(_tensors, args))),
@@ -314,11 +314,11 @@ def lay_out(
         kinds.items(),
         key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank),
     )
-    kept, dropped = [kind for _, kind in ordered[:columns]], [kind for _, kind in ordered[columns:]]
+    kept, dropped = ordered[:columns], ordered[columns:]
     elsewhere: dict[str, list[int]] = defaultdict(list)
     for one in ranks:
-        if one.elsewhere:
-            elsewhere[one.elsewhere].append(one.rank)
+        elsewhere[one.elsewhere].append(one.rank)
+    elsewhere.pop("", None)
     culprits_first = sorted(
         elsewhere.items(),
         key=lambda item: (not set(item[1]) & set(selection.culprits), -len(item[1]), item[1]),
@@ -326,11 +326,11 @@ def lay_out(
     return EntryTable(
         group=group[0][0] if group else "",
         numbers=numbers,
-        columns=[_column(kind, numbers, selection, fault) for kind in kept],
+        columns=[_column(kind, numbers, selection, fault) for _, kind in kept],
         fault=fault,
         messages=selection.messages,
         elsewhere=[(members, text) for text, members in culprits_first],
-        left_out=sorted(one.rank for kind in dropped for one in kind),
+        left_out=sorted(one.rank for _, kind in dropped for one in kind),
         kinds_left_out=len(dropped),
     )
 

@@ -56,7 +56,7 @@ _TEXTS: Final[Mapping[str, Callable[[float], str]]] = {
     "memory_limit": lambda value: f"of {size(value)} allowed",
     "cpu_limit": lambda value: f"{number(round(value, 1))} CPUs allowed",
     "cpu_throttled_s": lambda value: (
-        f"held back by that for {number(round(value, 1))} s" if value else ""
+        f"held back by that for {number(round(value, 1))} s since it was set" if value else ""
     ),
     "stalled_s": lambda value: (
         f"all processes waited for it for {number(round(value, 1))} s" if value else ""

@@ -12,15 +12,23 @@ from typing import Final, Literal
 import msgspec
 
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
-from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
-from commlens.diagnosis.fold.state_key import is_small
+from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, is_small
 from commlens.diagnosis.index.activity import activity_of, quiet_ns
 from commlens.diagnosis.index.process_exit import process_exit_of
-from commlens.diagnosis.views.process_words import UNREMARKABLE, process_state, process_words
 from commlens.model.collective import Collective, State
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import UNREMARKABLE, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.text import count, duration, format_ranks, frame_phrase, group_label, op_phrase
+from commlens.speed.step_times import first_moments
+from commlens.text import (
+    count,
+    duration,
+    frame_phrase,
+    group_label,
+    members_text,
+    naming_worlds,
+    op_phrase,
+    process_phrase,
+)
 
 _STEPS_TIMED: Final = 20
 Order = Literal["rank", "for", "state"]
@@ -60,10 +68,15 @@ class JobStatus(msgspec.Struct):
     other_nodes: list[str] = []  # sentences
 
     @property
+    def processes(self) -> frozenset[tuple[str, int]]:
+        """The hosts and pids of the ranks with records."""
+        return frozenset((log.host, log.pid) for log in self.logs)
+
+    @property
     def needs_attention(self) -> bool:
         """Whether something is wrong, or a rank waits or does not run."""
         return self.verdict.kind not in NOTHING_FOUND or any(
-            process_state(log) not in (*UNREMARKABLE, "finished") for log in self.logs
+            log.observation.state not in (*UNREMARKABLE, "finished") for log in self.logs
         )
 
     @property
@@ -94,7 +107,8 @@ def status_of(
     """
     examined = examine_logs(logs, alike=alike)
     waits = _waits(examined)
-    rows = [_row(log, waits.get(log.rank, [])) for log in logs]
+    with naming_worlds(examined.verdict.worlds):
+        rows = [_row(log, waits.get(log.rank, [])) for log in logs]
     if alike.others:
         rows += _rows_alike(rows, logs, alike, hosts)
     return JobStatus(
@@ -212,7 +226,7 @@ def cells(row: StatusRow, *, narrow: bool = False) -> tuple[str, ...]:
         row: the row.
         narrow: for 80 columns: no step, no members of the group, no function.
     """
-    waits = format_ranks(row.waits_for)
+    waits = members_text(row.waits_for)
     if len(waits) > _RANKS_MAX:
         waits = f"{len(row.waits_for)} ranks"
     says_nothing = row.activity in ("", "in-collective", "unknown", "user-code")
@@ -231,7 +245,7 @@ def cells(row: StatusRow, *, narrow: bool = False) -> tuple[str, ...]:
 
 def _short_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in few characters: ``"0-3,5-7"``, ``"0,2,5-9,.. (5000)"``."""
-    text = format_ranks(ranks)
+    text = members_text(ranks)
     if len(text) <= _RANKS_MAX:
         return text
     head = text[: _RANKS_MAX - 10]
@@ -260,7 +274,7 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
         [log.rank],
         log.pid,
         log.host,
-        process_words(log),
+        process_phrase(log.observation),
         activity,
         collective,
         short_collective,
@@ -350,10 +364,6 @@ def step_time_s(log: RankLog) -> float:
     """Return the median time of the last steps in the record, from one step's first collective to
     the next one's; 0.0 if unknown.
     """
-    began: dict[int, int] = {}
-    for op in log.collectives:
-        began.setdefault(op.step, op.announced_ns)
-    # the first may have lost its beginning
-    moments = [began[step] for step in sorted(began)][1:][-_STEPS_TIMED:]
+    moments = list(first_moments(log).values())[-_STEPS_TIMED:]
     times = [later - earlier for earlier, later in itertools.pairwise(moments)]
     return median(times) / 1e9 if times else 0.0

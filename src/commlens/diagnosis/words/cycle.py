@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from commlens.diagnosis.align.call_paths import issued_by_library, parted, path_of
+from commlens.diagnosis.align.tie_break import sides_of
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.cycle import Departures, FoundCycle, FoundDeparture, Unmet
+from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import cycle_step, left_out, receives_step, unmet_step
-from commlens.diagnosis.words.phrases import prose
-from commlens.diagnosis.words.sides import (
+from commlens.diagnosis.words.next_steps import (
+    at,
+    cycle_step,
+    left_out,
+    parting_step,
+    receives_step,
+    recomputed_step,
+    rounds_step,
+    tie_step,
+    unmet_step,
+)
+from commlens.diagnosis.words.phrases import (
     UNDECIDED,
     describe_sides,
     kind_phrase,
     kinds_phrase,
+    prose,
     separation,
-    tie_step,
 )
-from commlens.model.cause import Cycle
+from commlens.model.cause import Cycle, Rounds
 from commlens.model.collective import Collective
 from commlens.text import (
     capital,
@@ -26,6 +39,7 @@ from commlens.text import (
     group_phrase,
     joined,
     op_phrase,
+    rank_phrase,
     ranks_phrase,
     verb,
 )
@@ -36,26 +50,28 @@ _MORE_STEPS = (
 )
 
 
-def words(context: Context, found: FoundCycle) -> Words:
+def words(context: Context, case: CycleCase) -> Words:
     """Return what a finding says about ranks that wait for each other."""
-    return _left(context, found) if found.cause.culprits else _undecided(context, found)
+    if not case.path:
+        return _moved(context, case)
+    return _left(context, case) if case.cause.culprits else _undecided(context, case)
 
 
-def words_of_departure(context: Context, found: FoundDeparture) -> Words:
+def _moved(context: Context, case: CycleCase) -> Words:
     """Return what a finding says about ranks that moved on to another collective than usual."""
-    culprits, absent = found.cause.culprits, found.cause.perhaps_come
-    op, usual = found.departures[culprits[0]]
+    culprits, absent = case.cause.culprits, case.cause.perhaps_come
+    op, usual = case.departures[culprits[0]]
     return Words(
-        summary=_moved_on(found.cause, found.departures),
+        summary=_moved_on(case.cause, case.departures),
         explanation=prose(
-            phrases.waiting(context, found.edges),
+            phrases.waiting(context, case.edges),
             phrases.waiting_behind(
-                context, sorted({edge.rank for edge in found.edges}), found.blocked
+                context, sorted({edge.rank for edge in case.edges}), case.blocked
             ),
         ),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
-            _how_decided(found.cause),
+            *_how_decided(case.cause),
             (
                 f"Whether {ranks_phrase(absent)} came is not known: the"
                 f" {verb(absent, 'dump', 'dumps')} may be older than the others."
@@ -68,21 +84,45 @@ def words_of_departure(context: Context, found: FoundDeparture) -> Words:
     )
 
 
-def _left(context: Context, found: FoundCycle) -> Words:
-    cause = found.cause
+def _left(context: Context, case: CycleCase) -> Words:
+    cause = case.cause
     return Words(
-        summary=f"{_what_was_left(found)}; {ranks_phrase(cause.ranks)} wait for each other",
-        explanation=_ring(context, found),
-        next_step=cycle_step(cause.culprits, *found.departures[cause.culprits[0]]),
-        evidence=[_how_decided(cause), *_steps_as_evidence(found)],
-        would_raise_confidence=None if cause.blamed_by == "routine" else _MORE_STEPS,
+        summary=f"{_what_was_left(case)}; {ranks_phrase(cause.ranks)} wait for each other",
+        explanation=_ring(context, case),
+        next_step=_step_of_culprits(case),
+        evidence=[
+            *_how_decided(cause),
+            *([f"{_counts(case.unmet)}."] if case.unmet is not None else []),
+            *_steps_as_evidence(case),
+        ],
+        would_raise_confidence=_MORE_STEPS if cause.blamed_by in ("majority", "rounds") else None,
     )
 
 
-def _undecided(context: Context, found: FoundCycle) -> Words:
-    ranks, ops, unmet = found.cause.ranks, found.ops, found.unmet
-    sides = found.sides
-    across = " across groups" if _is_across_groups(found) else ""
+def _step_of_culprits(case: CycleCase) -> str:
+    culprits = case.cause.culprits
+    if case.cause.recomputed is not None:
+        return recomputed_step(case.cause.recomputed)
+    if case.cause.rounds is not None and case.cause.rounds.went_on:
+        return rounds_step(case.cause.rounds)
+    op, usual = case.departures.get(culprits[0], (case.ops[culprits[0]], None))
+    others = next((side for side in sides_of(case.ops) if not {*side} & {*culprits}), None)
+    left = next(iter(case.cause.left_order), None)
+    is_new = left is None or left.one_more or left.new_line
+    if others is not None and is_new and not (usual is not None and left_out(op, usual)):
+        return _parting(culprits, op, others, case.ops[others[0]])
+    return cycle_step(culprits, op, usual)
+
+
+def _parting(ranks: list[int], op: Collective, others: list[int], met: Collective) -> str:
+    paths = parted(op.stack, met.stack) or (path_of(op), path_of(met))
+    return parting_step(ranks, op, met, paths, others)
+
+
+def _undecided(context: Context, case: CycleCase) -> Words:
+    ranks, ops, unmet = case.cause.ranks, case.ops, case.unmet
+    sides = sides_of(ops)
+    across = " across groups" if _is_across_groups(case) else ""
     return Words(
         summary=(
             _unmet_summary(unmet)
@@ -90,22 +130,27 @@ def _undecided(context: Context, found: FoundCycle) -> Words:
             else f"{ranks_phrase(ranks)} wait for each other{across}"
         ),
         explanation=prose(
-            describe_sides(sides, ops), separation(context, sides), _ring(context, found)
+            describe_sides(sides, ops), separation(context, sides), _ring(context, case)
         ),
         next_step=_step(ranks, ops, sides, unmet),
         evidence=[
             *([f"{_counts(unmet)}."] if unmet is not None else []),
             UNDECIDED,
-            *_steps_as_evidence(found),
+            *_steps_as_evidence(case),
         ],
         would_raise_confidence=_MORE_STEPS,
     )
 
 
 def _step(
-    ranks: list[int], ops: dict[int, Collective], sides: list[list[int]], unmet: Unmet | None
+    ranks: list[int], ops: Mapping[int, Collective], sides: list[list[int]], unmet: Unmet | None
 ) -> str:
     if unmet is not None:
+        paths = parted(unmet.op.stack, unmet.stands_in.stack)
+        # the program cannot move a message that a library sends, nor one of a function left out
+        is_left_out = paths is not None and paths[0].caller not in ("", paths[0].place)
+        if is_left_out or issued_by_library(unmet.op.stack):
+            return _parting([unmet.rank], unmet.op, [unmet.op.peer or 0], unmet.stands_in)
         return unmet_step(unmet.op, unmet.rank, unmet.stands_in)
     firsts = [ops[side[0]] for side in sides]
     if {op.op for op in ops.values()} in ({"recv"}, {"send"}):
@@ -113,46 +158,48 @@ def _step(
     return tie_step(firsts)
 
 
-def _ring(context: Context, found: FoundCycle) -> str:
-    ranks = found.cause.ranks
+def _ring(context: Context, case: CycleCase) -> str:
+    ranks = case.cause.ranks
     waited = context.longest_wait(ranks)
     return prose(
-        f"{capital('; '.join(_steps(found)))}.",
+        f"{capital('; '.join(_steps(case)))}.",
         f"The longest wait is {duration(waited)}." if waited else "",
-        phrases.waiting_behind(context, ranks, found.blocked),
+        phrases.waiting_behind(context, ranks, case.blocked),
     )
 
 
-def _steps_as_evidence(found: FoundCycle) -> list[str]:
-    return [f"{step}." for step in _steps(found)]
+def _steps_as_evidence(case: CycleCase) -> list[str]:
+    return [f"{step}." for step in _steps(case)]
 
 
-def _steps(found: FoundCycle) -> list[str]:
+def _steps(case: CycleCase) -> list[str]:
     """``"rank 1 waits in barrier #3 of group dp [0-3] (train.py:30) for rank 2"``."""
-    across = _is_across_groups(found)
+    across = _is_across_groups(case)
     return [
-        f"rank {node.rank} waits in {op_phrase(edge.op)}"
+        f"{rank_phrase(node.rank)} waits in {op_phrase(edge.op)}"
         + (
             f" of {group_phrase(edge.op.channel.group)}"
             if across and edge.op.is_point_to_point
             else ""
         )
         + (f" ({edge.op.source.where})" if edge.op.source is not None else "")
-        + ("" if edge.op.peer == target.rank else f" for rank {target.rank}")
-        for node, target, edge in found.path
+        + ("" if edge.op.peer == target.rank else f" for {rank_phrase(target.rank)}")
+        for node, target, edge in case.path
     ]
 
 
-def _is_across_groups(found: FoundCycle) -> bool:
-    return len({edge.instance.key for _, _, edge in found.path}) > 1
+def _is_across_groups(case: CycleCase) -> bool:
+    return len({edge.instance.key for _, _, edge in case.path}) > 1
 
 
 def _unmet_summary(unmet: Unmet) -> str:
     op, peer = unmet.op, unmet.op.peer
     lacks = "receives" if op.op == "send" else "sends"
     return (
-        f"rank {unmet.rank} waits in {op_phrase(op)}, which rank {peer} {lacks} only after"
-        f" {op_phrase(unmet.stands_in)}, if at all; rank {peer} waits there for rank {unmet.rank}"
+        f"{rank_phrase(unmet.rank)} waits in {op_phrase(op)}, which {rank_phrase(peer)}"
+        f" {lacks} only after"
+        f" {op_phrase(unmet.stands_in)}, if at all; {rank_phrase(peer)} waits there for"
+        f" {rank_phrase(unmet.rank)}"
     )
 
 
@@ -165,18 +212,23 @@ def _counts(unmet: Unmet) -> str:
         else "before it waited"
     )
     one = (
-        f"Rank {unmet.rank} issued {count(op.sequence_number, did)}"
-        f" {'to' if did == 'send' else 'from'} rank {peer} up to then"
+        f"{capital(rank_phrase(unmet.rank))} issued {count(op.sequence_number, did)}"
+        f" {'to' if did == 'send' else 'from'} {rank_phrase(peer)} up to then"
     )
+    direction = "to" if other == "send" else "from"
     return (
-        f"{one}, rank {peer} {count(unmet.issued, other)} {'to' if other == 'send' else 'from'}"
-        f" rank {unmet.rank} {before}"
+        f"{one}, {rank_phrase(peer)} issued {count(unmet.issued, other)} {direction}"
+        f" {rank_phrase(unmet.rank)} {before}"
     )
 
 
-def _what_was_left(found: FoundCycle) -> str:
-    cause = found.cause
-    op, usual = found.departures[cause.culprits[0]]
+def _what_was_left(case: CycleCase) -> str:
+    cause = case.cause
+    if cause.recomputed is not None:
+        return phrases.issued_again(cause.recomputed)
+    if cause.rounds is not None:
+        return _uneven(cause.culprits, cause.rounds)
+    op, usual = case.departures[cause.culprits[0]]
     if (
         cause.blamed_by == "routine"
         and len(cause.culprits) == 1
@@ -186,49 +238,68 @@ def _what_was_left(found: FoundCycle) -> str:
     ):
         did = "send to" if usual.op == "send" else "receive from"
         return (
-            f"rank {cause.culprits[0]} did not {did} rank {usual.peer} this time, as it always"
+            f"{rank_phrase(cause.culprits[0])} did not {did} {rank_phrase(usual.peer)}"
+            " this time, as it always"
             " had before"
         )
-    return _moved_on(cause, found.departures)
+    return _moved_on(cause, case.departures)
+
+
+def _uneven(culprits: list[int], rounds: Rounds) -> str:
+    """``"rank 0 issued recv #10 at train.py:20 step, where the last of ranks 1-2 is #9"``."""
+    most = rounds.last[-1]
+    own = max(at.number for at in rounds.last if {*at.ranks} & {*culprits})
+    ahead, behind = ranks_phrase(culprits), ranks_phrase(most.ranks)
+    if own < most.number:
+        ahead, behind = behind, ahead
+    more, less = max(own, most.number), min(own, most.number)
+    others = f"the last of {behind} is #{less}" if less else f"{behind} never came"
+    return f"{ahead} issued {rounds.op} #{more} at {rounds.line}, where {others}"
 
 
 def _moved_on(cause: Cycle, departures: Departures) -> str:
     """``"rank 1 moved on to all_reduce #7 of group dp [0-3], not to all_gather of group tp [0-1] as
     before"``.
     """
-    own, usual = (
-        [departures[rank][0] for rank in cause.culprits],
-        [departures[rank][1] for rank in cause.culprits],
-    )
-    kinds = {kind_phrase(op) for op in own}
-    same = len({(op.channel.key, op.op, op.peer, op.sequence_number) for op in own}) == 1
-    name = (
-        op_phrase(own[0])
-        if same
-        else kinds_phrase(own)
-        if len({op.op for op in own}) == 1
-        else joined(sorted(kinds)[:3])
-    )
-    instead = ""
-    before = [op for op in usual if op is not None]
-    if before and len(before) == len(usual) and len({op.op for op in before}) == 1:
-        alike = len({(op.channel.key, op.peer) for op in before}) == 1
-        instead = (
-            f", not to {_without_number(before[0]) if alike else kinds_phrase(before)} as before"
-            if cause.blamed_by == "routine"
-            else f" where the others issued {kinds_phrase(before)}"
+    own, usual = zip(*(departures[rank] for rank in cause.culprits), strict=True)
+    subject, op = ranks_phrase(cause.culprits), own[0]
+    if cause.left_order[0].one_more:
+        return (
+            f"{subject} issued one {op.op} more, #{op.sequence_number} of"
+            f" {group_phrase(op.channel.group)}{at(op)}; the others did not come to it"
         )
-    return f"{ranks_phrase(cause.culprits)} moved on to {name}{instead}"
+    same = len({(op.channel.key, op.op, op.peer, op.sequence_number) for op in own}) == 1
+    name = op_phrase(op) if same else _kinds(own)
+    before = [op for op in usual if op is not None]
+    if len(before) < len(usual) or len({op.op for op in before}) > 1:
+        return f"{subject} moved on to {name}"
+    alike = len({(op.channel.key, op.peer) for op in before}) == 1
+    there = _without_number(before[0]) if alike else kinds_phrase(before)
+    if same and there == _without_number(op):  # then only the lines differ
+        there, name = f"the one{at(before[0])}", name + at(op)
+    if cause.blamed_by == "routine":
+        return f"{subject} moved on to {name}, not to {there} as before"
+    return f"{subject} moved on to {name} where the others issued {there}"
 
 
-def _how_decided(cause: Cycle) -> str:
+def _kinds(ops: Sequence[Collective]) -> str:
+    if len({op.op for op in ops}) == 1:
+        return kinds_phrase(ops)
+    return joined(sorted(set(map(kind_phrase, ops)))[:3])
+
+
+def _how_decided(cause: Cycle) -> list[str]:
     subject = ranks_phrase(cause.culprits)
     if cause.blamed_by == "routine":
-        return (
+        return [
             f"{capital(subject)} {verb(cause.culprits, 'departs from its', 'depart from their')}"
             " usual routine here; the others keep to theirs."
-        )
-    return f"The order of {subject} differs from that of most others."
+        ]
+    if cause.rounds is not None:
+        return phrases.steps_at(cause.rounds)
+    if cause.recomputed is not None:
+        return []
+    return [f"The order of {subject} differs from that of most others."]
 
 
 def _without_number(op: Collective) -> str:

@@ -1,18 +1,31 @@
-"""Words about processes that ended, not because a peer had."""
+"""Words about processes that ended."""
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.dead import FoundDead
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.dead import UNDECIDED
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
-from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import death_step
-from commlens.diagnosis.words.phrases import prose
-from commlens.matching.known_errors import is_kernel_error
-from commlens.model.cause import DeathDoubt
-from commlens.text import capital, frame_phrase, ranks_phrase, verb
+from commlens.diagnosis.words.next_steps import (
+    death_step,
+    known_step,
+    outside_cause,
+    outside_step,
+    peer_step,
+)
+from commlens.diagnosis.words.phrases import exit_words, prose
+from commlens.matching.errors import is_kernel_error
+from commlens.model.cause import Dead, DeathDoubt, Ended
+from commlens.text import (
+    capital,
+    frame_phrase,
+    joined,
+    rank_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    verb,
+)
 
 _SHOWN = 4
 _SYSTEM_LOG = (
@@ -21,39 +34,53 @@ _SYSTEM_LOG = (
 _WOULD_RAISE: dict[DeathDoubt, str] = {
     "perhaps-aborted": "No line tells how it ended; the records of `commlens launch` do.",
     "first-unknown": _SYSTEM_LOG,
+    "unspecific": (
+        "NCCL_DEBUG=WARN would print what happened on each rank before that error; the output of"
+        " ranks without a line may show it, too."
+    ),
     "unobserved": _SYSTEM_LOG,
 }
 
 
-def words(context: Context, found: FoundDead) -> Words:
+_NOT_TOLD: dict[DeathDoubt | None, str] = {
+    "perhaps-aborted": (
+        "; no line tells whether of an error, or because NCCL's watchdog gave up waiting for"
+        " another rank"
+    ),
+    "unspecific": "; no line tells whether of its own fault, or because of another rank",
+}
+
+
+def words(context: Context, case: Case[Dead]) -> Words:
     """Return what a finding says about processes that ended."""
-    cause, views = found.cause, context.job.views
+    cause, views = case.cause, context.job.views
     ranks, peers = cause.ranks, cause.ended_by_it
     view = views[ranks[0]]
-    waiting = sorted({edge.rank for edge in found.edges})
+    waiting = sorted({edge.rank for edge in case.edges})
     exits = [views[rank].exit for rank in peers]
     others = [
         rank for rank, end in zip(peers, exits, strict=True) if not (end.refused or end.gave_up)
     ]
-    waits = _waits(context, found)
-    undecided = cause.doubt in ("first-unknown", "perhaps-aborted")
+    waits = _waits(context, case)
+    undecided = cause.doubt in UNDECIDED
     return Words(
-        summary=f"{_summary(context, found)}; {waits}" if waits else _summary(context, found),
+        summary=f"{_summary(context, case)}; {waits}" if waits else _summary(context, case),
         explanation=prose(
             f"{phrases.name(context, ranks[0])}:"
-            f" {phrases.last(context, ranks[0])}{_last_seen(context, found)}.",
-            phrases.waiting(context, found.edges) if found.edges else "",
-            phrases.waiting_behind(context, waiting, set(found.blocked) - set(ranks)),
+            f" {phrases.last(context, ranks[0])}{_last_seen(context, case)}.",
+            phrases.waiting(context, case.edges) if case.edges else "",
+            phrases.waiting_behind(context, waiting, set(case.blocked) - set(ranks)),
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=(
             f"look at the output of {ranks_phrase(ranks)}"
             if undecided
-            else death_step(view, found.frame)
+            else death_step(view, case.frame)
         ),
         evidence=[
             *_assertion(view),
-            *(f"rank {rank} {exit_words(views[rank].exit)}." for rank in others),
+            *_warnings(view),
+            *(f"{rank_phrase(rank)} {exit_words(views[rank].exit)}." for rank in others),
             *phrases.aborted(context, peers),
         ][:_SHOWN],
         would_raise_confidence=_WOULD_RAISE[cause.doubt] if cause.doubt is not None else None,
@@ -62,20 +89,15 @@ def words(context: Context, found: FoundDead) -> Words:
     )
 
 
-def _summary(context: Context, found: FoundDead) -> str:
-    views, ranks, doubt = context.job.views, found.cause.ranks, found.cause.doubt
+def _summary(context: Context, case: Case[Dead]) -> str:
+    views, ranks, doubt = context.job.views, case.cause.ranks, case.cause.doubt
     end = views[ranks[0]].exit
     summary = f"{ranks_phrase(ranks)} {exit_words(end, ranks)}"
-    if doubt == "perhaps-aborted":
-        summary += (
-            "; no line tells whether of an error, or because NCCL's watchdog gave up waiting for"
-            " another rank"
-        )
     if len({views[rank].exit.error for rank in ranks}) > 1:
-        summary += f" (on rank {ranks[0]}; the same on the others, but for numbers)"
+        summary += f" (on {rank_phrase(ranks[0])}; the same on the others, but for numbers)"
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
-    return summary
+    return summary + _NOT_TOLD.get(doubt, "")
 
 
 def _assertion(view: RankView) -> list[str]:
@@ -83,22 +105,130 @@ def _assertion(view: RankView) -> list[str]:
     assertion = view.log.device_assertion
     if not assertion or view.exit.why != "exception":
         return []
-    return [f"An assertion failed in a kernel of rank {view.rank}: {assertion}."]
+    return [f"An assertion failed in a kernel of {rank_phrase(view.rank)}: {assertion}."]
 
 
-def _waits(context: Context, found: FoundDead) -> str:
-    ranks, awaited = found.cause.ranks, found.awaited
-    if not found.edges:
+def _warnings(view: RankView) -> list[str]:
+    """Return the first warning of NCCL that the rank's error does not repeat, in a sentence."""
+    said = [
+        one for one in view.log.warnings if one.partition("NCCL WARN ")[2] not in view.exit.error
+    ]
+    on = f" on {view.log.host}" if view.log.host else ""
+    return [f"{rank_phrase(view.rank)}{on} printed before: {one.rstrip('.')}." for one in said[:1]]
+
+
+def _waits(context: Context, case: Case[Dead]) -> str:
+    ranks, awaited = case.cause.ranks, case.cause.awaited
+    if not case.edges:
         return ""
-    them = verb(ranks, "it", "them") if awaited == ranks else ranks_phrase(awaited)
-    return phrases.waits(
-        context, found.edges, f"was waiting for {them}", f"were waiting for {them}"
+    all_alike = awaited == ranks or case.cause.doubt not in UNDECIDED
+    them = verb(ranks, "it", "them") if all_alike else ranks_phrase(awaited)
+    return phrases.waits(context, case.edges, f"was waiting for {them}", f"were waiting for {them}")
+
+
+def _last_seen(context: Context, case: Case[Dead]) -> str:
+    view = context.job.views[case.cause.ranks[0]]
+    if case.frame is None or view.exit.source is not None:
+        return ""
+    issued = view.last_op is not None and case.frame == view.last_op.source
+    did = "issued" if issued else "last seen"
+    return f"; it was {did} at {frame_phrase(case.frame)}"
+
+
+def words_of_ended(context: Context, case: Case[Ended]) -> Words:
+    """Return what a finding says about processes that failed."""
+    how = {
+        "after-a-peer": _after_a_peer,
+        "kept-address": _kept_address,
+        "unobserved": _unobserved,
+        "from-outside": _from_outside,
+    }
+    return how[case.cause.how](context, case.cause)
+
+
+def _after_a_peer(context: Context, cause: Ended) -> Words:
+    first, suspects = cause.first, cause.culprits
+    end = context.job.views[first].exit
+    which = "no record shows which peer"
+    if cause.silent:
+        which = f"no line tells anything of {ranks_phrase(cause.silent)}"
+    where = ranks_phrase(suspects) if suspects else "all ranks, and of the other nodes,"
+    logs = [context.job.views[rank].log for rank in cause.victims]
+    return Words(
+        summary=(
+            f"{ranks_phrase(cause.ranks)} ended because a peer ended or did not answer; {which}"
+        ),
+        explanation=(
+            f"{phrases.name(context, first)}{' was the first to end: it' if end.at_ns else ''}"
+            f" {exit_words(end)}; {phrases.last(context, first)}."
+        ),
+        next_step=(
+            next(filter(None, (known_step(log.told_error, log.host) for log in logs)), "")
+            or next(filter(None, (peer_step(log.told_error) for log in logs)), "")
+            or f"look at the output of {where} for the first error"
+        ),
+        evidence=phrases.exits(context, cause.victims),
+        would_raise_confidence="The records of the missing ranks would show it.",
     )
 
 
-def _last_seen(context: Context, found: FoundDead) -> str:
-    raised = context.job.views[found.cause.ranks[0]].exit.source is not None
-    if found.frame is None or raised:
-        return ""
-    did = "issued" if found.is_last_op else "last seen"
-    return f"; it was {did} at {frame_phrase(found.frame)}"
+def _kept_address(context: Context, cause: Ended) -> Words:
+    first = cause.first
+    at, end = joined(cause.addresses[:_SHOWN]), context.job.views[first].exit
+    earlier = (
+        "the earlier start of the workers" if cause.restarts else "an earlier init_process_group"
+    )
+    return Words(
+        summary=(
+            f"{ranks_phrase(cause.ranks)} could not connect to {at}, which the store kept from"
+            f" {earlier}"
+        ),
+        explanation=(
+            f"{phrases.name(context, first)} {exit_words(end)}. A rank listens before it writes its"
+            " address into the store, and no rank of this start had ended before: the process that"
+            " listened there is one of before. No rank of this start is to blame, even if it came"
+            " late."
+        ),
+        next_step=(
+            "let the workers of each start meet in a store of their own"
+            " (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment)"
+            if cause.restarts
+            else "give each init_process_group keys of its own"
+            " (store=torch.distributed.PrefixStore(name, store)), or another init_method"
+        ),
+        evidence=phrases.exits(context, cause.ranks),
+    )
+
+
+def _unobserved(context: Context, cause: Ended) -> Words:
+    gone = cause.ranks
+    others = phrases.ended_like_the_first(context, cause.victims)
+    return Words(
+        summary=f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how; {others}",
+        waits=others,
+        explanation=f"{phrases.name(context, gone[0])}: {phrases.last(context, gone[0])}.",
+        next_step=(
+            f"look at the end of the output of {ranks_phrase(gone)}, and at the scheduler's log"
+        ),
+        would_raise_confidence=(
+            "The system's log (dmesg, the scheduler) may show how it ended; `commlens launch`"
+            " records it."
+        ),
+    )
+
+
+def _from_outside(context: Context, cause: Ended) -> Words:
+    first, signal = cause.first, cause.signal or ""
+    return Words(
+        summary=(
+            "the job was ended from outside:"
+            f" {phrases.ended_like_the_first(context, cause.victims)}"
+        ),
+        explanation=prose(
+            f"{phrases.name(context, first)} {exit_words(context.job.views[first].exit)};"
+            f" {phrases.last(context, first)}.",
+            outside_cause(signal),
+        ),
+        next_step=outside_step(signal),
+        would_raise_confidence="The signal is known, its sender is not.",
+    )

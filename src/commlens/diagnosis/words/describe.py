@@ -5,74 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commlens.diagnosis.causes.any_source import FoundTakenMessage
 from commlens.diagnosis.causes.context import Case, Context
-from commlens.diagnosis.causes.cycle import FoundCycle, FoundDeparture
-from commlens.diagnosis.causes.dead import FoundDead
-from commlens.diagnosis.causes.ended import FoundEnded
-from commlens.diagnosis.causes.fewer import FoundFewer
-from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer
-from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace
-from commlens.diagnosis.causes.missing import FoundMissing, FoundWorking
-from commlens.diagnosis.causes.motionless import FoundMotionless
-from commlens.diagnosis.causes.no_such_peer import FoundNoSuchPeer
-from commlens.diagnosis.causes.refused import FoundRefused
-from commlens.diagnosis.causes.slow import FoundSlow
-from commlens.diagnosis.causes.started_twice import FoundStartedTwice
-from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside
-from commlens.diagnosis.causes.told_by_errors import FoundInErrors
-from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
-from commlens.diagnosis.causes.unwritten import FoundUnwritten
 from commlens.diagnosis.words import (
-    any_source,
+    circumstances,
     cycle,
     dead,
-    ended,
-    fewer,
     groups_differ,
     hardware,
+    messages,
     mismatch,
     missing,
-    motionless,
-    no_such_peer,
-    refused,
-    slow,
-    started_twice,
+    phrases,
+    straggler,
     stuck_inside,
     told_by_errors,
     unrecorded,
-    unwritten,
-    working,
+    whole_job,
 )
 from commlens.diagnosis.words.finding import Words, finding_of, locate
-from commlens.diagnosis.words.lost_nodes import with_lost_nodes
+from commlens.model.cause import (
+    Cause,
+    Cycle,
+    Dead,
+    Ended,
+    Fewer,
+    GroupsDiffer,
+    Mismatch,
+    Missing,
+    Motionless,
+    NoSuchPeer,
+    Refused,
+    Slow,
+    StartedTwice,
+    StuckInside,
+    TakenMessage,
+    ToldByErrors,
+    Unrecorded,
+    Unwritten,
+    Working,
+)
 from commlens.model.verdict import Finding
 from commlens.text import duration, ranks_phrase
 
-_WORDS: Mapping[type, Callable[[Context, Any], Words]] = {
-    FoundCycle: cycle.words,
-    FoundDead: dead.words,
-    FoundDeparture: cycle.words_of_departure,
-    FoundEnded: ended.words,
-    FoundFewer: fewer.words,
-    FoundGroupsDiffer: groups_differ.words,
-    FoundInErrors: told_by_errors.words,
-    FoundMismatch: mismatch.words,
-    FoundMissing: missing.words,
-    FoundMotionless: lambda _, found: motionless.words(found),
-    FoundNoSuchPeer: no_such_peer.words,
-    FoundRace: mismatch.words_of_race,
-    FoundRefused: refused.words,
-    FoundSlow: slow.words,
-    FoundStartedTwice: lambda _, found: started_twice.words(found),
-    FoundStuckGroups: stuck_inside.words_of_groups,
-    FoundStuckInside: stuck_inside.words,
-    FoundTakenMessage: any_source.words,
-    FoundUnrecorded: unrecorded.words,
-    FoundUnwritten: unwritten.words,
-    FoundWorking: working.words,
+_WORDS: Mapping[type[Cause], Callable[[Context, Any], Words]] = {
+    Cycle: cycle.words,
+    Dead: dead.words,
+    Ended: dead.words_of_ended,
+    Fewer: whole_job.words_of_fewer,
+    GroupsDiffer: groups_differ.words,
+    Mismatch: mismatch.words,
+    Missing: missing.words,
+    Motionless: whole_job.words_of_motionless,
+    NoSuchPeer: messages.words_of_no_such_peer,
+    Refused: told_by_errors.words_of_refused,
+    Slow: straggler.words_of_slow,
+    StartedTwice: groups_differ.words_of_started_twice,
+    StuckInside: stuck_inside.words,
+    TakenMessage: messages.words_of_taken,
+    ToldByErrors: told_by_errors.words,
+    Unrecorded: unrecorded.words,
+    Unwritten: unrecorded.words_of_unwritten,
+    Working: missing.words_of_working,
 }
-"""The function that puts each kind of what was found into words."""
+"""The function that puts each cause into words."""
 
 
 def describe_all(context: Context) -> list[Finding]:
@@ -83,11 +78,12 @@ def describe_all(context: Context) -> list[Finding]:
     return findings
 
 
-def describe(context: Context, case: Case) -> Finding:
+def describe(context: Context, case: Case[Any]) -> Finding:
     """Return the finding of a case."""
-    cause = case.found.cause
-    words = with_lost_nodes(cause, _WORDS[type(case.found)](context, case.found))
-    words = hardware.add_hardware(words, cause)
+    cause = case.cause
+    words = circumstances.with_lost_nodes(cause, _WORDS[type(cause)](context, case))
+    words = hardware.add_hardware(circumstances.with_init_meeting(words, cause), cause)
+    words = phrases.with_compiler(words, cause)
     return locate(finding_of(cause, words), case.op, case.frame)
 
 

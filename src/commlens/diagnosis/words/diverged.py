@@ -15,8 +15,9 @@ from commlens.model.cause import (
     TensorKind,
     TensorSide,
 )
+from commlens.model.numbers import StepsCompared
 from commlens.model.verdict import Finding, Verdict
-from commlens.text import capital, count, joined, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, joined, rank_phrase, ranks_and_verb, ranks_phrase
 
 _SHOWN: Final = 5  # tensors in the evidence
 _NAMES: Final = 8
@@ -58,6 +59,23 @@ def no_difference(ranks: int, tensors: int) -> Verdict:
             else "no tensor is held by several ranks: there is nothing to compare"
         ),
         looked_at=f"{count(ranks, 'rank')}, {count(tensors, 'tensor')}",
+    )
+
+
+def steps_compared(done: StepsCompared) -> str:
+    """Return what is said at the end of a job of the steps that were compared."""
+    steps = [str(step) for step in done.steps]
+    if done.checks > len(steps):
+        steps.insert(-1, "...")
+    what = count(done.tensors, "tensor") if done.tensors else "no tensor that several ranks hold"
+    return (
+        f"compared {what} on {count(done.ranks, 'rank')} after step{'s' * (done.checks > 1)}"
+        f" {', '.join(steps)}: "
+        + (
+            f"a difference was found at step {done.differs_at}"
+            if done.differs_at
+            else "no difference was found"
+        )
     )
 
 
@@ -108,16 +126,7 @@ def _summary(cause: Diverged) -> str:
         own = cause.only_on[0]
         return f"only {ranks_and_verb(own.ranks, 'has', 'have')} {_listed(own.names)} {when}"
     if cause.departure == "other-order":
-        one, many, what = (
-            ("runs", "run", "modules")
-            if cause.tensors[0].kind == "module"
-            else ("registers", "register", "parameters")
-        )
-        return (
-            f"{ranks_and_verb(_suspects(cause), one, many)} {what}"
-            f" in another order{'' if cause.culprits else ' than one another'}, from"
-            f" {cause.tensors[0].name} on"
-        )
+        return _summary_of_order(cause)
     if not cause.culprits:
         first = cause.tensors[0]
         between = [
@@ -128,8 +137,21 @@ def _summary(cause: Diverged) -> str:
         return f"{_subject(cause)} differs {joined(between)} {when}"
     others = ranks_phrase(cause.victims)
     if len(cause.culprits) == 1:
-        return f"rank {cause.culprits[0]}'s {_subject(cause)} differs from {others} {when}"
+        return f"{rank_phrase(cause.culprits[0])}'s {_subject(cause)} differs from {others} {when}"
     return f"{_subject(cause)} of {ranks_phrase(cause.culprits)} differs from {others} {when}"
+
+
+def _summary_of_order(cause: Diverged) -> str:
+    one, many, what = (
+        ("runs", "run", "modules")
+        if cause.tensors[0].kind == "module"
+        else ("registers", "register", "parameters")
+    )
+    return (
+        f"{ranks_and_verb(_suspects(cause), one, many)} {what}"
+        f" in another order{'' if cause.culprits else ' than one another'}, from"
+        f" {cause.tensors[0].name} on"
+    )
 
 
 def _first_op(cause: Diverged) -> str:
@@ -178,7 +200,7 @@ def _when(cause: Diverged) -> str:
     if cause.equal_at is None:
         return f"at step {cause.step}{optimizer}"
     before = "not" if cause.departure == "not-finite" else "equal"
-    return f"since step {cause.step}{optimizer} ({before} at step {cause.equal_at})"
+    return f"(first seen at step {cause.step}{optimizer}, {before} at step {cause.equal_at})"
 
 
 def _listed(names: list[str]) -> str:
@@ -219,11 +241,7 @@ def _element(cause: Diverged) -> str:
             f"Only one bit differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
             " change a single bit; failing hardware does."
         )
-    flipped = f"Only element {tensor.element} differs, as when hardware flipped a bit"
-    if cause.equal_at is None:
-        return f"{flipped} before this check."
-    unit = "step" if cause.source.startswith("optimizer") else "call"
-    return f"{flipped} between the checks in {unit} {cause.equal_at} and {unit} {cause.step}."
+    return f"Only element {tensor.element} differs, in more than one bit."
 
 
 def _hyperparameters(cause: Diverged) -> str:
@@ -365,8 +383,9 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         " checkpoint before this step"
     ),
     "one-element": lambda cause: (
-        f"resume from a checkpoint before this step; if it happens again on"
-        f" {ranks_phrase(_suspects(cause))}, test that machine"
+        f"look for code that writes to single elements of {cause.tensors[0].name} on"
+        f" {ranks_phrase(_suspects(cause))} only; to see the step, compare after each one:"
+        ' --check-numbers="every 1 step"'
     ),
     "not-updated": _is("look for the code that changes it on some ranks only"),
     "other-random-numbers": lambda cause: (

@@ -1,13 +1,13 @@
-"""Words about groups and meshes on which ranks disagree."""
+"""Words about groups and meshes on which ranks disagree, and about ranks that exist twice."""
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.groups_differ import FoundGroupsDiffer, meeting_port
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.groups_differ import meeting_port, went_on_to
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import prose
-from commlens.diagnosis.words.sides import UNDECIDED, separation, told_apart
+from commlens.diagnosis.words.phrases import UNDECIDED, prose, separation, told_apart
+from commlens.model.cause import Claims, GroupsDiffer, StartedTwice
 from commlens.model.collective import Collective
 from commlens.text import (
     capital,
@@ -15,6 +15,7 @@ from commlens.text import (
     frame_phrase,
     joined,
     op_phrase,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
 )
@@ -25,24 +26,110 @@ _RULE = (
 )
 _SHOWN = 4  # sides
 _WAITS_MAX = 8
+_HASH = 40  # characters of sha1
 
 
-def words(context: Context, found: FoundGroupsDiffer) -> Words:
+def words(context: Context, case: Case[GroupsDiffer]) -> Words:
     """Return what a finding says about ranks that disagree on a group."""
-    return _went_on(context, found) if found.cause.not_called_by else _sides(context, found)
+    if case.cause.difference == "name":
+        return _other_names(context, case)
+    if case.cause.names:
+        return _halves(context, case)
+    return _went_on(context, case) if case.cause.not_called_by else _sides(context, case)
 
 
-def _went_on(context: Context, found: FoundGroupsDiffer) -> Words:
-    later, (callers,), others = found.later, found.cause.sides, found.cause.not_called_by
-    assert later is not None
-    op = next(op for _, op in sorted(found.ops.items()) if op.in_flight)
+def _other_names(context: Context, case: Case[GroupsDiffer]) -> Words:
+    cause = case.cause
+    op = case.ops[min(case.ops)]
+    asked, where = _asked(op), frame_phrase(op.source) or "an unknown line"
+    under = [
+        f"{ranks_and_verb(each.ranks, 'waits', 'wait')} under the name {_short(each.name)}"
+        for each in cause.names
+    ]
+    return Words(
+        summary=f"the members of one group of {asked} do not meet: {joined(under)}",
+        explanation=prose(
+            f"They wait in new_group at {where}.",
+            "With use_local_synchronization, torch makes a group's name of its ranks and of the"
+            " number of groups that the process is in.",
+            _groups_more(cause),
+        ),
+        next_step=(
+            f"make the group of {asked} before groups that only some of these ranks are in, or"
+            f" leave out use_local_synchronization at {where}"
+        ),
+        evidence=_waits(context, cause.waiting),
+    )
+
+
+def _halves(context: Context, case: Case[GroupsDiffer]) -> Words:
+    """Of a group made by hand whose members wait for each other in two places."""
+    cause, (most, odd) = case.cause, case.cause.sides
+    sizes = [len(case.ops[side[0]].channel.group.ranks) for side in (most, odd)]
+    here, there = (
+        frame_phrase(case.ops[side[0]].source) or "an unknown line" for side in (odd, most)
+    )
+    told = (
+        [f"for {count(size, 'member')}" for size in sizes]
+        if cause.difference == "size"
+        else [f"at {each.name}" for each in cause.names]
+    )
+    under = [
+        f"{ranks_and_verb(side, 'waits', 'wait')} {text}"
+        for side, text in zip((odd, most), reversed(told), strict=True)
+    ]
+    what = "number of members" if cause.difference == "size" else "store's address and prefix"
+    return Words(
+        summary=f"the members of a group that the program makes do not meet: {joined(under)}",
+        explanation=f"Together they are its {min(sizes)} members.",
+        next_step=(
+            f"compare the {what} that {ranks_and_verb(odd, 'passes', 'pass')} at {here} with what"
+            f" {ranks_and_verb(most, 'passes', 'pass')} at {there}"
+        ),
+        evidence=[*_waits(context, cause.waiting), *[UNDECIDED] * (not cause.culprits)],
+        would_raise_confidence="The program tells whether these ranks make one group.",
+    )
+
+
+def _groups_more(cause: GroupsDiffer) -> str:
+    """``"Ranks 0,3 have made one group more (9e09e94f... of ranks [0, 3] at train.py:10), so the
+    names differ."``
+    """
+    numbers = [each.groups_before for each in cause.names if each.groups_before is not None]
+    if len(numbers) < len(cause.names) or len(set(numbers)) < 2:
+        return ""
+    most = max(cause.names, key=lambda each: each.groups_before or 0)
+    more = max(numbers) - min(numbers)
+    number = "one group" if more == 1 else f"{more} groups"
+    if not cause.one_more:
+        are = capital(ranks_and_verb(most.ranks, "is", "are"))
+        return f"{are} in {number} more, so the names differ."
+    made = [
+        _short(each.group.name)
+        + (f" of ranks {each.group.ranks}" if each.group.ranks else "")
+        + (f" at {each.source}" if each.source else "")
+        for each in cause.one_more[:_SHOWN]
+    ]
+    have = capital(ranks_and_verb(most.ranks, "has", "have"))
+    return f"{have} made {number} more ({joined(made)}), so the names differ."
+
+
+def _short(name: str) -> str:
+    """Shorten a name that is a hash."""
+    return f"{name[:8]}..." if len(name) == _HASH else name
+
+
+def _went_on(context: Context, case: Case[GroupsDiffer]) -> Words:
+    (callers,), others = case.cause.sides, case.cause.not_called_by
+    later = went_on_to(context, others)
+    op = next(op for _, op in sorted(case.ops.items()) if op.in_flight)
     name = f"new_group #{op.sequence_number} of {_asked(op)}"
     where = frame_phrase(op.source) or "an unknown line"
-    decided = bool(found.cause.culprits)
+    decided = bool(case.cause.culprits)
     return Words(
         summary=(
             f"{ranks_phrase(callers)} alone called {name}"
-            if found.cause.culprits == callers
+            if case.cause.culprits == callers
             else f"{ranks_phrase(others)} did not call {name}; {ranks_phrase(callers)} did"
         ),
         explanation=(
@@ -60,20 +147,23 @@ def _went_on(context: Context, found: FoundGroupsDiffer) -> Words:
     )
 
 
-def _sides(context: Context, found: FoundGroupsDiffer) -> Words:
-    cause, ops, sides = found.cause, found.ops, found.cause.sides
+def _sides(context: Context, case: Case[GroupsDiffer]) -> Words:
+    cause, ops, sides = case.cause, case.ops, case.cause.sides
     usual, odd, is_tie = ops[sides[0][0]], ops[sides[1][0]], not cause.culprits
-    name = _call(usual)
+    here, there = (frame_phrase(op.source) or _call(usual) for op in (odd, usual))
     return Words(
-        summary=_tie_summary(found) if is_tie else _odd_summary(found),
+        summary=_tie_summary(case) if is_tie else _odd_summary(case),
         explanation=prose(
-            *_requests(found),
-            _how_it_differs(found),
+            *_requests(case),
+            _how_it_differs(case),
             separation(context, sides) if is_tie else "",
         ),
         next_step=(
-            f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with"
-            f" {frame_phrase(usual.source) or name} on {ranks_phrase(sides[0])}"
+            f"compare the arguments of {ranks_phrase(sides[1])} and {ranks_phrase(sides[0])} at"
+            f" {there}"
+            if here == there
+            else f"compare {here} on {ranks_phrase(sides[1])} with {there} on"
+            f" {ranks_phrase(sides[0])}"
         ),
         evidence=[
             *["No side has a majority, so the ranks at fault cannot be determined."] * is_tie,
@@ -90,14 +180,14 @@ def _call(op: Collective) -> str:
     return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number}"
 
 
-def _tie_summary(found: FoundGroupsDiffer) -> str:
-    ops, sides = found.ops, found.cause.sides
+def _tie_summary(case: Case[GroupsDiffer]) -> str:
+    ops, sides = case.ops, case.cause.sides
     asked = [f"{_asked(ops[side[0]])} ({ranks_phrase(side)})" for side in sides[:3]]
     return f"ranks disagree in {_call(ops[sides[0][0]])}: {' against '.join(asked)}"
 
 
-def _odd_summary(found: FoundGroupsDiffer) -> str:
-    ops, (most, *others) = found.ops, found.cause.sides
+def _odd_summary(case: Case[GroupsDiffer]) -> str:
+    ops, (most, *others) = case.ops, case.cause.sides
     odd_ones = [
         f"{ranks_and_verb(side, 'asks', 'ask')} for {_asked(ops[side[0]])}" for side in others[:3]
     ]
@@ -105,22 +195,22 @@ def _odd_summary(found: FoundGroupsDiffer) -> str:
     return f"{joined(odd_ones)} in {_call(usual)}, the others for {_asked(usual)}"
 
 
-def _requests(found: FoundGroupsDiffer) -> list[str]:
+def _requests(case: Case[GroupsDiffer]) -> list[str]:
     """``"Ranks 0-2 ask for ranks [0, 1] at train.py:20 main."``, for each side and line."""
     lines = []
-    for side in found.cause.sides[:_SHOWN]:
+    for side in case.cause.sides[:_SHOWN]:
         for ranks, where in told_apart(
-            side, lambda rank: frame_phrase(found.ops[rank].source) or "an unknown line"
+            side, lambda rank: frame_phrase(case.ops[rank].source) or "an unknown line"
         )[:2]:
-            op = found.ops[ranks[0]]
+            op = case.ops[ranks[0]]
             mesh = f" for {op.module}" if op.op == "new_group" and op.module else ""
             asks = capital(ranks_and_verb(ranks, "asks", "ask"))
             lines.append(f"{asks} for {_asked(op)}{mesh} at {where}.")
     return lines
 
 
-def _how_it_differs(found: FoundGroupsDiffer) -> str:
-    ops, sides = found.ops, found.cause.sides
+def _how_it_differs(case: Case[GroupsDiffer]) -> str:
+    ops, sides = case.ops, case.cause.sides
     usual, odd = _asked(ops[sides[0][0]]), _asked(ops[sides[1][0]])
     how = {
         None: "",
@@ -128,7 +218,8 @@ def _how_it_differs(found: FoundGroupsDiffer) -> str:
         "skipped": f"skipped the group of {usual}",
         "skipped-first": f"did not begin with the group of {usual}",
         "one-too-many": f"made a group of {odd} too many",
-    }[found.cause.difference]
+        "name": "",
+    }[case.cause.difference]
     return f"{capital(ranks_phrase(sides[1]))} {how}." if how else ""
 
 
@@ -157,4 +248,28 @@ def _asked(op: Collective) -> str:
     at = f" at port {port}" if port else f" at {op.module}" if op.module else ""
     return f"{count(len(group.all_ranks), 'rank')}{at}" + (
         f" with {group.backend}" if group.backend else ""
+    )
+
+
+def words_of_started_twice(context: Context, case: Case[StartedTwice]) -> Words:
+    """Return what a finding says about ranks that exist twice."""
+    cause, logs = case.cause, [view.log for view in context.job.views.values()]
+    script = next((log.script for log in logs if log.script), "")
+    script = script.partition(" ")[0].rpartition("/")[2] or "the script"
+    processes = [_processes(claims) for claims in cause.claims[:_SHOWN]]
+    return Words(
+        summary=(
+            f"{ranks_and_verb(cause.ranks, 'exists', 'exist')} twice: the launcher starts ranks,"
+            " and each of them starts ranks of the same numbers again, which meet at one place"
+        ),
+        explanation=f"{capital('; '.join(processes))}.",
+        next_step=f"start {script} without the launcher, or let it start no processes of its own",
+    )
+
+
+def _processes(claims: Claims) -> str:
+    """Return the processes of one rank: ``"rank 0: pid 12, started by pid 10, pid 13, ..."``."""
+    pairs = list(zip(claims.pids, claims.started_by, strict=True))[:_SHOWN]
+    return f"{rank_phrase(claims.rank)}: " + ", ".join(
+        f"pid {pid}, started by pid {by}" for pid, by in pairs
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from commlens.diagnosis.late_ranks import late_ranks, stayed_ns
+from commlens.diagnosis.standstill import late_ranks, stayed_ns
 from commlens.model.cause import CollectiveRef
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.speed.usual import usual_gap_s
-from commlens.text import capital, count, duration, ranks_and_verb
+from commlens.text import capital, count, duration, naming_worlds, ranks_and_verb
 
 
 def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
@@ -24,10 +24,12 @@ def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
     by_rank = {log.rank: log for log in logs}
     if late := late_ranks(verdict, logs):
         waiting = [by_rank[rank] for rank in verdict.victims if rank in by_rank]
-        sentence = _of_late_ranks(verdict, late, waiting)
+        with naming_worlds(verdict.worlds):
+            sentence = _of_late_ranks(verdict, late, waiting)
     else:
         ranks = sorted({*verdict.culprits, *verdict.victims})
-        sentence = _of_waiting(verdict.collective, [by_rank[r] for r in ranks if r in by_rank])
+        with naming_worlds(verdict.worlds):
+            sentence = _of_waiting(verdict.collective, [by_rank[r] for r in ranks if r in by_rank])
     return f"{capital(sentence)}."
 
 

@@ -1,25 +1,29 @@
 """Words about ranks that met in one collective or message but disagree on it, and about ranks that
-are out of step.
+are out of step or issued collectives in another order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from commlens.diagnosis.align.call_paths import in_package
-from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.mismatch import FoundMismatch, FoundRace, has_one_side
+from commlens.diagnosis.align.out_of_step import Shift
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.mismatch import MismatchCase, SwappedCase, has_one_side
 from commlens.diagnosis.words import phrases
-from commlens.diagnosis.words.astray import messages_part, why_astray
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import mismatch_step
-from commlens.diagnosis.words.phrases import prose
-from commlens.diagnosis.words.sides import (
+from commlens.diagnosis.words.messages import messages_part, why_astray
+from commlens.diagnosis.words.next_steps import mismatch_step, tie_step
+from commlens.diagnosis.words.phrases import (
     UNDECIDED,
     describe_sides,
+    prose,
     separation,
-    tie_step,
     told_apart,
 )
 from commlens.matching.answer import Disagree
+from commlens.model.cause import MAIN_THREAD
+from commlens.model.cause import Mismatch as MismatchCause
 from commlens.model.collective import Collective, FrameKind
 from commlens.text import (
     args_phrase,
@@ -29,6 +33,7 @@ from commlens.text import (
     group_phrase,
     joined,
     op_phrase,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
     verb,
@@ -60,45 +65,55 @@ _DOUBTS = {
 }
 
 
-def words(context: Context, found: FoundMismatch) -> Words:
-    """Return what a finding says about ranks that disagree or are out of step."""
-    mismatch = found.mismatch
-    evidence = _evidence(found)
-    for other in found.alike:
+def words(context: Context, case: Case[MismatchCause]) -> Words:
+    """Return what a finding says about ranks that disagree or are out of step, or whose threads use
+    a group in any order.
+    """
+    if not isinstance(case, MismatchCase):
+        return _race(context, case)
+    mismatch = case.mismatch
+    evidence = _evidence(case)
+    for other in case.alike:
         if len(evidence) < _EVIDENCE_MAX:
             evidence.append(f"The same: {_summary(other)}.")
     return Words(
-        summary=_summary(found),
+        summary=_summary(case),
         explanation=prose(
-            *_what_they_did(context, found),
-            _consequence(found),
-            _aborted(context, found),
+            *_what_they_did(context, case),
+            _consequence(case),
+            _aborted(context, case),
         ),
         next_step=(
-            tie_step([mismatch.ops[side[0]] for side in _sides_of_tie(found)])
+            tie_step([mismatch.ops[side[0]] for side in _sides_of_tie(case)])
             if mismatch.tie and mismatch.astray is None
-            else mismatch_step(mismatch, found.op, found.usual, found.paths)
+            else mismatch_step(mismatch, case.own, case.usual, case.paths)
         ),
         evidence=evidence,
-        would_raise_confidence=_what_would_show(found),
+        would_raise_confidence=_what_would_show(case),
     )
 
 
-def words_of_race(context: Context, found: FoundRace) -> Words:
+def _race(context: Context, case: Case[MismatchCause]) -> Words:
     """Return what a finding says about two threads on each rank whose collectives come in any
     order.
     """
-    mismatch, race = found.mismatch, found.race
+    assert case.mismatch is not None and case.mismatch.racing is not None
+    mismatch, race = case.mismatch, case.mismatch.racing
     group, answer = group_phrase(mismatch.channel.group), mismatch.answer
     detail = f": {answer.detail}" if answer is not None else ""
-    second, main = (f"{op.op} at {_thread_line(op)}" for op in (race.other, race.main))
+    told = case.cause.race
+    names = (told.beside_thread, told.main_thread) if told is not None else ("", "")
+    second, main = (
+        f"{op.op} at {_thread_line(op)}{_in_thread(name)}"
+        for op, name in zip((race.other, race.main), names, strict=True)
+    )
     is_checkpoint = any(_CHECKPOINT in frame.file for frame in race.other.stack)
     unseen = sorted(set(mismatch.ops) - set(race.ranks))
     every = ", on every rank" if not unseen else ""
     return Words(
         summary=(
-            f"two threads use {group} without an order between them{every}: {second} and, in the"
-            f" main thread, {main} come in any order"
+            f"two threads use {group} without an order between them{every}: {second} and {main}"
+            " come in any order"
         ),
         explanation=prose(
             f"The ranks disagree in #{mismatch.number}{detail}.",
@@ -109,7 +124,7 @@ def words_of_race(context: Context, found: FoundRace) -> Words:
                 else ""
             ),
             "Which thread comes first changes from run to run, so no rank is at fault.",
-            *_aborted_by_race(context, found),
+            *_aborted_by_race(context, case),
         ),
         next_step=(
             f"give {'the checkpoint' if is_checkpoint else 'one of the threads'} a group of its"
@@ -130,9 +145,13 @@ def words_of_race(context: Context, found: FoundRace) -> Words:
     )
 
 
-def _aborted_by_race(context: Context, found: FoundRace) -> list[str]:
+def _in_thread(name: str) -> str:
+    return " in the main thread" if name == MAIN_THREAD else f" in thread {name}" if name else ""
+
+
+def _aborted_by_race(context: Context, case: Case[MismatchCause]) -> list[str]:
     """``["Rank 0 died of SIGABRT because of it."]``."""
-    ends = phrases.exits_alike(context, found.cause.ended_by_it)
+    ends = phrases.exits_alike(context, case.cause.ended_by_it)
     return [f"{capital(end)} because of it." for end in ends[:3]]
 
 
@@ -154,19 +173,20 @@ def _thread_line(op: Collective) -> str:
     return f"{in_package(place)}{' (a checkpoint)' * (_CHECKPOINT in place.file)}"
 
 
-def _name(found: FoundMismatch) -> str:
-    mismatch = found.mismatch
+def _name(case: MismatchCase) -> str:
+    mismatch = case.mismatch
     if mismatch.pair is None:
-        return op_phrase(found.shown)
+        return op_phrase(case.op or case.own)
     sent, received = mismatch.pair
     return (
-        f"message #{mismatch.number} from rank {received.peer} to rank {sent.peer} in"
+        f"message #{mismatch.number} from {rank_phrase(received.peer)} to"
+        f" {rank_phrase(sent.peer)} in"
         f" {group_phrase(mismatch.channel.group)}"
     )
 
 
-def _sides_of_tie(found: FoundMismatch) -> list[list[int]]:
-    answer, ops = found.mismatch.answer, found.mismatch.ops
+def _sides_of_tie(case: MismatchCase) -> list[list[int]]:
+    answer, ops = case.mismatch.answer, case.mismatch.ops
     parties = (
         [party.ranks for party in answer.parties]
         if answer is not None
@@ -175,52 +195,58 @@ def _sides_of_tie(found: FoundMismatch) -> list[list[int]]:
     return [side for ranks in parties if (side := [rank for rank in ranks if rank in ops])]
 
 
-def _what_they_did(context: Context, found: FoundMismatch) -> list[str]:
-    if found.mismatch.tie:
-        sides = _sides_of_tie(found)
-        return [describe_sides(sides, found.mismatch.ops), separation(context, sides)]
-    return _out_of_step(found) if found.mismatch.answer is None else _sides(context, found)
+def _what_they_did(context: Context, case: MismatchCase) -> list[str]:
+    if case.mismatch.tie:
+        sides = _sides_of_tie(case)
+        return [describe_sides(sides, case.mismatch.ops), separation(context, sides)]
+    return _out_of_step(case) if case.mismatch.answer is None else _sides(context, case)
 
 
-def _consequence(found: FoundMismatch) -> str:
-    if found.cause.silent:
+def _consequence(case: MismatchCase) -> str:
+    if case.cause.silent:
         return "Nothing hung, but the result is wrong."
-    held = found.cause.held_up
-    return f"{capital(ranks_and_verb(held, 'is', 'are'))} held up by it." if held else ""
+    held, on = case.cause.held_up, case.cause.gone_on
+    return prose(
+        f"{capital(ranks_and_verb(held, 'is', 'are'))} held up by it." if held else "",
+        f"{capital(ranks_and_verb(on, 'has', 'have'))} completed that number and gone on; no line"
+        " tells with which arguments."
+        if on
+        else "",
+    )
 
 
-def _aborted(context: Context, found: FoundMismatch) -> str:
-    ranks = found.cause.ended_by_it
+def _aborted(context: Context, case: MismatchCase) -> str:
+    ranks = case.cause.ended_by_it
     if not ranks:
         return ""
     return f"{capital(phrases.ended_like_the_first(context, ranks))} because of it."
 
 
-def _what_would_show(found: FoundMismatch) -> str | None:
-    doubt = found.cause.doubt
+def _what_would_show(case: MismatchCase) -> str | None:
+    doubt = case.cause.doubt
     if doubt == "undecided":
-        met = next(iter(found.mismatch.ops.values()), None)
-        is_first = found.cause.number == 1 and met is not None and not met.is_point_to_point
-        if is_first and not found.cause.not_seen:
+        met = next(iter(case.mismatch.ops.values()), None)
+        is_first = case.cause.number == 1 and met is not None and not met.is_point_to_point
+        if is_first and not case.cause.not_seen:
             return "It is the first of its group: no earlier one shows which side is wrong."
-        record = "The other ranks' records, or a" if found.cause.not_seen else "A"
+        record = "The other ranks' records, or a" if case.cause.not_seen else "A"
         return f"{record} run with more steps before the fault would show which one is wrong."
     return _DOUBTS[doubt] if doubt is not None else None
 
 
-def _sides(context: Context, found: FoundMismatch) -> list[str]:
+def _sides(context: Context, case: MismatchCase) -> list[str]:
     """``["rank 2 (pid 7) issued all_reduce float32[50] SUM at train.py:20 step.", "Ranks 0-1,3
     issued ..."]``.
     """
-    mismatch, paths = found.mismatch, found.paths
-    shown = [(rank, mismatch.ops[rank]) for rank in found.suspects[:3] if rank in mismatch.ops]
+    mismatch, paths = case.mismatch, case.paths
+    shown = [(rank, mismatch.ops[rank]) for rank in case.suspects[:3] if rank in mismatch.ops]
     first = shown[0][1].source if shown else None
     odd = "; ".join(
         f"{phrases.name(context, rank)}"
         f" {_issued(op, paths[0].phrase if op.source == first else frame_phrase(op.source))}"
         for rank, op in shown
     )
-    usual = found.usual.source if found.usual is not None else None
+    usual = case.usual.source if case.usual is not None else None
 
     def said(rank: int) -> str:
         op = mismatch.ops[rank]
@@ -234,7 +260,11 @@ def _sides(context: Context, found: FoundMismatch) -> list[str]:
 
 def _issued(op: Collective, where: str) -> str:
     args = args_phrase(op)
-    peer = f" {'to' if op.op == 'send' else 'from'} rank {op.peer}" if op.peer is not None else ""
+    peer = (
+        f" {'to' if op.op == 'send' else 'from'} {rank_phrase(op.peer)}"
+        if op.peer is not None
+        else ""
+    )
     tag = f" with tag {op.tag}" if op.tag else ""
     return (
         f"issued {op.op}{peer}{tag}{f', {args},' if peer and args else f' {args}' if args else ''}"
@@ -242,23 +272,25 @@ def _issued(op: Collective, where: str) -> str:
     )
 
 
-def _evidence(found: FoundMismatch) -> list[str]:
-    mismatch = found.mismatch
+def _evidence(case: MismatchCase) -> list[str]:
+    mismatch = case.mismatch
     evidence = why_astray(mismatch)
     answer = mismatch.answer if mismatch.astray is None else None
     told = mismatch.blamed_by == "arguments"  # by the summary
     if answer is not None and (
         mismatch.tie or len(answer.parties) > 2 or (answer.aspect == "splits" and not told)
     ):
-        evidence.append(f"{_name(found)}: {answer.detail}.")
-    evidence += [] if mismatch.answer is None and not mismatch.tie else _out_of_step(found)
-    evidence += _steps_ahead(found)
+        evidence.append(f"{_name(case)}: {answer.detail}.")
+    evidence += [] if mismatch.answer is None and not mismatch.tie else _out_of_step(case)
+    evidence += phrases.rounds_told(case.cause.rounds)
+    evidence += phrases.steps_at(case.cause.rounds)
+    evidence += _steps_ahead(case)
     if mismatch.tie and not has_one_side(mismatch):
         evidence.append(UNDECIDED)
     elif mismatch.blamed_by == "routine" and mismatch.astray is None:
         evidence.append(
             "No side has a majority, but"
-            f" {ranks_and_verb(found.suspects, 'departs from its', 'depart from their')} usual"
+            f" {ranks_and_verb(case.suspects, 'departs from its', 'depart from their')} usual"
             " routine here."
         )
     elif mismatch.blamed_by == "other-groups":
@@ -272,48 +304,48 @@ def _evidence(found: FoundMismatch) -> list[str]:
     return evidence
 
 
-def _steps_ahead(found: FoundMismatch) -> list[str]:
-    ahead, usual = found.cause.steps_ahead, found.usual
+def _steps_ahead(case: MismatchCase) -> list[str]:
+    ahead, usual = case.cause.steps_ahead, case.usual
     if usual is None or not ahead:
         return []
     return [
-        f"{ranks_phrase(found.suspects)} did {count(abs(ahead), 'optimizer step')}"
-        f" {'more' if ahead > 0 else 'fewer'} than the others until then: {found.op.step}, they"
+        f"{ranks_phrase(case.suspects)} did {count(abs(ahead), 'optimizer step')}"
+        f" {'more' if ahead > 0 else 'fewer'} than the others until then: {case.own.step}, they"
         f" {usual.step}."
     ]
 
 
-def _summary(found: FoundMismatch) -> str:
-    mismatch, name, answer = found.mismatch, _name(found), found.mismatch.answer
+def _summary(case: MismatchCase) -> str:
+    mismatch, name, answer = case.mismatch, _name(case), case.mismatch.answer
     if answer is None:
-        return _out_of_step_summary(found)
+        return _out_of_step_summary(case)
     if mismatch.astray is not None:
         return messages_part(mismatch)
     if mismatch.blamed_by == "arguments":
         return f"{answer.detail} in {name}: {answer.parties[-1].phrase}"
-    if mismatch.tie or found.usual is None:
+    if mismatch.tie or case.usual is None:
         sides = " against ".join(
             f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3]
         )
         return f"ranks disagree in {name}: {sides}"
     if answer.aspect == "op":
-        return _op_summary(found)
+        return _op_summary(case)
     if answer.aspect == "p2p":
         return f"{name} does not match: {answer.detail}"
-    return _aspect_summary(found, answer)
+    return _aspect_summary(case, answer)
 
 
-def _out_of_step_summary(found: FoundMismatch) -> str:
-    mismatch, name, shift = found.mismatch, _name(found), found.mismatch.shift
+def _out_of_step_summary(case: MismatchCase) -> str:
+    mismatch, name, shift = case.mismatch, _name(case), case.mismatch.shift
     assert shift is not None
-    subject = ranks_phrase(found.suspects)
+    subject = ranks_phrase(case.suspects)
     if mismatch.tie:
         return (
             f"{subject} are out of step from #{mismatch.number} of"
             f" {group_phrase(mismatch.channel.group)} on"
         )
     if mismatch.departure == "either":
-        own = op_phrase(found.op, group=False)
+        own = op_phrase(case.own, group=False)
         did = f"either skipped {name} or issued an extra {own}"
     elif shift.by < 0:
         did = f"issued {count(-shift.by, 'collective')} too many, from {name} on"
@@ -322,9 +354,9 @@ def _out_of_step_summary(found: FoundMismatch) -> str:
     return f"{subject} {did}; everything after it pairs up wrongly"
 
 
-def _op_summary(found: FoundMismatch) -> str:
-    mismatch, ops = found.mismatch, found.mismatch.ops
-    odd = told_apart([rank for rank in found.suspects if rank in ops], lambda rank: ops[rank].op)
+def _op_summary(case: MismatchCase) -> str:
+    mismatch, ops = case.mismatch, case.mismatch.ops
+    odd = told_apart([rank for rank in case.suspects if rank in ops], lambda rank: ops[rank].op)
     issued = joined([f"{ranks_phrase(ranks)} issued {op}" for ranks, op in odd[:3]])
     theirs = joined(sorted({ops[rank].op for rank in mismatch.others}), "or")
     where = f"#{mismatch.number} of {group_phrase(mismatch.channel.group)}"
@@ -332,8 +364,8 @@ def _op_summary(found: FoundMismatch) -> str:
     return f"{issued} where the others issued {theirs} ({where}){skip}"
 
 
-def _aspect_summary(found: FoundMismatch, answer: Disagree) -> str:
-    culprits = found.suspects
+def _aspect_summary(case: MismatchCase, answer: Disagree) -> str:
+    culprits = case.suspects
     odd_parties = [party for party in answer.parties if set(party.ranks) & set(culprits)] or [
         answer.parties[-1]
     ]
@@ -346,9 +378,9 @@ def _aspect_summary(found: FoundMismatch, answer: Disagree) -> str:
             f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in odd_parties[:3]
         )
     aspect = _ASPECTS.get(answer.aspect, answer.aspect)
-    skip = _DEPARTURES.get(found.mismatch.departure, "")
+    skip = _DEPARTURES.get(case.mismatch.departure, "")
     return (
-        f"{ranks_and_verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {_name(found)}:"
+        f"{ranks_and_verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {_name(case)}:"
         f" {own}, the others {theirs}{skip}"
     )
 
@@ -357,32 +389,38 @@ def _and_so_on(matches: int) -> str:
     return f", and so on for {count(matches, 'collective')}" if matches > 1 else ""
 
 
-def _out_of_step(found: FoundMismatch) -> list[str]:
-    """Say what shows that the suspects skipped a collective or issued one too many."""
-    mismatch, culprits, paths = found.mismatch, found.suspects, found.paths
-    op, usual = found.op, found.usual
-    shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
-    own = paths[0].phrase
-    more = _and_so_on(shift.matches) if shift is not None else ""
-    if shift is not None and mismatch.tie:
-        other = next(rank for rank in culprits if rank != shift.rank)
+def _shifted(case: MismatchCase, shift: Shift) -> str:
+    """Return how a rank's collectives match earlier or later ones of the others."""
+    number, subject, own = case.mismatch.number, ranks_phrase(case.suspects), case.paths[0].phrase
+    so_on = _and_so_on(shift.matches)
+    if case.mismatch.tie:
+        other = rank_phrase(next(rank for rank in case.suspects if rank != shift.rank))
         times = count(shift.by, "collective")
-        return [
-            f"#{number} of rank {shift.rank} matches #{number + shift.by} of rank {other}{more}: "
-            f"rank {shift.rank} skipped {times}, or rank {other} issued {times} too many."
-        ]
-    if shift is not None and shift.by > 0:
-        return [
-            f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others{more}; the"
-            f" others' #{number} is {shift.skipped.op} at {paths[1].phrase}, step"
+        return (
+            f"#{number} of {rank_phrase(shift.rank)} matches #{number + shift.by} of"
+            f" {other}{so_on}: {rank_phrase(shift.rank)} skipped {times}, or {other} issued"
+            f" {times} too many."
+        )
+    if shift.by > 0:
+        return (
+            f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others{so_on}; the"
+            f" others' #{number} is {shift.skipped.op} at {case.paths[1].phrase}, step"
             f" {shift.skipped.step}."
-        ]
-    if shift is not None:
-        match = f"#{number - shift.by} is their #{number}; #{number} at {own} is extra"
-        return [
-            f"From #{number - shift.by} on, the collectives of {subject} match earlier ones of the"
-            f" others: {match}."
-        ]
+        )
+    match = f"#{number - shift.by} is their #{number}; #{number} at {own} is extra"
+    return (
+        f"From #{number - shift.by} on, the collectives of {subject} match earlier ones of the"
+        f" others: {match}."
+    )
+
+
+def _out_of_step(case: MismatchCase) -> list[str]:
+    """Say what shows that the suspects skipped a collective or issued one too many."""
+    mismatch, culprits, paths = case.mismatch, case.suspects, case.paths
+    op, usual = case.own, case.usual
+    subject, own = ranks_phrase(culprits), paths[0].phrase
+    if mismatch.shift is not None:
+        return [_shifted(case, mismatch.shift)]
     they = verb(culprits, "it", "they")
     if mismatch.departure == "skipped":
         return [
@@ -397,8 +435,40 @@ def _out_of_step(found: FoundMismatch) -> list[str]:
         or own == paths[1].phrase
     ):
         return []
-    first = "" if found.been_there else " for the first time"
+    first = "" if case.been_there else " for the first time"
     return [
         f"{subject} issued {op.op} at {own}{first}: it may be extra, or {they} skipped the others'"
         f" {usual.op}."
     ]
+
+
+_SHOWN = 4  # lines
+
+
+def words_of_swapped(case: SwappedCase) -> Words:
+    """Return what a finding says about a rank that issued collectives in another order."""
+    cause, swap, first = case.cause, case.swap, case.swap.own[0]
+    where = f"{first.op} #{cause.first} to #{cause.last} of {group_phrase(first.channel.group)}"
+    line = frame_phrase(first.source)
+    return Words(
+        summary=(
+            f"{rank_phrase(swap.rank)} issued {where} in another order than the others:"
+            " its collective at"
+            f" {line} met the others' collective at {frame_phrase(swap.others[0].source)},"
+            " so their results are mixed up"
+        ),
+        explanation=(
+            f"{capital(rank_phrase(swap.rank))}: {_lines(swap.own)}."
+            f" {capital(ranks_phrase(cause.victims))}:"
+            f" {_lines(swap.others)}."
+            " Ops and shapes are the same, so nothing hangs."
+        ),
+        next_step=f"find out why {rank_phrase(swap.rank)} reaches {line} first here",
+        would_raise_confidence=(
+            "Only the source lines show it: the program may issue them in either order on purpose."
+        ),
+    )
+
+
+def _lines(ops: Iterable[Collective]) -> str:
+    return ", ".join(frame_phrase(op.source) for op in list(ops)[:_SHOWN])

@@ -1,26 +1,39 @@
-"""Words about ranks that do not arrive where others wait for them."""
+"""Words about ranks that do not arrive where others wait for them, and about those that visibly
+work.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 
 from commlens.diagnosis.align.call_paths import parted
-from commlens.diagnosis.align.rounds import Rounds
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.missing import Absence, ExtraLine, FoundMissing
+from commlens.diagnosis.causes.missing import Absence, ExtraLine, MissingCase, WorkingCase
 from commlens.diagnosis.index.activity import longest_gap_ns
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
-from commlens.diagnosis.words.absence import signs, waits
-from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import ended_step, midway_step, missing_step
-from commlens.diagnosis.words.phrases import COMPLETION_UNKNOWN, first_line, prose
-from commlens.diagnosis.words.sides import UNDECIDED, kind_phrase
-from commlens.model.cause import Doubt, Missing
+from commlens.diagnosis.words.next_steps import (
+    ended_step,
+    midway_step,
+    missing_step,
+    recomputed_step,
+)
+from commlens.diagnosis.words.phrases import (
+    COMPLETION_UNKNOWN,
+    UNDECIDED,
+    activity_words,
+    first_line,
+    kind_phrase,
+    prose,
+    sign_words,
+)
+from commlens.model.cause import Doubt, Missing, Working
 from commlens.model.collective import Frame, State, user_lines
 from commlens.text import (
+    capital,
     count,
     duration,
     frame_phrase,
@@ -28,10 +41,39 @@ from commlens.text import (
     key_phrase,
     numbered,
     op_phrase,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
     verb,
 )
+
+
+def about_waits(context: Context, absence: Absence) -> list[str]:
+    """Return sentences about the ranks that wait: in the representative's collective, elsewhere,
+    and behind these.
+    """
+    them = verb(absence.ranks, "it", "them")
+    others = phrases.waits(context, absence.elsewhere, f"waits for {them}", f"wait for {them}")
+    direct = {*absence.waiting, *(edge.rank for edge in absence.elsewhere)}
+    return [
+        phrases.waiting(context, absence.edges),
+        f"{capital(others)}." if others else "",
+        phrases.waiting_behind(context, sorted(direct), set(absence.blocked) - set(absence.ranks)),
+    ]
+
+
+def about_signs(absence: Absence) -> list[str]:
+    """``"rank 2: its stack does not move and it uses no CPU."``; ranks with the same signs share a
+    sentence: ``"ranks 2-3, each: ..."``.
+    """
+    same: dict[str, list[int]] = defaultdict(list)
+    for rank, doing in zip(absence.ranks, absence.activities, strict=True):
+        if doing.signs:
+            same[joined(sign_words(doing.signs))].append(rank)
+    return [
+        f"{ranks_phrase(ranks)}{verb(ranks, '', ', each')}: {text}." for text, ranks in same.items()
+    ][:4]
+
 
 MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
 MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
@@ -40,22 +82,24 @@ _SPAWNED = Frame("<string>", 1, "<module>")
 """The line with which multiprocessing starts a process."""
 
 
-def words(context: Context, found: FoundMissing) -> Words:
+def words(context: Context, case: MissingCase) -> Words:
     """Return what a finding says about ranks that do not arrive."""
-    cause = found.cause
+    cause = case.cause
     return Words(
-        summary=_summary(found),
-        explanation=_explanation(context, found),
-        next_step=_next_step(found),
-        evidence=_evidence(context, found),
-        would_raise_confidence=cause.doubt and _doubt(cause.doubt, cause, found.absence),
+        summary=_summary(case),
+        explanation=_explanation(context, case),
+        next_step=_next_step(case),
+        evidence=_evidence(context, case),
+        would_raise_confidence=cause.doubt and _doubt(cause.doubt, cause, case.absence),
     )
 
 
-def _summary(found: FoundMissing) -> str:
-    cause, absence = found.cause, found.absence
-    if found.extra is not None:
-        return _extra_line_summary(absence, found.extra)
+def _summary(case: MissingCase) -> str:
+    cause, absence = case.cause, case.absence
+    if case.extra is not None:
+        return _extra_line_summary(absence, case.extra)
+    if cause.recomputed is not None:
+        return phrases.issued_again(cause.recomputed)
     ranks, waiting, op = absence.ranks, absence.waiting, absence.edge.op
     name, them = op_phrase(op), verb(ranks, "it", "them")
     they_wait = ranks_and_verb(waiting, "waits", "wait")
@@ -70,13 +114,17 @@ def _summary(found: FoundMissing) -> str:
         return f"{_unwritten(cause)} the {key_phrase(op)}; {they_wait} for it in {op.op}"
     if cause.outcome == "message-missing" and absence.edge.is_from_any:
         return (
-            f"{ranks_phrase(ranks)} sent no message to rank {absence.edge.rank}, which waits for"
+            f"{ranks_phrase(ranks)} sent no message to {rank_phrase(absence.edge.rank)},"
+            " which waits for"
             " one from any rank"
         )
     if cause.outcome == "message-missing":
         message = numbered("message" if op.sequence_number else "the message", op.sequence_number)
         did = f"sent {message} to" if op.op == "recv" else f"received {message} from"
-        return f"{ranks_phrase(ranks)} never {did} rank {absence.edge.rank}, which waits for it"
+        return (
+            f"{ranks_phrase(ranks)} never {did} {rank_phrase(absence.edge.rank)}, which waits"
+            " for it"
+        )
     if cause.outcome == "reached-too-late":
         return (
             f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up"
@@ -104,48 +152,57 @@ def _extra_line_summary(absence: Absence, extra: ExtraLine) -> str:
     )
 
 
-def _explanation(context: Context, found: FoundMissing) -> str:
-    first, *others = found.absence.ranks
-    like = f"Like {ranks_phrase(others)}, " if others and not found.cause.blames_waiting else ""
+def _explanation(context: Context, case: MissingCase) -> str:
+    first, *others = case.absence.ranks
+    like = f"Like {ranks_phrase(others)}, " if others and not case.cause.blames_waiting else ""
     return prose(
-        f"{like}{phrases.name(context, first)} {activity_words(found.absence.doing)};"
+        f"{like}{phrases.name(context, first)} {activity_words(case.absence.doing)};"
         f" {phrases.last(context, first)}.",
-        *waits(context, found.absence),
+        *about_waits(context, case.absence),
     )
 
 
-def _next_step(found: FoundMissing) -> str:
-    cause, absence, op = found.cause, found.absence, found.absence.edge.op
+def _next_step(case: MissingCase) -> str:
+    cause, absence, op = case.cause, case.absence, case.absence.edge.op
     ranks, waiting = absence.ranks, absence.waiting
-    if found.extra is not None:
-        return ended_step(found.extra.op, ranks, cause.came, found.extra.path.with_caller)
+    if case.extra is not None:
+        return ended_step(case.extra.op, ranks, cause.came, case.extra.path.with_caller)
     if cause.new_line and not (op.is_setup or op.is_store_wait):
         return ended_step(op, ranks, cause.came)
-    mutual = [(one, one.edge) for one in found.lock_holders if one.edge is not None]
+    if cause.recomputed is not None:
+        return recomputed_step(cause.recomputed)
+    if cause.locked_out:
+        where = frame_phrase(absence.doing.frame)
+        return (
+            f"find out where {ranks_phrase(cause.locked_out)} took the lock that it waits for"
+            f"{f' at {where}' if where else ''}, and did not release it"
+        )
+    mutual = [(one, one.edge) for one in case.lock_holders if one.edge is not None]
     if mutual:
         holder, edge = mutual[-1]
         where = frame_phrase(edge.op.source) or "an unknown line"
-        return f"release the lock on rank {holder.holder} before {edge.op.op} at {where}"
-    if found.loop is not None:
-        return midway_step(found.loop, cause.culprits)
+        return f"release the lock on {rank_phrase(holder.holder)} before {edge.op.op} at {where}"
+    if case.loop is not None:
+        return midway_step(case.loop, cause.culprits)
     culprits = cause.culprits or sorted([*ranks, *waiting])
     return missing_step(absence.doing, culprits, op, ended=cause.over)
 
 
-def _evidence(context: Context, found: FoundMissing) -> list[str]:
-    cause, absence = found.cause, found.absence
+def _evidence(context: Context, case: MissingCase) -> list[str]:
+    cause, absence = case.cause, case.absence
     view = context.job.views[absence.ranks[0]]
-    evidence = _extra_line_evidence(absence, found.extra) if found.extra is not None else []
-    evidence += signs(absence) + _lock_evidence(found)
+    evidence = _extra_line_evidence(absence, case.extra) if case.extra is not None else []
+    evidence += about_signs(absence) + _lock_evidence(case)
     gap = longest_gap_ns(view.log)
     if cause.works_too_long and gap >= _MIN_GAP_NS:
         evidence.append(
-            f"Before, rank {view.rank} spent at most {duration(gap)} between two collectives."
+            f"Before, {rank_phrase(view.rank)} spent at most {duration(gap)} between two"
+            " collectives."
         )
     if cause.why == "finished":
         evidence += _steps_evidence(context, absence)
-        evidence += [_rounds_evidence(found.rounds)] if found.rounds is not None else []
-        evidence += [_loop_evidence(cause, found.loop)] if found.loop is not None else []
+        evidence += phrases.rounds_told(cause.rounds)
+        evidence += [_loop_evidence(cause, case.loop)] if case.loop is not None else []
         evidence += [UNDECIDED] if cause.blamed_by == "undecided" else []
         evidence += _leaving_evidence(cause)
     elif context.job.has_stack(absence.ranks[0]):
@@ -167,20 +224,6 @@ def _extra_line_evidence(absence: Absence, extra: ExtraLine) -> list[str]:
     ]
 
 
-def _rounds_evidence(rounds: Rounds) -> str:
-    """``"At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."``"""
-    by_number: dict[int, list[int]] = {}
-    for rank, number in sorted(
-        rounds.last.items(), key=lambda item: (item[0] not in rounds.odd, item[0])
-    ):
-        by_number.setdefault(number, []).append(rank)
-    told = ", of ".join(
-        f"{ranks_phrase(ranks)}{' is' * (i == 0)} #{number}"
-        for i, (number, ranks) in enumerate(by_number.items())
-    )
-    return f"At {frame_phrase(rounds.op.source)}, the last {rounds.op.op} of {told}."
-
-
 def _loop_evidence(cause: Missing, loop: Loop) -> str:
     """``"Rank 1 repeats recv from rank 0, send to rank 0: 2 times, and then recv from rank 0
     alone."``.
@@ -188,19 +231,26 @@ def _loop_evidence(cause: Missing, loop: Loop) -> str:
     names = [kind_phrase(op) for op in loop.round]
     rank = cause.culprits[0]
     return (
-        f"Rank {rank} repeats {joined(names)}: {count(loop.rounds, 'time')}, and then"
+        f"{capital(rank_phrase(rank))} repeats {joined(names)}:"
+        f" {count(loop.rounds, 'time')}, and then"
         f" {joined(names[: loop.more])} alone."
     )
 
 
-def _lock_evidence(found: FoundMissing) -> list[str]:
+def _lock_evidence(case: MissingCase) -> list[str]:
     """Return sentences about the ranks that hold the locks that the missing ones wait for."""
-    return [
-        f"Process {one.pid} is rank {one.holder}."
+    locked_out = case.cause.locked_out
+    alone = (
+        f"{ranks_and_verb(locked_out, 'waits', 'wait')} for a lock (threading.Lock) that is locked,"
+        " and no other thread runs Python there that could release it."
+    )
+    return [alone] * bool(locked_out) + [
+        f"Process {one.pid} is {rank_phrase(one.holder)}."
         if one.edge is None
-        else f"Process {one.pid} is rank {one.holder}, which waits for rank {one.rank} in"
+        else f"Process {one.pid} is {rank_phrase(one.holder)}, which waits for"
+        f" {rank_phrase(one.rank)} in"
         f" {op_phrase(one.edge.op)}: neither can go on."
-        for one in found.lock_holders
+        for one in case.lock_holders
     ]
 
 
@@ -238,7 +288,7 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
     stack = view.log.main_stack
     if stack is None:
         note = view.log.observation.stacks_note
-        return [f"There is no stack of rank {view.rank}" + (f": {note}." if note else ".")]
+        return [f"There is no stack of {rank_phrase(view.rank)}" + (f": {note}." if note else ".")]
     op = absence.edge.op
     paths = (
         parted(stack.frames, op.stack)
@@ -247,7 +297,7 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
     )
     if paths is not None:  # a trainer's call, or a helper: the line is the same on all ranks
         return [
-            f"rank {view.rank} is in {paths[0].phrase}, {ranks_phrase(absence.waiting)} in"
+            f"{rank_phrase(view.rank)} is in {paths[0].phrase}, {ranks_phrase(absence.waiting)} in"
             f" {paths[1].phrase}."
         ]
     lines = list(itertools.islice(user_lines(stack.frames), 4))
@@ -255,14 +305,16 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
     if not callers:
         return []
     first = frame_phrase(lines[0])
-    return [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."]
+    return [f"{first} on {rank_phrase(view.rank)} was called by {', called by '.join(callers)}."]
 
 
 def _failure_evidence(view: RankView) -> list[str]:
     failed = next((op for op in view.log.collectives[-1:] if op.state is State.FAILED), None)
     if failed is None or not failed.error:
         return []
-    return [f"rank {view.rank}: {op_phrase(failed)} failed with {first_line(failed.error)}."]
+    return [
+        f"{rank_phrase(view.rank)}: {op_phrase(failed)} failed with {first_line(failed.error)}."
+    ]
 
 
 def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
@@ -285,7 +337,7 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
             )
         case "only-issued":
             return (
-                "NCCL's lines tell what a rank issued, not what completed: while a job runs, its"
+                "These records tell what a rank issued, not what completed: while a job runs, its"
                 " ranks are a few collectives apart, too."
             )
         case "completion-unknown":
@@ -331,3 +383,74 @@ def _may_be_working(cause: Missing) -> str:
         else "commlens.expect_slow marks code that may take this long"
     )
     return f"Whether it {question} does not show from outside; {advice}."
+
+
+_WORK = {
+    "checkpoint-io": "busy with a checkpoint",
+    "compilation": "compiling",
+    "initialising": "initialising",
+    "data-loading": "loading data",
+    "finished": "shutting down",
+}
+_NO_WORK = {
+    "checkpoint-io": "saving or loading",
+    "compilation": "compiling",
+    "initialising": "initialising",
+}
+
+
+def words_of_working(context: Context, case: WorkingCase) -> Words:
+    """Return what a finding says about ranks that work."""
+    cause, absence, op = case.cause, case.absence, case.absence.edge.op
+    ranks, frame = cause.ranks, absence.doing.frame
+    subject = ranks_phrase(ranks)
+    they_wait = ranks_and_verb(absence.waiting, "waits", "wait")
+    waited = context.longest_wait(absence.waiting)
+    so_far = f", {duration(waited)} so far" if waited else ""
+    why = ": the reason is unknown" if cause.activity.unclear else ""
+    return Words(
+        summary=(
+            f"{they_wait} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')}"
+            f" {_work(context, cause)}{so_far}{why}"
+        ),
+        explanation=prose(
+            f"{phrases.name(context, ranks[0])} {activity_words(absence.doing)};"
+            f" {phrases.last(context, ranks[0])}.",
+            *about_waits(context, absence),
+            _limit(cause),
+        ),
+        next_step=(
+            f"wait; if {subject} should not take this long, look at {frame_phrase(frame)}"
+            if frame is not None
+            else "wait"
+        ),
+        evidence=about_signs(absence),
+        would_raise_confidence=_doubt_of_work(cause),
+    )
+
+
+def _work(context: Context, cause: Working) -> str:
+    if cause.activity.unclear:
+        work = _NO_WORK.get(cause.why, "sending data that nobody takes")
+        return f"{work} and {verb(cause.ranks, 'shows', 'show')} no work"
+    if cause.expected:
+        block = context.job.views[cause.ranks[0]].log.expecting
+        return f"in a block marked as slow ({block})"
+    return _WORK.get(cause.why, "working")
+
+
+def _limit(cause: Working) -> str:
+    if not cause.patience_s:
+        return ""
+    return (
+        f"{capital(ranks_and_verb(cause.ranks, 'counts', 'count'))} as stuck if that lasts"
+        f" {duration(round(cause.patience_s * 1e9))}."
+    )
+
+
+def _doubt_of_work(cause: Working) -> str | None:
+    if cause.activity.unclear:
+        return "Nothing shows work or a fault: it may wait for a disk or a server."
+    if cause.activity.observed:
+        return None
+    return "It was not watched for long enough to see that it moves."

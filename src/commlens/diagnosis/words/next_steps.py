@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.align.call_paths import Path, branch_in_one_function
+from commlens.diagnosis.align.call_paths import Path, branch_in_one_function, parted
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import CRASHES
-from commlens.diagnosis.words.known_errors import known_step
-from commlens.matching.error_claims import worker_end
+from commlens.matching.errors import ErrorKind, StoreReason, known_error, peer_host, worker_end
+from commlens.model.cause import Recomputed, Rounds
 from commlens.model.collective import Collective, Frame
 from commlens.text import (
     frame_phrase,
     joined,
     key_phrase,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
     verb,
 )
 
 _HOSTS_MAX = 4
+
+
+def lines_of(ops: Iterable[Collective]) -> list[str]:
+    """Return the different lines that issued some ops, as far as they are known."""
+    return list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
+
+
+def tie_step(ops: Sequence[Collective]) -> str:
+    """Recommend a step for sides that disagree, with an op of each."""
+    lines = lines_of(ops)
+    paths = parted(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
+    if (
+        paths is not None
+        and all(path.place for path in paths)
+        and any(path.with_caller != path.place for path in paths)
+    ):
+        here, there = (path.with_caller for path in paths)
+        return f"find out why one side comes to {here}, and the other to {there}"
+    if len(lines) > 1:
+        return f"find out why the sides come to different lines: {joined(lines[:3])}"
+    if len(ops) == 1:
+        line = f" at {lines[0]}" if lines else ""
+        differs = "splits" if ops[0].op == "all_to_all" else "groups"
+        return step_without_tensors(ops[0].op, line) or (
+            f"compare the {differs} that these ranks pass to {ops[0].op}{line}"
+        )
+    if not lines:
+        return (
+            "find the branch, or the input, in which these ranks part: no record tells their lines;"
+            " `commlens launch` records them, or torch's Flight Recorder (TORCH_FR_BUFFER_SIZE)"
+        )
+    return f"find out why the ranks reach {lines[0]} with different calls"
 
 
 def missing_step(
@@ -32,15 +66,13 @@ def missing_step(
     be taken any more.
     """
     subject = ranks_phrase(ranks)
-    if doing.why == "finished" and op is not None and op.is_setup:
+    if doing.why == "finished" and op is not None and (op.is_setup or op.is_store_wait):
+        return _branch_step(ranks, op)
+    if doing.state == "in-another-group":
         return (
-            f"look at the output of {subject}, and for the branch in which"
-            f" {verb(ranks, 'it ends', 'they end')} without {op.op}"
-        )
-    if doing.why == "finished" and op is not None and op.is_store_wait:
-        return (
-            f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing"
-            f" the {key_phrase(op)}"
+            f"find the branch in which {subject} {verb(ranks, 'comes', 'come')} to that collective"
+            f" without {op.op if op is not None else 'this one'}, and the other ranks of that"
+            " group, of which no line tells"
         )
     where = (
         f"{doing.frame.function} ({doing.frame.where})"
@@ -81,12 +113,7 @@ def missing_step(
             f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}"
         ),
     }
-    told = (
-        doing.frame is not None
-        if doing.why == "initialising"
-        else not (doing.stack.by_name and doing.why in ("data-loading", "checkpoint-io"))
-    )
-    if doing.why in steps and told:
+    if doing.why in steps and not _is_guess(doing):
         return steps[doing.why]
     if doing.frame is not None:
         return f"look at {where} on {subject}"
@@ -98,6 +125,39 @@ def missing_step(
     return (
         f"take a stack of {subject} (py-spy dump): it shows what holds"
         f" {verb(ranks, 'it', 'them')} up"
+    )
+
+
+def _is_guess(doing: Activity) -> bool:
+    """Return whether only the name of a function tells what ranks do."""
+    if doing.why == "initialising":
+        return doing.frame is None
+    return doing.stack.by_name and doing.why in ("data-loading", "checkpoint-io")
+
+
+def _branch_step(ranks: Sequence[int], op: Collective) -> str:
+    """Recommend a step for ranks that finished without a call that makes a group, or without
+    writing a key.
+    """
+    subject = ranks_phrase(ranks)
+    if op.is_setup:
+        return (
+            f"look at the output of {subject}, and for the branch in which"
+            f" {verb(ranks, 'it ends', 'they end')} without {op.op}"
+        )
+    return (
+        f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing"
+        f" the {key_phrase(op)}"
+    )
+
+
+def rounds_step(rounds: Rounds) -> str:
+    """Recommend a step for ranks that came to a line more often than others, which went on."""
+    least, most = sorted(rounds.last, key=lambda at: at.number)[:: len(rounds.last) - 1]
+    return (
+        f"find out why {ranks_phrase(most.ranks)} came to {rounds.line} more often than"
+        f" {ranks_phrase(least.ranks)}, which went on to {rounds.went_on}: uneven data (Join, or"
+        " drop the last batches), or a branch"
     )
 
 
@@ -125,12 +185,12 @@ def midway_step(loop: Loop, culprits: Sequence[int]) -> str:
     """Recommend a step for ranks that ended inside of what they repeat."""
     last, coming = loop.round[loop.more - 1], loop.next
     return (
-        f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{_at(last)},"
-        f" without the {coming.op}{_at(coming)} that followed before"
+        f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{at(last)},"
+        f" without the {coming.op}{at(coming)} that followed before"
     )
 
 
-def _at(op: Collective) -> str:
+def at(op: Collective) -> str:
     """``" at train.py:57 step"``; empty if the line is unknown."""
     return f" at {frame_phrase(op.source)}" if op.source is not None else ""
 
@@ -183,7 +243,7 @@ def compare_step(op: Collective, aspects: str) -> str:
     aspects of it.
     """
     return (
-        f"compare the {aspects} that these ranks pass to {op.op}{_at(op)} (run under `commlens"
+        f"compare the {aspects} that these ranks pass to {op.op}{at(op)} (run under `commlens"
         " launch`, which records and compares them)"
     )
 
@@ -192,7 +252,7 @@ def not_started_step(op: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks whose device has not begun a collective that they enqueued."""
     devices = verb(ranks, "its device", "their devices")
     return (
-        f"look at the work that {ranks_phrase(ranks)} gave {devices} before {op.op}{_at(op)}: "
+        f"look at the work that {ranks_phrase(ranks)} gave {devices} before {op.op}{at(op)}: "
         "a kernel that does not end, or a wait for another stream (py-spy dump, cuda-gdb)"
     )
 
@@ -214,17 +274,13 @@ def mismatch_step(
     """
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
     mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
-    skipped = shift.skipped if shift is not None and shift.by > 0 else usual
-    if mismatch.departure and skipped is not None:
-        extra = f"issued an extra {first.op}{mine}"
-        did = {
-            "skipped": f"skipped {skipped.op}{theirs}",
-            "extra": extra,
-            "either": f"skipped {skipped.op}{theirs}, or {extra}",
-        }
+    left_out = shift.skipped if shift is not None and shift.by > 0 else usual
+    if mismatch.departure and left_out is not None:
+        extra, skipped = f"issued an extra {first.op}{mine}", f"skipped {left_out.op}{theirs}"
+        did = {"skipped": skipped, "extra": extra, "either": f"{skipped}, or {extra}"}
         return f"find the branch in which {culprits} {did[mismatch.departure]}"
-    if mismatch.astray is not None and mismatch.pair is not None:
-        return _astray_step(mismatch, *mismatch.pair)
+    if mismatch.astray is not None:
+        return _astray_step(mismatch)
     if mismatch.blamed_by == "arguments":
         fit = "splits whose sums are the tensors' sizes in the first dimension"
         return f"pass {fit} to {first.op}{mine} on {culprits}"
@@ -234,23 +290,56 @@ def mismatch_step(
         op_differs = mismatch.answer is None or mismatch.answer.aspect == "op"
         differs = "issues a different collective" if op_differs else "passes different arguments"
         return f"find out why {paths[1].place} {differs} on {culprits} than on the others"
-    here, there = paths[0].with_caller or first.op, paths[1].with_caller or usual.op
-    if mismatch.pair is not None:
-        return f"compare {here} on {culprits} with {there} on the others"
+    if mismatch.pair is None:
+        return parting_step(mismatch.culprits, first, usual, paths)
+    here, there = _ends_of(paths, first, usual)
+    return f"compare {here} on {culprits} with {there} on the others"
+
+
+def _ends_of(paths: tuple[Path, Path], first: Collective, usual: Collective) -> tuple[str, str]:
+    return paths[0].with_caller or first.op, paths[1].with_caller or usual.op
+
+
+def parting_step(
+    ranks: Sequence[int],
+    first: Collective,
+    usual: Collective,
+    paths: tuple[Path, Path],
+    others: Sequence[int] = (),
+) -> str:
+    """Recommend to look at the place where the paths of ranks part from those of others.
+
+    Args:
+        ranks: those to blame.
+        first: a collective of theirs.
+        usual: of the others.
+        paths: to both, from where they part.
+        others: those ranks; none: all others.
+    """
+    here, there = _ends_of(paths, first, usual)
+    subject, they = ranks_phrase(ranks), ranks_phrase(others) if others else "the others"
+    other = (
+        f"{',' * (', ' in here)} where {they} {'comes' if len(others) == 1 else 'come'} to {there}"
+    )
+    if here == there:
+        return f"compare the arguments that {subject} and {they} pass to {usual.op}{at(usual)}"
     if branch_in_one_function(first.stack, usual.stack):
-        return f"find the branch that takes {culprits} to {here} where the others come to {there}"
-    comes = verb(mismatch.culprits, "comes", "come")
-    return f"find out why {culprits} {comes} to {here} where the others come to {there}"
+        return f"find the branch that takes {subject} to {here}{other}"
+    comes = verb(ranks, "comes", "come")
+    return f"find out why {subject} {comes} to {here}{other}"
 
 
-def _astray_step(mismatch: Mismatch, send: Collective, recv: Collective) -> str:
-    sender, receiver = mismatch.ops
+def _astray_step(mismatch: Mismatch) -> str:
+    (sender, send), (receiver, recv) = mismatch.ops.items()
     out, into = (frame_phrase(op.source) or op.op for op in (send, recv))
     if (send.peer, recv.peer) == (receiver, sender):
-        return f"use the same tag at {out} on rank {sender} and at {into} on rank {receiver}"
+        return (
+            f"use the same tag at {out} on {rank_phrase(sender)} and at {into} on"
+            f" {rank_phrase(receiver)}"
+        )
     if sender in mismatch.culprits:
-        return f"correct the destination at {out} on rank {sender}"
-    return f"correct the source rank at {into} on rank {receiver}"
+        return f"correct the destination at {out} on {rank_phrase(sender)}"
+    return f"correct the source rank at {into} on {rank_phrase(receiver)}"
 
 
 def left_out(op: Collective, usual: Collective) -> bool:
@@ -260,14 +349,24 @@ def left_out(op: Collective, usual: Collective) -> bool:
     return usual.op == "send" or (usual.op == "recv" and not op.is_point_to_point)
 
 
+def recomputed_step(again: Recomputed) -> str:
+    """Recommend a step for a message that activation checkpointing issues again."""
+    sends = again.message.op == "send"
+    return (
+        f"keep the {'send' if sends else 'receive'}{f' at {again.source}' if again.source else ''}"
+        " out of the function that activation checkpointing runs again, or let rank"
+        f" {again.message.peer} {'receive' if sends else 'send'} again, too"
+    )
+
+
 def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None) -> str:
     """Recommend a step for ranks that wait for each other."""
-    where = _at(op)
+    where = at(op)
     if usual is not None and left_out(op, usual):
         message = "send" if usual.op == "send" else "receive"
-        return f"find out why rank {culprits[0]} skipped its {message}{_at(usual)}"
+        return f"find out why {rank_phrase(culprits[0])} skipped its {message}{at(usual)}"
     if op.op == "recv":
-        return f"find out which send should match the receive{where} on rank {culprits[0]}"
+        return f"find out which send should match the receive{where} on {rank_phrase(culprits[0])}"
     return (
         "make all ranks use these groups in the same order: look at"
         f" {ranks_phrase(culprits)}{where}"
@@ -277,9 +376,7 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
 def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
     """Recommend a step for ranks that all receive from each other and none sends, or all send."""
     did, other = ("sends", "receive") if ops[0].op == "send" else ("receives", "send")
-    lines = joined(
-        list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))[:3]
-    )
+    lines = joined(lines_of(ops)[:3])
     return (
         f"make one of {ranks_phrase(ranks)} {other} before it"
         f" {did}{f': all of them {did[:-1]}, at {lines}' if lines else ''}"
@@ -292,8 +389,9 @@ def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
     """
     do, other = ("send", "receive") if op.op == "send" else ("receive", "send")
     return (
-        f"{other} it on rank {op.peer} before {stands_in.op}{_at(stands_in)}, or {do} it on rank"
-        f" {rank} after that: compare the numbers of messages{_at(op)}"
+        f"{other} it on {rank_phrase(op.peer)} before {stands_in.op}{at(stands_in)}, or"
+        f" {do} it on"
+        f" {rank_phrase(rank)} after that: compare the numbers of messages{at(op)}"
     )
 
 
@@ -327,26 +425,29 @@ def outside_step(signal: str) -> str:
     )
 
 
+def _exception_step(view: RankView, line: str) -> str:
+    rank, ended = rank_phrase(view.rank), worker_end(view.log.exception)
+    if not ended:
+        return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
+    memory = (
+        "memory is the usual reason (dmesg, the limits of the job, /dev/shm); "
+        if "Killed" in ended or "Bus" in ended
+        else ""
+    )
+    return (
+        f"find out why a data loader's worker of {rank} {ended.replace('is', 'was', 1)}:"
+        f" {memory}num_workers=0 shows its own error"
+    )
+
+
 def death_step(view: RankView, frame: Frame | None) -> str:
     """Recommend a step for a process that died."""
-    end, rank, line = view.exit, f"rank {view.rank}", frame_phrase(frame)
+    end, rank, line = view.exit, f"{rank_phrase(view.rank)}", frame_phrase(frame)
     after = f", after {line}" if line else ""
     if end.why == "out-of-memory":
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
-    if end.why == "exception" and (step := known_step(view.log.exception)):
-        return step
-    if end.why == "exception" and (ended := worker_end(view.log.exception)):
-        memory = (
-            "memory is the usual reason (dmesg, the limits of the job, /dev/shm); "
-            if "Killed" in ended or "Bus" in ended
-            else ""
-        )
-        return (
-            f"find out why a data loader's worker of {rank} {ended.replace('is', 'was', 1)}:"
-            f" {memory}num_workers=0 shows its own error"
-        )
     if end.why == "exception":
-        return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
+        return known_step(view.log.told_error, view.log.host) or _exception_step(view, line)
     if end.why == "killed" and end.signal in CRASHES:
         if view.log.closed and not view.log.left:
             return (
@@ -364,7 +465,7 @@ def death_step(view: RankView, frame: Frame | None) -> str:
             f" then at {rank}'s last lines{after}"
         )
     if end.why == "killed":
-        where = f" ({line})" if line else ""
+        where = f" ({line})" * bool(line)
         # else it is known that its memory was not the reason
         kernel = "dmesg and " if view.log.observation.oom_killed is None else ""
         return (
@@ -372,3 +473,197 @@ def death_step(view: RankView, frame: Frame | None) -> str:
             f" lines of {rank}'s output{where}"
         )
     return f"look at {rank}'s output{after}"
+
+
+_STEPS_OF_ERRORS: Final[dict[ErrorKind, str]] = {
+    "shared-gpu": (
+        "give each rank a GPU of its own: call torch.cuda.set_device(local_rank) before the first"
+        " collective, and check that CUDA_VISIBLE_DEVICES shows as many GPUs on each node as it has"
+        " ranks"
+    ),
+    "no-such-gpu": (
+        "start at most as many ranks on a node as it shows GPUs: check --nproc-per-node,"
+        " CUDA_VISIBLE_DEVICES and what the scheduler granted"
+    ),
+    "device-assert": (
+        "look in that rank's batch for an index out of range, as such an assertion usually is: a"
+        " token beyond the embedding's size, a label beyond the number of classes; its output"
+        " names the assertion, and CUDA_LAUNCH_BLOCKING=1 shows the line, for CUDA tells the error"
+        " of a kernel late"
+    ),
+    "bad-kernel": (
+        "run that rank's data with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer: CUDA tells"
+        " the error of a kernel late, so the line that raised it may be another one"
+    ),
+    "shared-memory": (
+        "make /dev/shm larger (docker run --shm-size or --ipc=host, in Kubernetes a volume of"
+        " medium Memory): its space is used up (df -h /dev/shm)"
+    ),
+    "port-taken": (
+        "end the process that still listens on the port (ss -ltnp), often an earlier job, or take"
+        " another port: MASTER_PORT, --master-port, or torchrun --standalone"
+    ),
+    "not-all-joined": (
+        "find the ranks that were not started or reach another address: {} of the world size joined"
+    ),
+    "store-unreachable": (
+        "check that rank 0 runs on the host that MASTER_ADDR names, that it listens on the port of"
+        " MASTER_PORT, and that no firewall is between: {} does not answer"
+    ),
+    "store-lost": (
+        "look at the output of the node that hosts the rendezvous (--rdzv-endpoint): its process"
+        " ended, or the network to it broke"
+    ),
+    "rendezvous": (
+        "check that all nodes start the launcher, with the same --rdzv-id, --rdzv-endpoint and"
+        " --nnodes, and that each of them reaches the endpoint; then look at the output of the node"
+        " that did not come or left first"
+    ),
+    "no-interface": (
+        "let NCCL_SOCKET_IFNAME name a network interface of the node that is up (ip addr), or unset"
+        " it"
+    ),
+    "old-driver": (
+        "compare the driver's version on all nodes (nvidia-smi): on this one it is older than the"
+        " CUDA version of torch needs"
+    ),
+    "fabric-manager": (
+        "start NVIDIA's fabric manager{host} (systemctl status nvidia-fabricmanager), in the"
+        " version of the driver: GPUs with NVSwitch need it"
+    ),
+    "network-link": (
+        "check the InfiniBand link{} (ibstat, the switch, counters of the port): its packets were"
+        " not acknowledged; and whether the ranks there had ended before"
+    ),
+    "locked-memory": (
+        "raise the limit of locked memory{host} (ulimit -l unlimited, in a container --ulimit"
+        " memlock=-1): InfiniBand pins the memory that it registers; a new limit counts for the"
+        " processes of the next login or restarted service (slurmd, docker)"
+    ),
+    "gpu-direct": (
+        "let the adapters{host} read the GPUs' memory (load nvidia_peermem, or let NCCL use"
+        " dma-buf); NCCL_NET_GDR_LEVEL=LOC, which goes without that, confirms it"
+    ),
+    "nvls": (
+        "set NCCL_NVLS_ENABLE=0 to confirm that NVLink SHARP (NVLS) is the reason; then look at the"
+        " fabric manager{host} (systemctl status nvidia-fabricmanager, Fabric in nvidia-smi -q):"
+        " after its restart, the GPUs need a reset"
+    ),
+    "peer-access": (
+        "set NCCL_P2P_DISABLE=1 to confirm that access between GPUs is the reason; then check that"
+        " the ranks{host} see each other's GPUs and share IPC and PID namespaces (docker"
+        " --ipc=host --pid=host), and that IOMMU and ACS are off (nvidia-smi topo -p2p r)"
+    ),
+    "gpu-memory": (
+        "leave more of the GPU's memory free{host} (nvidia-smi lists the processes that use it):"
+        " NCCL allocates its buffers beside torch's, at the first collective of each group; smaller"
+        " batches, or NCCL_BUFFSIZE, help"
+    ),
+    "versions": (
+        "compare NCCL's version on all nodes (the lines NCCL version with NCCL_DEBUG=INFO): their"
+        " messages differ in length"
+    ),
+    "unused-parameters": (
+        "let all parameters take part in the loss of each step, or pass"
+        " find_unused_parameters=True to DDP"
+    ),
+}
+
+_OF_STORE: Final[dict[StoreReason | None, str]] = {
+    "unknown-name": (
+        "look up the name in {} on the node that could not connect (getent hosts NAME): it is not"
+        " known there; give {setting} a name or an address that all nodes know, in"
+        " Kubernetes that of a service whose pod has started"
+    ),
+    "refused": (
+        "look at {host_of_store}: {} refuses connections, so no process listens on that port; it"
+        " has not started yet, has ended, or listens on another one ({setting})"
+    ),
+    None: (
+        "check that {host_of_store} runs on the host that {setting} names, that it listens on that"
+        " port, and that no firewall is between: {} does not answer"
+    ),
+}
+
+
+def known_step(text: str | None, host: str = "") -> str:
+    """Recommend a step for an error whose text decides it, on this host; empty for any other."""
+    known = known_error(text)
+    if known is None:
+        return ""
+    detail, peer = known.detail, peer_host(text)
+    if known.kind == "store-unreachable" and (known.reason is not None or known.of_launcher):
+        return _OF_STORE[known.reason].format(
+            detail,
+            setting="--rdzv-endpoint" if known.of_launcher else "MASTER_ADDR or --rdzv-endpoint",
+            host_of_store=f"{'rank 0 or ' * (not known.of_launcher)}the first node's launcher",
+        )
+    if known.kind == "network-link":
+        detail = f" to {peer}" if peer else ""
+    return _STEPS_OF_ERRORS[known.kind].format(detail, host=f" on {host}" if host else "")
+
+
+def peer_step(text: str | None) -> str:
+    """Recommend a step for an error that names the host of a peer that ended; empty if none is
+    named.
+    """
+    host = peer_host(text)
+    return f"look at the output of the ranks on {host} for the first error" if host else ""
+
+
+_GROUPS: Final = "the ranks, the backend and the order of the groups"
+_KEYS: Final = "find the rank that is to write the key that they wait for with {op}{at}"
+_OBJECTS: Final = (
+    "compare the group and the number of calls with which these ranks come to {op}{at}: its objects"
+    " may differ"
+)
+_SENT_OBJECTS: Final = (
+    "compare the group, the source rank and the length of the list that these ranks pass to"
+    " {op}{at}: its objects may differ"
+)
+_BARRIER: Final = (
+    "compare how often, and in which groups, these ranks come to {op}{at}: it has no other argument"
+)
+_ADDRESS: Final = (
+    "compare the address, the world size and the backend that these ranks pass to {op}{at}"
+    " (init_method, MASTER_ADDR, MASTER_PORT, WORLD_SIZE)"
+)
+_STEPS_OF_CALLS: Final[Mapping[str, str]] = {
+    "init_process_group": _ADDRESS,
+    "rendezvous": _ADDRESS,
+    **dict.fromkeys(
+        ("new_group", "new_subgroups", "new_subgroups_by_enumeration"),
+        f"compare {_GROUPS} that all ranks make up to {{op}}{{at}}",
+    ),
+    "split_group": (
+        "compare split_ranks, and the order of the calls, on all ranks of the parent group up to"
+        " {op}{at}"
+    ),
+    "init_device_mesh": (
+        "compare the shape and the names of the mesh that these ranks pass to {op}{at}"
+    ),
+    "destroy_process_group": (
+        "look for collectives that these ranks, or others, had not finished before {op}{at}"
+    ),
+    "barrier": _BARRIER,
+    "monitored_barrier": (
+        f"{_BARRIER} but its timeout, after which rank 0 names the ranks that it does not hear from"
+    ),
+    "all_gather_object": _OBJECTS,
+    "gather_object": _OBJECTS,
+    "broadcast_object_list": _SENT_OBJECTS,
+    "scatter_object_list": _SENT_OBJECTS,
+    "send_object_list": _SENT_OBJECTS,
+    "recv_object_list": _SENT_OBJECTS,
+    **dict.fromkeys(("store.get", "store.wait", "store.multi_get", "store.queue_pop"), _KEYS),
+}
+
+
+def step_without_tensors(op: str, at: str) -> str:
+    """Recommend a step for ranks that do not come out of a call; empty if it passes tensors.
+
+    Args:
+        op: the call.
+        at: its line, as in ``" at train.py:57 step"``; may be empty.
+    """
+    return _STEPS_OF_CALLS.get(op, "").format(op=op, at=at)

@@ -1,28 +1,170 @@
-"""Phrases about ranks, waits and collectives that several kinds of findings share."""
+"""Phrases about ranks, processes, waits and collectives that several kinds of findings share."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from commlens.diagnosis.align.call_paths import Path, parted
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.graph.wait_graph import Edge
-from commlens.diagnosis.words.exits import exit_words
-from commlens.model.collective import Collective, State
+from commlens.diagnosis.index.activity import Activity, Sign, SignKind
+from commlens.diagnosis.index.process_exit import ProcessExit
+from commlens.diagnosis.words.finding import Words
+from commlens.model.cause import Cause, Recomputed, Rounds
+from commlens.model.collective import Collective, Stack, State
 from commlens.text import (
     args_phrase,
     capital,
     count,
     duration,
+    format_ranks,
     frame_phrase,
+    group_label,
+    joined,
     message_phrase,
     number_named,
     op_phrase,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
     sentence,
+    size,
     verb,
 )
+
+_ONE = (0,)  # any rank: the verb is singular
+
+
+def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
+    """Return what a process did: ``"died of SIGKILL"``, ``"exited with status 3"``, ``"raised
+    ValueError: ..."``.
+
+    Args:
+        end: how it ended.
+        ranks: that ended so, which is the subject of the verb.
+    """
+    signal, was, its = (
+        end.signal or "a signal",
+        verb(ranks, "was", "were"),
+        verb(ranks, "its", "their"),
+    )
+    gone = verb(ranks, "is gone; how it", "are gone; how they")
+    exited = f"{was} killed by {end.signal}" if end.signal else f"exited with status {end.status}"
+    while_exiting = f" while {verb(ranks, 'it was', 'they were')} exiting" * end.was_exiting
+    after, left = _after(end), _left(end, ranks)
+    words: dict[str, str] = {
+        "runs": verb(ranks, "runs", "run"),
+        "shuts-down": f"{verb(ranks, 'is', 'are')} shutting down",
+        "finished": "finished",
+        "is-gone": f"{gone} ended was not observed",
+        "raised": f"raised {'DistributedOperationException' if end.refused else end.error}",
+        "interrupted": f"{was} interrupted",
+        "perhaps-interrupted": (
+            f"{was} interrupted: by SIGINT, or {its} program raised KeyboardInterrupt"
+        ),
+        "out-of-memory": f"{was} killed by the kernel's OOM killer ({signal})",
+        "ended-by-signal": f"{was} ended by {signal}",
+        "aborted-by-watchdog": (
+            f"{was} aborted by NCCL's watchdog ({signal}), which gave up waiting for a collective"
+        ),
+        "died": f"died of {signal}{while_exiting}{after}",
+        "ended": f"ended{after}{left}",
+        "failed": f"failed{after}{left}",
+        "exited": f"{exited}{after}{left}",
+    }
+    return words[end.how]
+
+
+def _after(end: ProcessExit) -> str:
+    error = "a DistributedOperationException" if end.refused else end.error
+    return f" after {error}" if error else ""
+
+
+def _left(end: ProcessExit, ranks: Sequence[int]) -> str:
+    if not end.was_exiting:
+        return ""
+    had, its = verb(ranks, "it had", "they had"), verb(ranks, "its", "their")
+    return f" after {had} destroyed {its} last process group"
+
+
+def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
+    """Return what ranks do: ``"has been in train.py:57 load_batch for 31 s"``.
+
+    Args:
+        doing: what all of them do.
+        ranks: the subject of the verb.
+    """
+    where = frame_phrase(doing.frame)
+    inside = f" in {where}" if where else ""
+    since = f" for {duration(doing.for_ns)}" if doing.for_ns else ""
+    is_, has = verb(ranks, "is", "are"), verb(ranks, "has", "have")
+    quotas = verb(ranks, "its cgroup's quota", "their cgroups' quotas")
+    words: dict[str, str] = {
+        "runs": _running(doing, ranks, inside, since),
+        "not-initialised": f"{has} not called init_process_group yet",
+        "expected-slow": f"{is_} in a block marked as slow ({doing.expecting})",
+        "uninterruptible": f"{is_} in uninterruptible I/O{inside}{since}",
+        "throttled": f"{is_} starved of CPU by {quotas}{inside}",
+        "holds-gil": f"{verb(ranks, 'holds', 'hold')} the GIL{inside}{since}",
+        "stopped": f"{is_} stopped (by SIGSTOP or a debugger)",
+        "debugged": f"{is_} stopped by a debugger",
+        "shuts-down": f"{has} finished and {is_} shutting down",
+        "finished": f"{has} finished",
+        "ended": exit_words(doing.exit, ranks) if doing.exit is not None else "ended",
+        "in-another-group": f"{has} been in a collective of another group{since}",
+        "was-ended": f"{verb(ranks, 'was', 'were')}{inside or ' elsewhere'}",
+    }
+    return words[doing.state]
+
+
+def _running(doing: Activity, ranks: Sequence[int], inside: str, since: str) -> str:
+    is_ = verb(ranks, "is", "are")
+    if doing.stack.why == "initialising":
+        return f"{is_} still initialising{inside}{since}"
+    been = verb(ranks, "has been", "have been") if since else is_
+    if doing.stack.why == "compilation":
+        return f"{been} compiling{inside}{since}"
+    return f"{been}{inside or ' outside any collective'}{since}"
+
+
+def sign_words(signs: Sequence[Sign]) -> list[str]:
+    """``["its stack does not move", "it uses no CPU"]``."""
+    return [_SIGNS[sign.kind](sign) for sign in signs]
+
+
+def _used_cpu(sign: Sign) -> str:
+    return f"it used {sign.amount:.1f} s of CPU in {sign.window_s:.0f} s"
+
+
+_SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
+    "announced-exit": lambda _: "its process announced its exit",
+    "process-state": lambda sign: f"its process is in state {sign.about}",
+    "others-have-not-run": lambda _: "its other threads have not run since",
+    "quota-used": lambda sign: f"its CPU quota was used up {sign.amount:.0%} of the time",
+    "exit": lambda sign: exit_words(sign.exit) if sign.exit is not None else "ended",
+    "active-before": lambda sign: f"it was active {duration(sign.amount * 1e9)} before",
+    "waited-for-memory": lambda sign: (
+        f"its cgroup waited for memory {sign.amount:.0f} % of the time"
+    ),
+    "unsent-bytes": lambda sign: (
+        f"its TCP connections hold {size(sign.amount)} that the other side does not take"
+    ),
+    "on-stack": lambda sign: f"{frame_phrase(sign.frame)} is on its stack",
+    "in-init": lambda _: "it has not returned from init_process_group",
+    "stack-moves": lambda _: "its stack moves",
+    "stack-still": lambda _: "its stack does not move",
+    "used-cpu": _used_cpu,
+    "spins": lambda sign: f"{_used_cpu(sign)}, as a thread does that waits for a device",
+    "waits-for-core": lambda _: "it waits for a core",
+    "no-cpu": lambda _: "it uses no CPU",
+    "waits-for": lambda sign: sign.about,
+    "child-used-cpu": lambda sign: f"its child processes used {sign.amount:.1f} s of CPU",
+    "child-waits-for-core": lambda _: "a child process waits for a core",
+    "net-bytes": lambda sign: f"it sent or received {size(sign.amount)} in {sign.window_s:.0f} s",
+    "io-bytes": lambda sign: f"it read or wrote {size(sign.amount)} in {sign.window_s:.0f} s",
+}
+
 
 COMPLETION_UNKNOWN = (
     "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
@@ -38,19 +180,19 @@ def name(context: Context, rank: int) -> str:
     log = context.job.views[rank].log
     about = [f"host {log.host}"] if log.host else []
     about += [f"pid {log.pid}"] if log.pid else []
-    return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
+    return f"{rank_phrase(rank)}" + (f" ({', '.join(about)})" if about else "")
 
 
 def last(context: Context, rank: int) -> str:
     """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
     view = context.job.views[rank]
     op = view.last_op
-    if op is None and view.is_log and view.columns is not None and not view.columns.dump.status:
+    if op is None and view.is_log and view.dump is not None and not view.dump.status:
         return "its log tells no collective"
     if op is None:
         return (
             "it never issued a collective"
-            if context.job.knows.completed_ops
+            if not context.job.foreign
             else "it has nothing in flight"
         )
     completed = "completed" if not view.is_log else "was issued"
@@ -69,7 +211,8 @@ def waiting(context: Context, edges: Sequence[Edge]) -> str:
     for edge in edges:
         args = args_phrase(edge.op, known.get(edge.op.op))
         by_line[frame_phrase(edge.op.source), args, edge.op.state is State.FAILED].append(edge.rank)
-    same_args = len({args for _, args, _ in by_line}) == 1
+    all_args = {args for _, args, _ in by_line}
+    shared = all_args.pop() if len(all_args) == 1 else ""
     parts = []
     for (line, args, failed), ranks in sorted(
         by_line.items(), key=lambda item: (-number_named(item[1]), item[1])
@@ -78,15 +221,14 @@ def waiting(context: Context, edges: Sequence[Edge]) -> str:
         length = (
             f" for {duration(waited)}" if waited >= max(context.job.stalled_after_ns, 1) else ""
         )
-        about = (f" at {line}" if line else "") + (f", {args}" if args and not same_args else "")
+        about = (f" at {line}" if line else "") + (f", {args}" if args != shared else "")
         waits = f"{verb(ranks, 'has', 'have')} been waiting"
         if context.job.foreseen:
             waits = verb(ranks, "waits", "wait")
         did = "waited" if failed else waits
         parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
-    args = next(args for _, args, _ in by_line)
     return prose(
-        capital("; ".join(parts)) + (f", {args}." if args and same_args else "."),
+        capital("; ".join(parts)) + (f", {shared}." if shared else "."),
         _hosts(context, edges),
     )
 
@@ -149,7 +291,7 @@ def exits_alike(context: Context, ranks: Iterable[int]) -> list[str]:
 def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     """``["rank 1 exited with status 3.", ...]``, for the first few ranks."""
     return [
-        sentence(f"rank {rank} {exit_words(context.job.views[rank].exit)}")
+        sentence(f"{rank_phrase(rank)} {exit_words(context.job.views[rank].exit)}")
         for rank in ranks[:_EXITS_MAX]
     ]
 
@@ -210,6 +352,67 @@ def collective_phrase(ops: Sequence[Collective]) -> str:
     )
 
 
+def rounds_told(rounds: Rounds | None) -> list[str]:
+    """``["At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."]``; empty if no
+    rounds decided.
+    """
+    if rounds is None:
+        return []
+    told = ", of ".join(
+        f"{ranks_phrase(at.ranks)}{' is' * (i == 0)} #{at.number}"
+        for i, at in enumerate(rounds.last)
+    )
+    return [f"At {rounds.line}, the last {rounds.op} of {told}."]
+
+
+def steps_at(rounds: Rounds | None) -> list[str]:
+    """``["After 13 optimizer steps, ranks 1-2 went on to train.py:30 main."]``; empty if they did
+    not, or if steps are not counted.
+    """
+    if rounds is None or not rounds.went_on or not rounds.steps:
+        return []
+    behind = ranks_phrase(min(rounds.last, key=lambda at: at.number).ranks)
+    steps = count(rounds.steps, "optimizer step")
+    return [f"After {steps}, {behind} went on to {rounds.went_on}."]
+
+
+def issued_again(again: Recomputed) -> str:
+    """``"rank 1 receives from rank 0 a second time at train.py:13, in the recomputation of
+    activation checkpointing; rank 0 sent once"``.
+    """
+    message, peer = again.message, again.message.peer
+    does, other = ("sends to", "received") if message.op == "send" else ("receives from", "sent")
+    number = message.sequence_number
+    nth = {2: "second", 3: "third"}.get(number, f"{number}th")
+    times = {0: "never", 1: "once", 2: "twice"}.get(again.issued, f"{again.issued} times")
+    return (
+        f"{rank_phrase(again.rank)} {does} {rank_phrase(peer)} a {nth} time"
+        f"{f' at {again.source}' if again.source else ''}, in the recomputation of activation"
+        f" checkpointing; {rank_phrase(peer)} {other} {times}"
+    )
+
+
+COMPILER = {
+    "guards": "its guards exchange between ranks whether they hold",
+    "sizes": "it exchanges sizes between ranks as it compiles",
+    "partitioner": "its ranks agree on the values that backward needs",
+    "autotuning": "its ranks share the choice of kernels",
+    "group": "it makes a group to exchange sizes and guards between ranks",
+}
+
+
+def with_compiler(words: Words, cause: Cause) -> Words:
+    """Return the words of a finding with a sentence about a collective of torch.compile's own."""
+    call = cause.compiler
+    if call is None:
+        return words
+    where = f", at {call.source}" if call.source else ""
+    called = f"; this time only {ranks_phrase(call.ranks)} called the compiled function{where}"
+    called *= not call.all_waiting
+    told = f"torch.compile issued {call.op} itself: {COMPILER[call.part]}{called}."
+    return words._replace(explanation=prose(words.explanation, told))
+
+
 def prose(*sentences: str) -> str:
     """Join the sentences that are not empty."""
     return " ".join(filter(None, sentences))
@@ -218,3 +421,150 @@ def prose(*sentences: str) -> str:
 def first_line(error: str) -> str:
     """Return the first line of an error, short and without its full stop."""
     return error.strip().partition("\n")[0][:160].rstrip(". ") or "an error without a message"
+
+
+_SIDES_SHOWN = 4  # sides
+UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
+
+
+def kind_phrase(op: Collective) -> str:
+    """``"all_reduce of group dp"``: of any group with this label; ``"recv from rank 1"``."""
+    if op.is_point_to_point:
+        return f"{op.op} {'to' if op.op == 'send' else 'from'} {rank_phrase(op.peer)}"
+    if op.is_setup or op.is_store_wait:
+        return op_phrase(op)
+    label = group_label(op.channel.group, "")
+    return f"{op.op} of {f'group {label}' if label else 'the default group'}"
+
+
+def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
+    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM);
+    ranks 4-7 issue ..."``.
+
+    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ
+    are told apart. Of two sides, the call paths are told from where they part.
+    """
+    paths = _paths_of(sides, ops)
+    told = [
+        said
+        for ranks in sides
+        for said in told_apart(ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack)))
+    ]
+    parts = []
+    for ranks, where in told[:_SIDES_SHOWN]:
+        parts.append(
+            f"{ranks_and_verb(ranks, 'issues', 'issue')}"
+            f" {kinds_phrase([ops[rank] for rank in ranks])}{where}"
+        )
+    more = [rank for ranks, _ in told[_SIDES_SHOWN:] for rank in ranks]
+    return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
+
+
+def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
+    """Return what is said of each rank, and the ranks of which the same is said; most ranks
+    first.
+    """
+    same: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        same[said(rank)].append(rank)
+    return sorted(((of, text) for text, of in same.items()), key=lambda one: (-len(one[0]), one[0]))
+
+
+def kinds_phrase(ops: Sequence[Collective]) -> str:
+    """``"all_reduce of group dp"``; ``"all_reduce of their groups 1 [0,2] and 2 [1,3]"`` where the
+    groups have no name in common.
+    """
+    peers = {op.peer for op in ops if op.peer is not None}
+    if ops[0].is_point_to_point and len(peers) > 1:
+        return f"{ops[0].op} {'to' if ops[0].op == 'send' else 'from'} {ranks_phrase(peers)}"
+    groups = {op.channel.key: op.channel.group for op in ops}
+    if len({group_label(group, "") for group in groups.values()}) == 1 or ops[0].is_point_to_point:
+        return kind_phrase(ops[0])
+    names = [
+        f"{group_label(group, 'the default group')} [{format_ranks(group.all_ranks)}]"
+        for group in groups.values()
+    ]
+    return f"{ops[0].op} of their groups {joined(names[:_SIDES_SHOWN])}" + (
+        f" and {len(names) - _SIDES_SHOWN} more" * (len(names) > _SIDES_SHOWN)
+    )
+
+
+def _paths_of(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> dict[Stack, Path]:
+    """Return the call paths of two sides, from where they part, by the stacks of their first ranks;
+    nothing if they do not part.
+    """
+    if len(sides) != 2:
+        return {}
+    first, second = (ops[min(ranks)].stack for ranks in sides)
+    paths = parted(first, second)
+    return dict(zip((first, second), paths, strict=True)) if paths is not None else {}
+
+
+def _at_line(op: Collective, path: Path | None) -> str:
+    args, line = args_phrase(op), path.phrase if path is not None else frame_phrase(op.source)
+    return f"{f' at {line}' if line else ''}{f' ({args})' if args else ''}"
+
+
+def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
+    """Say what the ranks of a side have in common: the host, their half, their parity or their
+    place in a mesh; empty if nothing.
+    """
+    if len(sides) < 2:
+        return ""
+    side_of = {rank: number for number, ranks in enumerate(sides) for rank in ranks}
+    if told := _follow_hosts(context, sides, side_of):
+        return told
+    ranks = sorted(side_of)
+    if len(ranks) < 4 or len(sides) > 2:
+        return ""
+    if told := _follow_groups(context, side_of):
+        return told
+    lower = ranks[: len(sides[side_of[ranks[0]]])]
+    if len({side_of[rank] for rank in lower}) == 1:
+        return "One side has the lower ranks, the other the higher ones."
+    if _follows(side_of, {rank: rank % 2 for rank in ranks}):
+        return "One side has the even ranks, the other the odd ones."
+    return ""
+
+
+def _follow_hosts(
+    context: Context, sides: Sequence[Sequence[int]], side_of: Mapping[int, int]
+) -> str:
+    views = context.job.views
+    hosts = {rank: views[rank].log.host for rank in sorted(side_of) if rank in views}
+    different = len(set(hosts.values())) > 1 and all(hosts.values())
+    if not different or not _follows(side_of, hosts):
+        return ""
+    names = [f"{ranks_and_verb(side, 'is', 'are')} on {_hosts_of(hosts, side)}" for side in sides]
+    return f"The sides follow the hosts: {joined(names)}."
+
+
+def _follow_groups(context: Context, side_of: Mapping[int, int]) -> str:
+    """Say by which groups, or by which places in them, the sides differ; empty if by none."""
+    places: dict[str, dict[int, int]] = defaultdict(dict)  # by label of the groups
+    groups: dict[str, dict[int, int]] = defaultdict(dict)
+    for number, channel in enumerate(context.job.channels.values()):
+        if 1 < len(channel.group.ranks) < context.job.size:
+            for place, rank in enumerate(channel.group.ranks):
+                places[channel.group.label][rank] = place
+                groups[channel.group.label][rank] = number
+    for label in sorted(places):
+        for what, by_rank in (("ranks' places in the ", places[label]), ("", groups[label])):
+            of_sides = {rank: by_rank[rank] for rank in side_of if rank in by_rank}
+            varies = len(of_sides) == len(side_of) and len(set(of_sides.values())) > 1
+            if varies and _follows(side_of, of_sides):
+                return f"The sides follow the {what}groups {label}."
+    return ""
+
+
+def _follows(side_of: Mapping[int, int], values: Mapping[int, Hashable]) -> bool:
+    """Return whether all ranks with the same value are on the same side."""
+    side: dict[Hashable, int] = {}
+    return all(
+        side.setdefault(value, side_of[rank]) == side_of[rank] for rank, value in values.items()
+    )
+
+
+def _hosts_of(hosts: Mapping[int, str], side: Iterable[int]) -> str:
+    names = sorted({hosts[rank] for rank in side if rank in hosts})
+    return joined(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from commlens.diagnosis.causes.stopped import Stopped
 from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.model.sender import Sender
-from commlens.text import capital
+from commlens.text import capital, rank_phrase
 
 
 def stopped_line(stop: Stopped) -> str:
     """Return a line about a launcher that ends its job because it received a signal."""
     origin = f" from {_sender_phrase(stop.sender)}" if stop.sender is not None else ""
-    told = [f"the launcher received {stop.signal}{origin} and ends the job.", *_advice(stop)]
-    return " ".join(told)
+    return " ".join(
+        [f"the launcher received {stop.signal}{origin} and ends the job.", *_advice(stop)]
+    )
 
 
 def _sender_phrase(sender: Sender) -> str:
@@ -22,7 +23,7 @@ def _sender_phrase(sender: Sender) -> str:
     if not sender.pid:
         return "a process outside this container"
     if sender.rank is not None:
-        return f"rank {sender.rank} (pid {sender.pid})"
+        return f"{rank_phrase(sender.rank)} (pid {sender.pid})"
     user = "root" if sender.uid == 0 else f"user {sender.uid}"
     about = [f"pid {sender.pid}", "the job's own user" if sender.is_own_user else user]
     if sender.parent_name:

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from commlens.diagnosis.causes.straggler import FoundStraggler, Stretch
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.straggler import StragglerCase
 from commlens.diagnosis.words.finding import Words
-from commlens.model.cause import Phase, Why
-from commlens.text import capital, count, duration, frame_phrase, ranks_and_verb, ranks_phrase
+from commlens.model.cause import Phase, Slow, Why
+from commlens.model.collective import Collective, user_frame
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    frame_phrase,
+    group_phrase,
+    op_phrase,
+    rank_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+)
 
 _S: Final = 1e9  # ns
 _PHASES: Mapping[Phase, str] = {
@@ -29,23 +41,23 @@ _STEPS: Mapping[Why, str] = {
 }
 
 
-def words(found: FoundStraggler) -> Words:
+def words(case: StragglerCase) -> Words:
     """Return what a finding says about ranks that make a job slow."""
-    cause = found.cause
-    where = f" on {found.node}" if found.node else ""
+    cause = case.cause
+    where = f" on {case.node}" if case.node else ""
     return Words(
         summary=(
             f"{ranks_and_verb(cause.culprits, 'makes', 'make')} the job slow: all others{where}"
             f" wait for {cause.cost:.0%} of the time"
         ),
-        explanation=" ".join(f"{capital(each)}." for each in _evidence(found)),
-        next_step=_next_step(found),
+        explanation=" ".join(f"{capital(each)}." for each in _evidence(case)),
+        next_step=_next_step(case),
         would_raise_confidence="That others wait for a rank shows that it is later, not why.",
     )
 
 
-def _evidence(found: FoundStraggler) -> list[str]:
-    cause, who = found.cause, ranks_phrase(found.cause.culprits)
+def _evidence(case: StragglerCase) -> list[str]:
+    cause, who = case.cause, ranks_phrase(case.cause.culprits)
     they_wait = (
         f"{ranks_and_verb(cause.victims, 'waits', 'wait')}"
         f" {duration(cause.cost * cause.step_s * _S)} longer than {who}"
@@ -54,40 +66,60 @@ def _evidence(found: FoundStraggler) -> list[str]:
         f"In each step of {duration(cause.step_s * _S)}, {they_wait}"
         f" ({count(cause.steps, 'step')} seen)"
     ]
-    if found.hotspot is not None:
-        spends = f"{who} spends {found.hotspot.share:.0%} of the time in"
-        line, other = frame_phrase(found.hotspot.frame), found.hotspot.other
-        less = f", rank {other} {found.hotspot.share_other:.0%}" if other is not None else ""
-        evidence.append(f"{spends} {line}{less}")
-    if found.stretch is not None and cause.stretch is not None:
+    if (hot := cause.hot_line) is not None:
+        line = frame_phrase(user_frame(case.hot_stack))
+        less = f", {rank_phrase(hot.other)} {hot.share_other:.0%}" if hot.other is not None else ""
+        evidence.append(f"{who} spends {hot.share:.0%} of the time in {line}{less}")
+    if case.ends is not None and cause.stretch is not None:
         phase = f" ({_PHASES[cause.stretch.phase]})" if cause.stretch.phase is not None else ""
         evidence.append(
             f"{who} takes {duration(cause.stretch.extra_s * _S)} longer in each step"
-            f" {_between(found.stretch)}{phase}"
+            f" {_between(case.ends)}{phase}"
         )
     if cause.held_back is not None:
         evidence.append(f"{who} {_HELD_BACK[cause.why]} for {cause.held_back:.0%} of the time")
     return evidence
 
 
-def _between(stretch: Stretch) -> str:
+def _between(ends: tuple[Collective, Collective]) -> str:
     """Return between which lines a stretch lies."""
-    first, second = (
-        f"{op.op} in {frame_phrase(op.source)}" for op in (stretch.after, stretch.before)
-    )
+    first, second = (f"{op.op} in {frame_phrase(op.source)}" for op in ends)
     return (
         f"between {first} and {second}" if first != second else f"between one {first} and the next"
     )
 
 
-def _next_step(found: FoundStraggler) -> str:
-    cause, who, source = found.cause, ranks_phrase(found.cause.culprits), found.source
+def _next_step(case: StragglerCase) -> str:
+    cause, who, source = case.cause, ranks_phrase(case.cause.culprits), case.frame
     if cause.held_back is not None:
         return _STEPS[cause.why]
-    if found.hotspot is not None and source is not None:
+    if cause.hot_line is not None and source is not None:
         return f"look at {source.function} ({source.where}) on {who}"
     place = f" before {frame_phrase(source)}" if source is not None else ""
     return (
-        f"profile {who}{place} (`py-spy record --duration 10 --pid {found.pid}`), and compare"
-        f" it with rank {cause.victims[0]}"
+        f"profile {who}{place} (`py-spy record --duration 10 --pid {case.pid}`), and compare"
+        f" it with {rank_phrase(cause.victims[0])}"
+    )
+
+
+def words_of_slow(context: Context, case: Case[Slow]) -> Words:
+    """Return what a finding says about a rank that makes the others wait."""
+    assert case.op is not None
+    cause, op, rank = case.cause, case.op, case.cause.culprits[0]
+    lost_ns = round(cause.lost_s * 1e9)
+    before = f" before {frame_phrase(op.source)}" if op.source is not None else ""
+    return Words(
+        summary=(
+            f"nothing is stuck, but {rank_phrase(rank)} is the last to reach the"
+            " collectives of"
+            f" {group_phrase(op.channel.group)}: {cause.times} of {count(cause.of, 'time')},"
+            f" {duration(lost_ns // cause.times)} after the others"
+        ),
+        explanation=(
+            f"The others waited {duration(lost_ns)} of {duration(round(cause.span_s * 1e9))} for"
+            f" it, longest in {op_phrase(op)}. Clocks are corrected by the times at which the ranks"
+            " leave their collectives."
+        ),
+        next_step=f"look at {rank_phrase(rank)}{before}: data loading, a slower GPU or host",
+        would_raise_confidence="A profile of that rank would show where its time goes.",
     )

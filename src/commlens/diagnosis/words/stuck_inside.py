@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Context, op_at
-from commlens.diagnosis.causes.stuck_inside import FoundStuckGroups, FoundStuckInside, Meeting
+from commlens.diagnosis.causes.context import Case, Context, op_at
+from commlens.diagnosis.causes.stuck_inside import Meeting, StuckCase
 from commlens.diagnosis.words import phrases
-from commlens.diagnosis.words.activities import activity_words
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
     compare_step,
@@ -16,12 +15,22 @@ from commlens.diagnosis.words.next_steps import (
 )
 from commlens.diagnosis.words.phrases import (
     COMPLETION_UNKNOWN,
+    activity_words,
     collective_phrase,
     first_line,
     prose,
 )
 from commlens.model.cause import StuckInside
-from commlens.text import duration, joined, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import (
+    duration,
+    joined,
+    numbered,
+    op_phrase,
+    rank_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    verb,
+)
 
 RECORD_COMPLETION = (
     "start the job with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
@@ -41,26 +50,21 @@ _AGREEMENT = {
 }
 
 
-def words(context: Context, found: FoundStuckInside) -> Words:
-    """Return what a finding says about ranks inside of a collective."""
-    match found.cause.state:
-        case "held-up":
-            return _held_up(context, found)
-        case "completion-unknown":
-            return _completion_unknown(found)
-        case "moving":
-            return _still_moving(context, found)
-        case "not-started":
-            return _never_started(context, found)
-        case _:
-            return _no_progress(context, found)
-
-
-def words_of_groups(context: Context, found: FoundStuckGroups) -> Words:
-    """Return what a finding says about ranks inside of a collective of several groups."""
-    if found.cause.state == "left-behind":
-        return _left_behind(context, found)
-    return _undecided(context, found)
+def words(context: Context, case: Case[StuckInside]) -> Words:
+    """Return what a finding says about ranks inside of a collective, perhaps of several groups."""
+    if isinstance(case, StuckCase):
+        say = {
+            "held-up": _held_up,
+            "completion-unknown": _completion_unknown,
+            "moving": _still_moving,
+            "not-started": _never_started,
+        }
+        return say.get(case.cause.state, _no_progress)(context, case)
+    return (
+        _left_behind(context, case)
+        if case.cause.state == "left-behind"
+        else _undecided(context, case)
+    )
 
 
 def _name(meeting: Meeting) -> str:
@@ -68,19 +72,23 @@ def _name(meeting: Meeting) -> str:
     at = meeting.instance
     if at.sender < 0:
         return op_phrase(meeting.op)
-    return f"{numbered('message', at.number)} from rank {at.sender} to rank {at.receiver}"
+    return (
+        f"{numbered('message', at.number)} from {rank_phrase(at.sender)} to"
+        f" {rank_phrase(at.receiver)}"
+    )
 
 
-def _undecided(context: Context, found: FoundStuckGroups) -> Words:
-    ranks, edges = found.cause.ranks, found.edges
+def _undecided(context: Context, case: Case[StuckInside]) -> Words:
+    ranks, edges = case.cause.ranks, case.edges
+    inside = collective_phrase([edge.op for edge in edges])
     return Words(
         summary=(
-            f"{ranks_and_verb(ranks, 'is', 'are')} inside {collective_phrase(found.ops)}; these"
+            f"{ranks_and_verb(ranks, 'is', 'are')} inside {inside}; these"
             " dumps do not tell whether it is stuck or was under way"
         ),
         explanation=prose(
             phrases.waiting(context, edges),
-            phrases.waiting_behind(context, ranks, found.blocked),
+            phrases.waiting_behind(context, ranks, case.blocked),
             "All ranks of these groups have reached it. Several groups in one collective are what a"
             " running job looks like, and a job whose network failed.",
         ),
@@ -93,23 +101,23 @@ def _undecided(context: Context, found: FoundStuckGroups) -> Words:
     )
 
 
-def _held_up(context: Context, found: FoundStuckInside) -> Words:
-    meeting, culprits = found.meeting, found.cause.culprits
+def _held_up(context: Context, case: StuckCase) -> Words:
+    meeting, culprits = case.meeting, case.cause.culprits
     others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
-    assert found.doing is not None
+    assert case.doing is not None
     return Words(
         summary=(
-            f"{ranks_phrase(culprits)} {activity_words(found.doing, culprits)}"
+            f"{ranks_phrase(culprits)} {activity_words(case.doing, culprits)}"
             f" inside {_name(meeting)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
         explanation=_explanation(context, meeting),
-        next_step=missing_step(found.doing, culprits),
+        next_step=missing_step(case.doing, culprits),
         evidence=_errors(meeting),
     )
 
 
-def _completion_unknown(found: FoundStuckInside) -> Words:
-    meeting = found.meeting
+def _completion_unknown(_: Context, case: StuckCase) -> Words:
+    meeting = case.meeting
     return Words(
         summary=(
             f"{ranks_and_verb(meeting.waiting, 'stands', 'stand')} still after {_name(meeting)};"
@@ -127,22 +135,22 @@ def _completion_unknown(found: FoundStuckInside) -> Words:
     )
 
 
-def _still_moving(context: Context, found: FoundStuckInside) -> Words:
-    meeting = found.meeting
+def _still_moving(context: Context, case: StuckCase) -> Words:
+    meeting = case.meeting
     return Words(
         summary=(
-            f"{ranks_phrase(found.cause.ranks)} are in {_name(meeting)}, which still moves data,"
+            f"{ranks_phrase(case.cause.ranks)} are in {_name(meeting)}, which still moves data,"
             f" {duration(context.longest_wait(meeting.waiting))} so far"
         ),
         explanation=phrases.waiting(context, meeting.edges),
         next_step="wait",
-        evidence=[f"{ranks_and_verb(found.cause.busy, 'uses', 'use')} CPU inside it."],
+        evidence=[f"{ranks_and_verb(case.cause.busy, 'uses', 'use')} CPU inside it."],
         would_raise_confidence="CPU time shows work, not that it ends.",
     )
 
 
-def _never_started(context: Context, found: FoundStuckInside) -> Words:
-    meeting, ranks, started = found.meeting, found.cause.not_started_on, found.cause.started_on
+def _never_started(context: Context, case: StuckCase) -> Words:
+    meeting, ranks, started = case.meeting, case.cause.not_started_on, case.cause.started_on
     device = verb(ranks, "its device has", "their devices have")
     waits = ranks_and_verb(started, "has started it and waits", "have started it and wait")
     return Words(
@@ -157,8 +165,8 @@ def _never_started(context: Context, found: FoundStuckInside) -> Words:
     )
 
 
-def _no_progress(context: Context, found: FoundStuckInside) -> Words:
-    cause, meeting = found.cause, found.meeting
+def _no_progress(context: Context, case: StuckCase) -> Words:
+    cause, meeting = case.cause, case.meeting
     inside = [rank for rank in cause.ranks if rank not in cause.completed_on]
     question = _open_question(cause)
     return Words(
@@ -204,7 +212,7 @@ def _what_would_show(context: Context, meeting: Meeting, question: str) -> str:
         "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they"
         " are stuck."
     )
-    timed = context.job.knows.capture_time or any(v.log.captured_ns for v in meeting.views)
+    timed = not context.job.foreign or any(v.log.captured_ns for v in meeting.views)
     if timed or _errors(meeting):
         return stacks
     return (
@@ -229,17 +237,17 @@ def _errors(meeting: Meeting) -> list[str]:
     return [f"It failed with: {error}." for error in errors[:3]]
 
 
-def _left_behind(context: Context, found: FoundStuckGroups) -> Words:
-    ranks = found.cause.culprits
+def _left_behind(context: Context, case: Case[StuckInside]) -> Words:
+    ranks, name = case.cause.culprits, collective_phrase([edge.op for edge in case.edges])
     return Words(
         summary=(
-            f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {collective_phrase(found.ops)}, which"
-            f" completed on {ranks_phrase(found.cause.completed_on)}"
+            f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {name}, which"
+            f" completed on {ranks_phrase(case.cause.completed_on)}"
         ),
         explanation=prose(
             "It needs data from every rank, so all of it had arrived: a device, driver or process"
             f" of {ranks_phrase(ranks)} makes no progress.",
-            phrases.waiting_behind(context, ranks, set(found.blocked) - set(ranks)),
+            phrases.waiting_behind(context, ranks, set(case.blocked) - set(ranks)),
         ),
-        next_step=left_behind_step(found.ops[0], ranks),
+        next_step=left_behind_step(case.edges[0].op, ranks),
     )

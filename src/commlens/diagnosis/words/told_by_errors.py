@@ -1,14 +1,27 @@
-"""Words about ranks that the errors of others name."""
+"""Words about faults that exceptions tell: those of torch, and refusals by strict verification."""
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.told_by_errors import FoundInErrors
+from collections.abc import Sequence
+
+from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.told_by_errors import RefusedCase
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import prose
-from commlens.model.cause import ErrorReport, ToldByErrors
-from commlens.text import capital, frame_phrase, ranks_and_verb, ranks_phrase, sentence, verb
+from commlens.diagnosis.words.phrases import exit_words, prose
+from commlens.model.cause import ErrorReport, Side, ToldByErrors
+from commlens.model.refusal import RefusedRow
+from commlens.text import (
+    capital,
+    frame_phrase,
+    joined,
+    op_phrase,
+    rank_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    sentence,
+    verb,
+)
 
 _SHOWN = 4
 _DO: dict[ErrorReport, tuple[str, str]] = {
@@ -20,42 +33,34 @@ _DO: dict[ErrorReport, tuple[str, str]] = {
 """What one rank does, and what several do."""
 
 
-def words(context: Context, found: FoundInErrors) -> Words:
+def words(context: Context, case: Case[ToldByErrors]) -> Words:
     """Return what a finding says about ranks that errors tell of."""
-    match found.cause.report:
-        case "checkpoint":
-            return _failed(context, found)
-        case "sizes":
-            return _too_large(context, found)
-        case "barrier":
-            return _absent(context, found)
-        case _:
-            return _differ(context, found)
+    cause = case.cause
+    line = frame_phrase(context.job.views[cause.raised[0]].exit.source)
+    say = {
+        "checkpoint": _failed,
+        "not-exchanged": _not_exchanged,
+        "sizes": _too_large,
+        "barrier": _absent,
+    }.get(cause.report, _differ)
+    # ranks that raised the same share a sentence
+    texts = [sentence(end) for end in phrases.exits_alike(context, cause.raised)[:_SHOWN]]
+    return say(context, cause, f" at {line}" if line else "")._replace(evidence=texts)
 
 
-def _differ(context: Context, found: FoundInErrors) -> Words:
-    cause, told = found.cause, found.told
-    culprits, raised = cause.culprits, cause.raised
+def _differ(context: Context, cause: ToldByErrors, at: str) -> Words:
+    culprits, told = cause.culprits, {rank for side in cause.sides for rank in side.ranks}
     usual, *others = cause.sides
     shown = [*others[: _SHOWN - 1], usual] if culprits else cause.sides[:_SHOWN]
-    sides = [
-        ranks_and_verb(side.ranks, *(do.format(side.did) for do in _DO[cause.report]))
-        for side in shown
-    ]
-    where = frame_phrase(found.line)
     numbers = (
         ""
         if cause.global_ranks
         else "The numbers in the texts are those of a smaller group's ranks."
     )
     return Words(
-        summary=f"{' where '.join(sides)}, as torch's own check tells",
-        explanation=prose(
-            f"{capital(ranks_phrase(raised))} raised its error{f' at {where}' if where else ''}.",
-            numbers,
-        ),
+        summary=f"{' where '.join(_sides(cause.report, shown))}, as torch's own check tells",
+        explanation=prose(f"{capital(ranks_phrase(cause.raised))} raised its error{at}.", numbers),
         next_step=_differ_step(cause),
-        evidence=_texts(context, raised),
         would_raise_confidence=(
             None
             if culprits and len(told) == context.job.size
@@ -66,6 +71,31 @@ def _differ(context: Context, found: FoundInErrors) -> Words:
             )
         ),
     )
+
+
+def _not_exchanged(_: Context, cause: ToldByErrors, __: str) -> Words:
+    sides = _sides("parameters", cause.sides[:_SHOWN])
+    return Words(
+        summary=(
+            f"DDP's check on {ranks_phrase(cause.raised)} read"
+            " numbers of parameters that their ranks do not have: the exchange of these numbers"
+            " failed, and no model is known to differ"
+        ),
+        explanation=f"By their own errors, {joined(sides)}.",
+        next_step=(
+            "check that a collective of these ranks moves data: gather each rank's number before"
+            " DDP and print it; if it arrives as 0, try NCCL_P2P_DISABLE=1, for where GPUs cannot"
+            " write to each other (IOMMU, ACS) nothing arrives; also compare the collectives"
+            " that each rank issued before"
+        ),
+        would_raise_confidence="The texts do not tell why the exchange failed.",
+    )
+
+
+def _sides(report: ErrorReport, sides: Sequence[Side]) -> list[str]:
+    return [
+        ranks_and_verb(side.ranks, *(do.format(side.did) for do in _DO[report])) for side in sides
+    ]
 
 
 def _differ_step(cause: ToldByErrors) -> str:
@@ -79,17 +109,14 @@ def _differ_step(cause: ToldByErrors) -> str:
     return f"find out why {subject} {comes} to another collective"
 
 
-def _failed(context: Context, found: FoundInErrors) -> Words:
-    cause = found.cause
+def _failed(_: Context, cause: ToldByErrors, at: str) -> Words:
     culprits, named = cause.culprits, cause.named
     error = (cause.error or "").partition(". ")[0]
     others = sorted(set(cause.raised) - set(culprits))
     subject = f"{ranks_phrase(named) if named else 'a rank'}{'' if culprits else ' of its group'}"
-    where = frame_phrase(found.line)
     return Words(
         summary=(
-            f"{subject} failed in a distributed"
-            f" checkpoint{f' at {where}' if where else ''}{f': {error}' if error else ''}"
+            f"{subject} failed in a distributed checkpoint{at}{f': {error}' if error else ''}"
         ),
         explanation=(
             f"{capital(ranks_and_verb(others, 'raises', 'raise'))} its error: a checkpoint fails on"
@@ -103,54 +130,125 @@ def _failed(context: Context, found: FoundInErrors) -> Words:
             else f"look at the files of the checkpoint that {subject}"
             f" {verb(culprits, 'reads or writes', 'read or write')}"
         ),
-        evidence=_texts(context, cause.raised),
         would_raise_confidence=(
             None if culprits else "The texts do not name one rank of the whole job."
         ),
     )
 
 
-def _absent(context: Context, found: FoundInErrors) -> Words:
-    cause = found.cause
-    named, where = cause.named, frame_phrase(found.line)
-    subject = f"{ranks_phrase(named)}{'' if cause.global_ranks else ' of their group'}"
+def _absent(_: Context, cause: ToldByErrors, at: str) -> Words:
+    subject = f"{ranks_phrase(cause.named)}{'' if cause.global_ranks else ' of their group'}"
     return Words(
         summary=(
-            f"{subject} did not come to the monitored barrier"
-            f"{f' at {where}' if where else ''}, as the error of its first rank tells"
+            f"{subject} did not come to the monitored barrier{at}, as the error of its first rank"
+            " tells"
         ),
         next_step=(
             f"look at the last lines of the output of {subject}; in the next run, take a stack"
             " (py-spy dump) before the barrier's timeout"
         ),
-        evidence=_texts(context, cause.raised),
         would_raise_confidence=(
             "That error may name only the first rank that did not come (wait_all_ranks=False), and"
             " no line tells what it did instead."
-            if len(named) == 1
+            if len(cause.named) == 1
             else "No line tells what they did instead."
         ),
     )
 
 
-def _too_large(context: Context, found: FoundInErrors) -> Words:
-    raised, where = found.cause.raised, frame_phrase(found.line)
+def _too_large(context: Context, cause: ToldByErrors, at: str) -> Words:
+    of_nccl = "NCCL" in (context.job.views[cause.raised[0]].log.exception or "")
+    settings = ", or their settings of NCCL differ (NCCL_PROTO, NCCL_ALGO)" if of_nccl else ""
     return Words(
         summary=(
-            f"{ranks_phrase(raised)} received {found.cause.error}: ranks pass tensors of different"
-            " sizes to one collective"
+            f"{ranks_phrase(cause.raised)} received {cause.error}: ranks pass tensors of different"
+            f" sizes to one collective{settings}"
         ),
-        next_step=(
-            "compare the sizes that all ranks"
-            f" pass{f' at {where}' if where else ' to their last collective'}"
-        ),
-        evidence=_texts(context, raised),
+        next_step=(f"compare the sizes that all ranks pass{at or ' to their last collective'}"),
         would_raise_confidence="The records of `commlens launch` would show the size on each rank.",
     )
 
 
-def _texts(context: Context, ranks: list[int]) -> list[str]:
-    """``["rank 0 raised RuntimeError: DDP expects same model ..."]``; ranks with one text share a
-    sentence.
-    """
-    return [sentence(end) for end in phrases.exits_alike(context, ranks)[:_SHOWN]]
+def words_of_refused(context: Context, case: RefusedCase) -> Words:
+    """Return what a finding says about refused calls."""
+    say = {
+        "cycle": _refused_cycle,
+        "wrong-arguments": _refused_arguments,
+        "ended": _refused_absent,
+        "not-arrived": _refused_absent,
+        "disagreement": _refused_disagreement,
+    }
+    return say[case.cause.refused_for](context, case)
+
+
+def _refused_cycle(_: Context, case: RefusedCase) -> Words:
+    steps = [
+        f"{rank_phrase(wait.rank)} waits in {wait.collective}"
+        + (f" ({wait.where})" if wait.where else "")
+        + f" for {ranks_phrase(wait.absent)}"
+        for wait in case.refusal.waits
+    ]
+    ranks = ranks_phrase(sorted(wait.rank for wait in case.refusal.waits))
+    return Words(
+        summary=f"{ranks} wait for each other; strict verification refused it",
+        explanation=f"{capital('; '.join(steps))}.",
+        next_step=f"compare the order of the calls of {ranks} at these lines",
+        evidence=[f"{step}." for step in steps],
+        would_raise_confidence=(
+            "A run with some successful steps before the fault would show which rank departs from"
+            " its routine."
+        ),
+    )
+
+
+def _refused_arguments(context: Context, case: RefusedCase) -> Words:
+    view = context.job.views.get(case.cause.culprits[0])
+    where = view.exit.source.where if view is not None and view.exit.source is not None else ""
+    return Words(
+        summary=case.refusal.reason,
+        explanation=f"Strict verification refused {case.refusal.operation}.",
+        next_step=f"correct the arguments of this call{f' at {where}' if where else ''}",
+    )
+
+
+def _refused_absent(context: Context, case: RefusedCase) -> Words:
+    cause, views = case.cause, context.job.views
+    known = [rank for rank in cause.absent if rank in views]
+    met = next(map(op_phrase, case.ops.values()), "a call of the others")
+    did = "ended without" if cause.refused_for == "ended" else "did not take part in"
+    return Words(
+        summary=(
+            f"{ranks_and_verb(cause.absent, did, did)} {met}; strict verification refused it on"
+            f" {ranks_phrase(cause.raised)}"
+        ),
+        explanation=prose(
+            *(
+                f"{phrases.name(context, rank)} {exit_words(views[rank].exit)};"
+                f" {phrases.last(context, rank)}."
+                for rank in known[:2]
+                if views[rank].exit.kind != "alive"
+            )
+        ),
+        next_step=f"look at the end of the output of {ranks_phrase(cause.absent)}",
+        evidence=phrases.exits(context, case.cause.raised),
+        would_raise_confidence="Only the refusals tell it: nobody saw how it ended.",
+    )
+
+
+def _refused_disagreement(context: Context, case: RefusedCase) -> Words:
+    raised, refusal = ranks_phrase(case.cause.raised), case.refusal
+    return Words(
+        summary=f"strict verification refused a call on {raised}: {refusal.reason}",
+        explanation=f"It was {refusal.operation}.",
+        next_step="compare the arguments with which these ranks make this call",
+        evidence=[_row(refusal.heading, row) for row in refusal.rows]
+        or phrases.exits(context, case.cause.raised),
+        would_raise_confidence="The exception's whole text is in the output of these ranks.",
+    )
+
+
+def _row(heading: str, row: RefusedRow) -> str:
+    """``"Input shapes of x, rank 0: [2] float32 (train.py:21 in main)"``."""
+    of = f" of {row.argument}" if row.argument else ""
+    where = f" ({row.where})" if row.where else ""
+    return f"{heading}{of}, {ranks_phrase(row.ranks)}: {' '.join(filter(None, row.cells))}{where}"

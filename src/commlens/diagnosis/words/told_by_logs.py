@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from commlens.diagnosis.causes.told_by_logs import FoundInLogs, UnplacedTimeout
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.known_errors import known_step
-from commlens.diagnosis.words.next_steps import outside_cause, outside_step
-from commlens.model.cause import JobEnding
+from commlens.diagnosis.words.next_steps import known_step, outside_cause, outside_step
+from commlens.matching.errors import SYSTEM_REASON, known_error
+from commlens.model.cause import OF_THE_STORE, JobEnding, LogReport, ToldByLogs, UnplacedTimeout
+from commlens.model.ranklog import CAUSED_BY
 from commlens.model.xids import xid
-from commlens.text import count, frame_phrase, joined, ranks_and_verb, ranks_phrase
+from commlens.text import count, joined, rank_phrase, ranks_and_verb, ranks_phrase
 
 LOOK_AT_MORE: Final = (
     "diagnose the logs of all ranks, or the Flight Recorder's dumps (by default"
@@ -18,6 +19,7 @@ LOOK_AT_MORE: Final = (
 )
 _ERROR_MAX = 160  # characters
 _SHOWN = 4  # numbers, or lines
+_SEE_INNER: Final = ". See inner exception for details"
 _ENDINGS: Final[dict[JobEnding, tuple[str, str]]] = {
     "out-of-memory": (
         "a process of the job was killed because memory was used up",
@@ -65,29 +67,9 @@ _ENDINGS: Final[dict[JobEnding, tuple[str, str]]] = {
 """What a line says, and the next step."""
 
 
-def words(found: FoundInLogs) -> Words:
+def words(cause: ToldByLogs) -> Words:
     """Return what a finding says about lines of logs."""
-    match found.cause.report:
-        case "behind":
-            return _behind(found)
-        case "desync":
-            return _lagging(found)
-        case "timed-out":
-            return _timed_out(found)
-        case "launcher-ended":
-            return _launcher_ended(found)
-        case "ended":
-            return _ended(found)
-        case "raised":
-            return _raised(found)
-        case "watchdog-stuck":
-            return _stuck_watchdog(found)
-        case "ras-behind":
-            return _ras_behind(found)
-        case "engine-waits":
-            return _engine_waits(found)
-        case "store-lost":
-            return _store_lost(found)
+    return _WORDS[cause.report](cause)
 
 
 def timeout_phrase(timeout: UnplacedTimeout) -> str:
@@ -95,8 +77,8 @@ def timeout_phrase(timeout: UnplacedTimeout) -> str:
     return f"{ranks_phrase(timeout.ranks)}: {timeout.text}" if timeout.ranks else timeout.text
 
 
-def _lagging(found: FoundInLogs) -> Words:
-    ranks = ranks_phrase(found.cause.culprits)
+def _lagging(cause: ToldByLogs) -> Words:
+    ranks = ranks_phrase(cause.culprits)
     return Words(
         summary=(
             f"{ranks} did not join the collective in which the others timed out, as torch's desync"
@@ -106,7 +88,7 @@ def _lagging(found: FoundInLogs) -> Words:
             f"look at the output of {ranks} before the timeout; in the next run, take a stack"
             " (py-spy dump)"
         ),
-        evidence=[f"{timeout_phrase(timeout)}." for timeout in found.timeouts],
+        evidence=[f"{timeout_phrase(timeout)}." for timeout in cause.timeouts],
         would_raise_confidence=(
             "The report numbers the ranks as their group does: in the default group, as the job"
             " does."
@@ -114,27 +96,29 @@ def _lagging(found: FoundInLogs) -> Words:
     )
 
 
-def _behind(found: FoundInLogs) -> Words:
-    (rank,), (last, number) = found.cause.culprits, found.cause.numbers
+def _behind(cause: ToldByLogs) -> Words:
+    (rank,), (last, number) = cause.culprits, cause.numbers
     return Words(
         summary=(
-            f"rank {rank} timed out in {found.op} #{last} and {ranks_phrase(found.others)} in"
+            f"{rank_phrase(rank)} timed out in {cause.op} #{last} and"
+            f" {ranks_phrase(cause.victims)} in"
             f" #{number}: it is {count(number - last, 'collective')} behind, if these are of one"
             " process group"
         ),
         next_step=(
-            f"look at the output of rank {rank} before that, and at the Flight Recorder's dumps if"
+            f"look at the output of {rank_phrase(rank)} before that, and at the Flight"
+            " Recorder's dumps if"
             " there are any"
         ),
-        evidence=[f"{timeout_phrase(timeout)}." for timeout in found.timeouts],
+        evidence=[f"{timeout_phrase(timeout)}." for timeout in cause.timeouts],
         would_raise_confidence=(
             "The lines do not name the process group; those of torch 2.2 and later do."
         ),
     )
 
 
-def _timed_out(found: FoundInLogs) -> Words:
-    first, *others = [timeout_phrase(timeout) for timeout in found.timeouts]
+def _timed_out(cause: ToldByLogs) -> Words:
+    first, *others = [timeout_phrase(timeout) for timeout in cause.timeouts]
     return Words(
         summary=f"{first}; the ranks that it waited for are unknown",
         next_step=LOOK_AT_MORE,
@@ -146,8 +130,8 @@ def _timed_out(found: FoundInLogs) -> Words:
     )
 
 
-def _launcher_ended(found: FoundInLogs) -> Words:
-    signals = found.cause.signals
+def _launcher_ended(cause: ToldByLogs) -> Words:
+    signals = cause.signals
     return Words(
         summary=(
             f"the job was ended from outside: its launcher was ended by {' and '.join(signals)}"
@@ -157,9 +141,10 @@ def _launcher_ended(found: FoundInLogs) -> Words:
     )
 
 
-def _ended(found: FoundInLogs) -> Words:
-    cause = found.cause
+def _ended(cause: ToldByLogs) -> Words:
     assert cause.ending is not None
+    if cause.ending in OF_THE_STORE:
+        return _store_unreached(cause)
     summary, step = _ENDINGS[cause.ending]
     if cause.numbers:
         summary += f": {joined([f'Xid {one} ({xid(one).meaning})' for one in cause.numbers])}"
@@ -173,11 +158,27 @@ def _ended(found: FoundInLogs) -> Words:
     )
 
 
-def _stuck_watchdog(found: FoundInLogs) -> Words:
-    ranks = ranks_phrase(found.cause.ranks)
+def _store_unreached(cause: ToldByLogs) -> Words:
+    text = "\n".join(cause.lines)
+    known = known_error(text)
+    who = ranks_phrase(cause.ranks) if cause.ranks else "a process that the log does not name"
+    store = f"torch's store{f' at {known.detail}' if known and known.detail else ''}"
+    did = f"{who} could not {'listen for' if cause.listens else 'connect to'} {store}"
+    why = next(iter(SYSTEM_REASON.findall(text)[::-1]), "")
+    waits = cause.ending == "store-awaited"
+    return Words(
+        summary=f"{'no line tells a fault, but ' * waits}{did}{f': {why}' if why else ''}",
+        next_step=known_step(text) or LOOK_AT_MORE,
+        evidence=[f'a line says "{line}".' for line in cause.lines[:_SHOWN]],
+        would_raise_confidence="No line tells whether a later attempt succeeded.",
+    )
+
+
+def _stuck_watchdog(cause: ToldByLogs) -> Words:
+    ranks = ranks_phrase(cause.ranks)
     return Words(
         summary=(
-            f"torch's watchdog of {ranks} made no progress for {found.cause.waited_s:.0f} s, and"
+            f"torch's watchdog of {ranks} made no progress for {cause.waited_s:.0f} s, and"
             " its monitor ended the process"
         ),
         explanation=(
@@ -192,12 +193,17 @@ def _stuck_watchdog(found: FoundInLogs) -> Words:
     )
 
 
-def _raised(found: FoundInLogs) -> Words:
-    by_launcher = found.cause.by_launcher
-    where = "" if by_launcher else frame_phrase(found.frame)
-    error = found.exception.splitlines()[0][:_ERROR_MAX].rstrip(". ")
+def _raised(cause: ToldByLogs) -> Words:
+    by_launcher = cause.by_launcher
+    where = "" if by_launcher else cause.line
+    error, *more = (
+        text.partition("\n")[0][:_ERROR_MAX].rstrip(". ")
+        for text in cause.exception.split(CAUSED_BY)
+    )
+    if error.endswith(_SEE_INNER) and more:
+        error = f"{error.removesuffix(_SEE_INNER)}, because of {more[0]}"
     subject = "the launcher" if by_launcher else "a rank that the log does not name"
-    step = known_step(found.exception)
+    step = known_step(cause.exception)
     if not step and where:
         step = f"look at {where}, and in the whole log for the rank"
     return Words(
@@ -211,9 +217,9 @@ def _raised(found: FoundInLogs) -> Words:
     )
 
 
-def _ras_behind(found: FoundInLogs) -> Words:
-    numbers = joined([f"#{number}" for number in found.cause.numbers[:_SHOWN]])
-    listed = ranks_and_verb(found.cause.listed, "is", "are") if found.cause.listed else ""
+def _ras_behind(cause: ToldByLogs) -> Words:
+    numbers = joined([f"#{number}" for number in cause.numbers[:_SHOWN]])
+    listed = ranks_and_verb(cause.listed, "is", "are") if cause.listed else ""
     return Words(
         summary=(
             "ranks of a communicator launched up to different operations, as NCCL's RAS reports:"
@@ -230,10 +236,10 @@ def _ras_behind(found: FoundInLogs) -> Words:
     )
 
 
-def _engine_waits(found: FoundInLogs) -> Words:
+def _engine_waits(cause: ToldByLogs) -> Words:
     return Words(
         summary=(
-            f"vLLM waited {found.cause.waited_s:.0f} s for a worker to read its broadcast in shared"
+            f"vLLM waited {cause.waited_s:.0f} s for a worker to read its broadcast in shared"
             " memory; no line tells which worker, or why"
         ),
         next_step=(
@@ -244,8 +250,8 @@ def _engine_waits(found: FoundInLogs) -> Words:
     )
 
 
-def _store_lost(found: FoundInLogs) -> Words:
-    ranks = found.cause.ranks
+def _store_lost(cause: ToldByLogs) -> Words:
+    ranks = cause.ranks
     return Words(
         summary=(
             f"{ranks_and_verb(ranks, 'does', 'do')} not reach torch's store any more: the process"
@@ -255,3 +261,17 @@ def _store_lost(found: FoundInLogs) -> Words:
         next_step="look at the output of rank 0 and of its node's launcher for the first error",
         would_raise_confidence="No line tells how the process of the store ended.",
     )
+
+
+_WORDS: Mapping[LogReport, Callable[[ToldByLogs], Words]] = {
+    "behind": _behind,
+    "desync": _lagging,
+    "timed-out": _timed_out,
+    "launcher-ended": _launcher_ended,
+    "ended": _ended,
+    "raised": _raised,
+    "watchdog-stuck": _stuck_watchdog,
+    "ras-behind": _ras_behind,
+    "engine-waits": _engine_waits,
+    "store-lost": _store_lost,
+}

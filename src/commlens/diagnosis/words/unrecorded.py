@@ -1,38 +1,50 @@
-"""Words about ranks that others wait for, and of which no record tells what they did."""
+"""Words about ranks of which no record tells what they did, and about keys of the job's store that
+no rank writes.
+"""
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Context, most_waited
-from commlens.diagnosis.causes.unrecorded import FoundUnrecorded
+from collections import defaultdict
+from collections.abc import Collection
+
+from commlens.diagnosis.causes.context import Case, Context, most_waited
+from commlens.diagnosis.causes.unrecorded import UnwrittenCase
+from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
-from commlens.diagnosis.words.exits import exit_words
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import prose
+from commlens.diagnosis.words.phrases import activity_words, exit_words, prose
+from commlens.model.cause import Unrecorded
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.text import (
+    capital,
     duration,
     frame_phrase,
     joined,
+    key_phrase,
+    op_phrase,
+    rank_phrase,
+    ranks_and_verb,
     ranks_phrase,
     verb,
 )
 
 _PIDS_MAX = 8
+_IDLE_MAX = 4
 
 
-def words(context: Context, found: FoundUnrecorded) -> Words:
+def words(context: Context, case: Case[Unrecorded]) -> Words:
     """Return what a finding says about ranks without a record."""
-    return _WORDS[found.cause.reason](context, found)
+    return _WORDS[case.cause.reason](context, case)
 
 
-def _silent(context: Context, found: FoundUnrecorded) -> Words:
+def _silent(context: Context, case: Case[Unrecorded]) -> Words:
     """No line of a log tells that they came to the collective in which the others timed out.
 
     The watchdog of a rank that waited as well would have told it, unless it could not run. So a
     single such rank is the suspect.
     """
-    ranks, op = found.cause.ranks, most_waited(found.edges).op
+    ranks, op = case.cause.ranks, most_waited(case.edges).op
     subject = ranks_phrase(ranks)
     known = any(rank in context.job.views for rank in ranks)
     cause = (
@@ -43,15 +55,15 @@ def _silent(context: Context, found: FoundUnrecorded) -> Words:
         f" {verb(ranks, 'it holds', 'they hold')} up the others."
     )
     step = f"look at the output of {subject}, from the time when the others came to {op.op} on"
-    return _of_logs(context, found, cause, why, step)
+    return _of_logs(context, case, cause, why, step)
 
 
-def _watchdog_stuck(context: Context, found: FoundUnrecorded) -> Words:
-    ranks = found.cause.ranks
+def _watchdog_stuck(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks = case.cause.ranks
     subject = ranks_phrase(ranks)
     cause = (
         f"{subject} did not, because {verb(ranks, 'its', 'their')} NCCL watchdog was stuck for"
-        f" {duration(found.stuck_watchdog_s * 1_000_000_000)}"
+        f" {duration(case.cause.stuck_s * 1_000_000_000)}"
     )
     why = (
         "A watchdog gets stuck if a CUDA call does not return or a thread holds the GIL:"
@@ -61,21 +73,23 @@ def _watchdog_stuck(context: Context, found: FoundUnrecorded) -> Words:
         f"take a stack of {subject} (py-spy dump --native): a CUDA call does not return there,"
         " or a thread holds the GIL"
     )
-    return _of_logs(context, found, cause, why, step)
+    return _of_logs(context, case, cause, why, step)
 
 
-def _of_logs(context: Context, found: FoundUnrecorded, cause: str, why: str, step: str) -> Words:
-    ranks, views = found.cause.ranks, context.job.views
+def _of_logs(context: Context, case: Case[Unrecorded], cause: str, why: str, step: str) -> Words:
+    ranks, views = case.cause.ranks, context.job.views
     known = [rank for rank in ranks if rank in views]
     ends = [
-        f"Rank {rank} {exit_words(views[rank].exit)}." for rank in known if views[rank].exit.ended
+        f"{capital(rank_phrase(rank))} {exit_words(views[rank].exit)}."
+        for rank in known
+        if views[rank].exit.ended
     ]
     verbs = ("timed out", "timed out") if context.job.only_logs else ("waits", "wait")
     return Words(
-        summary=f"{phrases.waits(context, found.edges, *verbs)}; {cause}",
+        summary=f"{phrases.waits(context, case.edges, *verbs)}; {cause}",
         explanation=prose(why, *ends),
         next_step=step,
-        evidence=phrases.aborted(context, found.blocked),
+        evidence=phrases.aborted(context, case.blocked),
         would_raise_confidence=(
             "A stack, or a dump of the Flight Recorder, would show where"
             f" {verb(ranks, 'it', 'they')} stood."
@@ -83,123 +97,140 @@ def _of_logs(context: Context, found: FoundUnrecorded, cause: str, why: str, ste
     )
 
 
-def _not_recorded(context: Context, found: FoundUnrecorded) -> Words:
-    ranks, strangers = found.cause.ranks, context.job.strangers
+def _not_recorded(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks, strangers = case.cause.ranks, context.job.strangers
     logs = [strangers[rank] for rank in ranks if rank in strangers]
     pids = joined([f"pid {log.pid}" for log in logs[:_PIDS_MAX]])
     them = verb(ranks, "it", "them")
     runs = verb(ranks, "runs on this node but is", "run on this node but are")
     return Words(
         summary=(
-            f"{ranks_phrase(ranks)} ({pids}) {runs} not recorded; {_they_wait(context, found)} for"
+            f"{ranks_phrase(ranks)} ({pids}) {runs} not recorded; {_they_wait(context, case)} for"
             f" {them}"
         ),
-        explanation=_waits(context, found),
+        explanation=_waits(context, case),
         next_step=(
             f"take a stack of {them} (py-spy dump --pid {logs[0].pid}); {logs[0].unrecorded}"
         ),
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
-def _outdated(context: Context, found: FoundUnrecorded) -> Words:
-    ranks = found.cause.ranks
+def _outdated(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks = case.cause.ranks
     return Words(
         summary=(
-            f"{_they_wait(context, found)}; the {verb(ranks, 'dump', 'dumps')} of"
+            f"{_they_wait(context, case)}; the {verb(ranks, 'dump', 'dumps')} of"
             f" {ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} older and"
             f" {verb(ranks, 'does', 'do')} not show whether {verb(ranks, 'it', 'they')} came"
         ),
-        explanation=_waits(context, found),
+        explanation=_waits(context, case),
         next_step=(
             "dump all ranks at one moment while the job hangs, and diagnose these dumps; or take a"
             f" stack of {verb(ranks, 'it', 'them')} (py-spy dump)"
         ),
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
-def _unreadable(context: Context, found: FoundUnrecorded) -> Words:
-    ranks = found.cause.ranks
+def _unreadable(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks = case.cause.ranks
     subject, pid = ranks_phrase(ranks), context.job.views[ranks[0]].log.pid
     step = f"take a stack of {subject} (py-spy dump{f' --pid {pid}' if pid else ''})"
-    if not context.job.knows.stacks:
+    if context.job.foreign:
         copies = verb(ranks, "a whole copy of the dump", "whole copies of the dumps")
         step = f"look for {copies} of {subject}, or {step}"
     return Words(
-        summary=f"{_they_wait(context, found)}; the newest records of {subject} are unreadable",
-        explanation=_waits(context, found),
+        summary=f"{_they_wait(context, case)}; the newest records of {subject} are unreadable",
+        explanation=_waits(context, case),
         next_step=step,
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
-def _left_nothing(context: Context, found: FoundUnrecorded) -> Words:
-    ranks = found.cause.ranks
+def _left_nothing(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks = case.cause.ranks
     subject = ranks_phrase(ranks)
     ended = verb(
         ranks,
         "it ended before it could record anything, or its black box is lost",
         "they ended before they could record anything, or their black boxes are lost",
     )
-    waits = f"{_they_wait(context, found)} for {verb(ranks, 'it', 'them')}"
+    waits = f"{_they_wait(context, case)} for {verb(ranks, 'it', 'them')}"
     return Words(
         summary=f"{subject} left no record; {waits}",
         waits=waits,
-        explanation=_waits(context, found),
+        explanation=_waits(context, case),
         next_step=f"look at the output of {subject}: {ended}",
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
-def _not_started(context: Context, found: FoundUnrecorded) -> Words:
-    ranks, op = found.cause.ranks, most_waited(found.edges).op
+def _not_started(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks, op = case.cause.ranks, most_waited(case.edges).op
     subject, size = ranks_phrase(ranks), len(op.channel.group.all_ranks)
-    waiting = sorted({edge.rank for edge in found.edges})
+    waiting = sorted({edge.rank for edge in case.edges})
     return Words(
         summary=(
             f"{subject} of {size} {verb(ranks, 'was', 'were')} never started:"
-            f" {_they_wait(context, found)} for {verb(ranks, 'it', 'them')}"
+            f" {_they_wait(context, case)} for {verb(ranks, 'it', 'them')}"
         ),
         explanation=prose(
-            phrases.waiting(context, found.edges),
+            phrases.waiting(context, case.edges),
             f"All ranks meet at {context.job.meets_here}, so they must be on this machine, where"
             f" only {ranks_phrase(waiting)} came.",
         ),
-        next_step=_start_step(context, found),
+        next_step=_start_step(context, case),
         would_raise_confidence=(
             f"A process of {subject} that has not loaded torch yet would leave no record either."
         ),
     )
 
 
-def _fewer_than_expected(context: Context, found: FoundUnrecorded) -> Words:
-    ranks, op = found.cause.ranks, most_waited(found.edges).op
+def _fewer_than_expected(context: Context, case: Case[Unrecorded]) -> Words:
+    ranks, op = case.cause.ranks, most_waited(case.edges).op
     return Words(
         summary=(
-            f"{_they_wait(context, found)} for {len(op.channel.group.all_ranks)} ranks, like all"
+            f"{_they_wait(context, case)} for {len(op.channel.group.all_ranks)} ranks, like all"
             f" with a record; there is no record of {ranks_phrase(ranks)}"
         ),
-        explanation=phrases.waiting(context, found.edges),
+        explanation=phrases.waiting(context, case.edges),
         next_step=(
-            f"{_start_step(context, found)}; if {verb(ranks, 'it was', 'they were')} started on"
+            f"{_start_step(context, case)}; if {verb(ranks, 'it was', 'they were')} started on"
             " another node, dump that node too (`commlens dump`)"
         ),
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
-def _out_of_sight(context: Context, found: FoundUnrecorded) -> Words:
-    subject, they_wait = ranks_phrase(found.cause.ranks), _they_wait(context, found)
+def _out_of_sight(context: Context, case: Case[Unrecorded]) -> Words:
+    subject, they_wait = ranks_phrase(case.cause.ranks), _they_wait(context, case)
+    idle = case.cause.idle
+    standing = [
+        f"{phrases.name(context, rank)} {activity_words(context.doing(context.job.views[rank]))}"
+        for rank in idle[:_IDLE_MAX]
+    ]
+    like_all = "" if idle else ", like all ranks with a record"
     return Words(
-        summary=f"{they_wait}, like all ranks with a record; there is no record of {subject}",
+        summary=f"{they_wait}{like_all}; there is no record of {subject}"
+        + (f", which may be {ranks_phrase(idle)}" if len(idle) == 1 else ""),
         waits=they_wait,
-        explanation=_waits(context, found),
+        explanation=_waits(context, case),
+        evidence=[f"{each}, and waits for nobody." for each in standing],
         next_step=(
-            f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps"
+            (
+                f"find out whether {ranks_phrase(idle)} ought to be {subject}; if not, "
+                if idle
+                else ""
+            )
+            + f"find {verb(case.cause.ranks, 'the process that is', 'the processes that are')}"
+            f" {subject}, and start {verb(case.cause.ranks, 'it', 'them')} with commlens, too;"
+            " `commlens attach PID` shows where a process is now"
+            if min(case.cause.ranks) >= context.job.size
+            else f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps"
             " together"
         ),
-        would_raise_confidence=_last_is_unknown(found),
+        would_raise_confidence=_last_is_unknown(case),
     )
 
 
@@ -216,26 +247,26 @@ _WORDS = {
 }
 
 
-def _they_wait(context: Context, found: FoundUnrecorded) -> str:
-    return phrases.waits(context, found.edges, "waits", "wait")
+def _they_wait(context: Context, case: Case[Unrecorded]) -> str:
+    return phrases.waits(context, case.edges, "waits", "wait")
 
 
-def _waits(context: Context, found: FoundUnrecorded) -> str:
-    waiting = sorted({edge.rank for edge in found.edges})
+def _waits(context: Context, case: Case[Unrecorded]) -> str:
+    waiting = sorted({edge.rank for edge in case.edges})
     return prose(
-        phrases.waiting(context, found.edges),
-        phrases.waiting_behind(context, waiting, found.blocked),
+        phrases.waiting(context, case.edges),
+        phrases.waiting_behind(context, waiting, case.blocked),
     )
 
 
-def _last_is_unknown(found: FoundUnrecorded) -> str:
-    return f"What {ranks_phrase(found.cause.ranks)} did last is not recorded."
+def _last_is_unknown(case: Case[Unrecorded]) -> str:
+    return f"What {ranks_phrase(case.cause.ranks)} did last is not recorded."
 
 
-def _start_step(context: Context, found: FoundUnrecorded) -> str:
-    waiting = min(edge.rank for edge in found.edges)
-    origin = _origin_of_size(context.job.views[waiting].log, most_waited(found.edges).op)
-    subject = ranks_phrase(found.cause.ranks)
+def _start_step(context: Context, case: Case[Unrecorded]) -> str:
+    waiting = min(edge.rank for edge in case.edges)
+    origin = _origin_of_size(context.job.views[waiting].log, most_waited(case.edges).op)
+    subject = ranks_phrase(case.cause.ranks)
     return f"start {subject}, or correct the number of ranks{f': {origin}' if origin else ''}"
 
 
@@ -259,3 +290,83 @@ def _origin_of_size(log: RankLog, op: Collective) -> str:
         f"{size} comes from world_size in the call of"
         f" init_process_group{f' at {line}' if line else ''}{but}"
     )
+
+
+_OTHERS_MAX = 4
+
+
+def words_of_unwritten(context: Context, case: UnwrittenCase) -> Words:
+    """Return what a finding says about a key that no rank writes."""
+    if case.cause.written_before:
+        return _write_skipped(context, case)
+    return _writer_unknown(context, case)
+
+
+def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
+    write, own, ranks = case.write, case.own, case.cause.ranks
+    assert write is not None and own is not None
+    op, (writer,) = case.edges[0].op, case.cause.culprits
+    line, place = frame_phrase(write.source) or "an unknown line", frame_phrase(own.source)
+    return Words(
+        summary=(
+            f"{rank_phrase(writer)} did not write the {key_phrase(op)};"
+            f" {ranks_and_verb(ranks, 'waits', 'wait')} for it in {op.op}"
+        ),
+        explanation=prose(
+            f"{phrases.name(context, writer)} waits for {ranks_phrase(ranks)} in"
+            f" {op_phrase(own)}{f' at {place}' if place else ''}.",
+            f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
+            f" {line}.",
+            phrases.waiting(context, case.edges),
+            phrases.waiting_behind(context, case.involved, case.blocked),
+        ),
+        next_step=f"find the branch in which {rank_phrase(writer)} skips {line}",
+        would_raise_confidence=(
+            "The store itself is not read: whether a process outside of the job writes such keys is"
+            " not known."
+        ),
+    )
+
+
+def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
+    op, ranks = case.edges[0].op, case.cause.ranks
+    return Words(
+        summary=(
+            f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}, which"
+            " no rank is known to write"
+        ),
+        explanation=prose(
+            phrases.waiting(context, case.edges),
+            phrases.waiting_behind(context, ranks, case.blocked),
+            _others(context, case.involved),
+        ),
+        next_step=(
+            f"look for the line that writes the {key_phrase(op)}, and for why no rank has come"
+            " there"
+        ),
+        would_raise_confidence=(
+            "The store itself is not read: a process outside of the job may be meant to write the"
+            " key."
+        ),
+    )
+
+
+def _others(context: Context, waiting: Collection[int]) -> str:
+    """Return a sentence about the ranks that wait for no key: their collectives or activities."""
+    waits: dict[str, list[int]] = defaultdict(list)  # by op
+    doing: dict[str, list[RankView]] = defaultdict(list)
+    for rank, view in context.job.views.items():
+        if rank not in waiting:
+            block = next(iter(view.blocks.values()), None)
+            if block is not None:
+                waits[op_phrase(block.op)].append(rank)
+            else:
+                doing[activity_words(context.doing(view))].append(view)
+    told = [(ranks, f"{ranks_and_verb(ranks, 'is', 'are')} in {op}") for op, ranks in waits.items()]
+    for views in doing.values():
+        ranks = [view.rank for view in views]
+        told.append(
+            (ranks, f"{ranks_phrase(ranks)} {activity_words(context.doing(views[0]), ranks)}")
+        )
+    parts = [text for _, text in sorted(told)[:_OTHERS_MAX]]
+    return f"{capital('; '.join(parts))}." if parts else ""

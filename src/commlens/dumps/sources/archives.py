@@ -166,7 +166,9 @@ def _tar(
                     f"{source.name} is cut off or damaged: its first {count} members could be read"
                     f" ({_reason(error)})."
                 )
-        problems += [*source.problems, *_first_few(skipped, source.name)]
+        problems += [*source.problems, *skipped[:_NAMED_MAX]]
+        if (more := len(skipped) - _NAMED_MAX) > 0:
+            problems.append(f"{more} more members of {source.name} are not regular files.")
 
 
 def _zip(
@@ -280,13 +282,6 @@ def _reason(error: BaseException) -> str:
         "it is nested too deeply"
         if isinstance(error, RecursionError)
         else printable(str(error)) or type(error).__name__
-    )
-
-
-def _first_few(sentences: list[str], name: str) -> list[str]:
-    more = len(sentences) - _NAMED_MAX
-    return sentences[:_NAMED_MAX] + (
-        [f"{more} more members of {name} are not regular files."] if more > 0 else []
     )
 
 

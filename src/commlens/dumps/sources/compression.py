@@ -222,9 +222,7 @@ class _Content(io.RawIOBase):
         return max(0, self._given - USUAL_RATIO * self._stored)
 
     def _next_frame(self, frame: _Decompressor) -> bytes:
-        """Return the first bytes of the next frame; b"" if only padding or garbage follows, which
-        gzip ignores, too.
-        """
+        """Return the first bytes of the next frame; b"" before padding or garbage."""
         rest = frame.unused_data
         if len(rest) < 6:
             more = self._packed.read(_PIECE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -69,11 +69,7 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``,
     ``trace.3``, ``node-3/gpu2/dump``.
     """
-    *above, last = (
-        re.split(r"[/\\!]", name.rstrip("/\\!"))
-        if "\\" in name or "!" in name
-        else name.rstrip("/").split("/")
-    )
+    *above, last = _parts(name)
     if last in ("", ".", ".."):
         return FileName()
     folders = _folders(tuple(above))
@@ -88,46 +84,56 @@ def parse_name(name: str, prefix: str = "") -> FileName:
         local_rank=folders.local_rank if local < 0 else local,
     )
     own = _stated_rank(base)
-    if own >= 0:
-        differ = folders.sure and folders.rank != own
-        note = (
-            f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; {own}"
-            " is used."
-            if differ
-            else ""
-        )
-        return replace(about, rank=own, sure=True, note=note)
-    if folders.sure:
-        return replace(about, rank=folders.rank, sure=True)
+    if own >= 0 or folders.sure:
+        return _as_stated(about, own, folders, name)
     if about.local_rank >= 0:
         return about  # a GPU number: parse_names infers the rank from the other names
     numbers = _numbers(base)
-    if len(numbers) == 1:
-        return replace(about, rank=numbers[0])
     if len(numbers) > 1:
         note = (
             f"{name} holds several numbers and does not say which of them is the rank;"
             f" {numbers[-1]} is used."
         )
         return replace(about, rank=numbers[-1], note=note)
-    return replace(about, rank=folders.rank)
+    return replace(about, rank=numbers[0] if numbers else folders.rank)
+
+
+def _as_stated(about: FileName, own: int, folders: FileName, name: str) -> FileName:
+    """Add the rank that a name says, its own or that of a folder."""
+    note = ""
+    if own >= 0 and folders.sure and folders.rank != own:
+        note = (
+            f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; {own}"
+            " is used."
+        )
+    return replace(about, rank=own if own >= 0 else folders.rank, sure=True, note=note)
+
+
+def _parts(name: str) -> list[str]:
+    """Split a path, a URL or an ``archive!member``."""
+    if "\\" in name or "!" in name:
+        return re.split(r"[/\\!]", name.rstrip("/\\!"))
+    return name.rstrip("/").split("/")
 
 
 @lru_cache(maxsize=4096)
 def _folders(parts: tuple[str, ...]) -> FileName:
     """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
-    stated = next((rank for part in near if (rank := _stated_rank(part)) >= 0), -1)
-    bare = next(
-        (int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7), -1
-    )
+    stated = _first(_stated_rank(part) for part in near)
+    bare = (int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7)
     return FileName(
-        rank=stated if stated >= 0 else bare,
+        rank=stated if stated >= 0 else _first(bare),
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
-        node=next((number for part in near if (number := _last(_NODE, part)) >= 0), -1),
-        local_rank=next((number for part in near if (number := _last(_LOCAL, part)) >= 0), -1),
+        node=_first(_last(_NODE, part) for part in near),
+        local_rank=_first(_last(_LOCAL, part) for part in near),
         sure=stated >= 0,
     )
+
+
+def _first(numbers: Iterable[int]) -> int:
+    """Return the first number that is known; -1 if none is."""
+    return next((number for number in numbers if number >= 0), -1)
 
 
 def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
@@ -166,27 +172,29 @@ def _by_position(names: Sequence[str], each: list[FileName]) -> None:
             base = _stem(re.split(r"[/\\!]", name)[-1])
             shapes[_NUMBER.sub("#", _without_dates(base)), len(_numbers(base))].append(at)
     for (_, positions), members in shapes.items():
-        if len(members) < 2:
-            continue
         columns = [
             [_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[position] for at in members]
             for position in range(positions)
         ]
-        different = [column for column in columns if len(set(column)) == len(column)]
-        whole = [column for column in different if sorted(column) == list(range(len(column)))]
-        best = min(whole or different, key=max, default=None)
-        if best is None or (
-            not whole and sum(max(column) == max(best) for column in different) > 1
-        ):
-            continue
-        for at, rank in zip(members, best, strict=True):
+        ranks = _ranks_among(columns) if len(members) > 1 else None
+        for at, rank in zip(members, ranks or (), strict=ranks is not None):
             each[at] = replace(each[at], rank=rank, note="")
 
 
-def _by_node(names: Sequence[str], each: list[FileName]) -> None:
-    """Infer unknown global ranks from node and local rank, with nodes in the order of their numbers
-    or names.
+def _ranks_among(columns: list[list[int]]) -> list[int] | None:
+    """Return the numbers that may be ranks, of those at each place of alike names: they differ,
+    and are the lowest. None if that is not clear.
     """
+    different = [column for column in columns if len(set(column)) == len(column)]
+    whole = [column for column in different if sorted(column) == list(range(len(column)))]
+    best = min(whole or different, key=max, default=None)
+    if best is None or whole:
+        return best
+    return best if sum(max(column) == max(best) for column in different) == 1 else None
+
+
+def _by_node(names: Sequence[str], each: list[FileName]) -> None:
+    """Infer ranks from nodes, in the order of their names, and local ranks."""
     waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
     where = {at: (each[at].node, _key(_before_local(names[at]))) for at in waiting}
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}

@@ -4,13 +4,20 @@ supports every file.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
-from collections.abc import Callable
 from typing import Any, Final
 
 from commlens.errors import FormatError
-from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature, Sizes, Table
+from commlens.formats.flight_recorder.table import (
+    COLUMNS,
+    INT64_MAX,
+    STATES,
+    Signature,
+    Sizes,
+    Table,
+)
 
 # sizes and frames in total: shared lists let a small file claim billions
 _ITEMS_MAX: Final = 20_000_000
@@ -76,35 +83,15 @@ class _Builder:
 
     def finish(self) -> Table:
         table = self.table
-        table.groups, table.names, table.signatures = (
-            list(self.groups),
-            list(self.names),
-            list(self.signatures),
-        )
+        table.groups, table.names = list(self.groups), list(self.names)
+        table.signatures = list(self.signatures)
         table.frames, table.stacks = list(self.frames), list(self.stacks)
         if self.rows:
-            (
-                table.group,
-                table.name,
-                table.signature,
-                table.stack,
-                table.state,
-                table.retired,
-                table.is_p2p,
-                table.pg_id,
-                table.record_id,
-                table.collective_seq_id,
-                table.p2p_seq_id,
-                table.op_id,
-                table.created_ns,
-                table.started_ns,
-                table.completed_ns,
-                table.timeout_ms,
-                table.duration_ms,
-            ) = zip(*self.rows, strict=True)
+            table.columns = dict(zip(COLUMNS, zip(*self.rows, strict=True), strict=True))
         return table
 
     def _row(self, entry: Any) -> tuple[Any, ...]:
+        """Return the values of an entry by ``COLUMNS``."""
         if type(entry) is not dict or "profiling_name" not in entry or "state" not in entry:
             raise _Malformed
         get = entry.get
@@ -122,7 +109,13 @@ class _Builder:
         frames = get("frames")
         # All that may be malformed comes first: the tables hold nothing of entries that are
         # skipped.
-        group, signature = self._group(get("process_group"), get("pg_id")), self._signature(get)
+        group = self._group(get("process_group"), get("pg_id"))
+        signature = (
+            self._sizes(get("input_sizes")),
+            self._dtypes(get("input_dtypes")),
+            self._sizes(get("output_sizes")),
+            self._dtypes(get("output_dtypes")),
+        )
         stack = self._stack(frames) if frames else -1
         return (
             _index(self.groups, group),
@@ -158,40 +151,23 @@ class _Builder:
             return (str(pg_id), "")  # torch 2.2 records only the group's number
         raise _Malformed
 
-    def _signature(self, get: Callable[[str], Any]) -> Signature:
-        return (
-            self._sizes(get("input_sizes")),
-            self._dtypes(get("input_dtypes")),
-            self._sizes(get("output_sizes")),
-            self._dtypes(get("output_dtypes")),
-        )
-
     def _sizes(self, value: Any) -> Sizes:
-        if value is None:
-            return ()
-        if type(value) not in (list, tuple):
-            raise _Malformed
-        self._count(len(value))
-        sizes = []
-        for shape in value:
-            if type(shape) not in (list, tuple):
+        shapes = tuple(map(self._items, self._items(() if value is None else value)))
+        for size in itertools.chain(*shapes):
+            if type(size) is not int or not -INT64_MAX <= size <= INT64_MAX:
                 raise _Malformed
-            self._count(len(shape))
-            for size in shape:
-                if type(size) is not int or not -INT64_MAX <= size <= INT64_MAX:
-                    raise _Malformed
-            sizes.append(tuple(shape))
-        return tuple(sizes)
+        return shapes
 
     def _dtypes(self, value: Any) -> tuple[str, ...]:
-        if value is None:
-            return ()
+        dtypes = self._items(() if value is None else value)
+        if not all(type(dtype) is str for dtype in dtypes):
+            raise _Malformed
+        return dtypes
+
+    def _items(self, value: Any) -> tuple[Any, ...]:
         if type(value) not in (list, tuple):
             raise _Malformed
         self._count(len(value))
-        for dtype in value:
-            if type(dtype) is not str:
-                raise _Malformed
         return tuple(value)
 
     def _stack(self, frames: Any) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commlens.formats.flight_recorder.table import Table
+from commlens.formats.flight_recorder.table import COLUMNS, Table
 
 _VERSION: Final = 1  # of _entries.c: an older or newer build is ignored
 
@@ -29,4 +29,5 @@ def read_table(data: bytes) -> Table | None:
     if found is None:
         return None
     about, columns, groups, names, signatures, frames, stacks = found
-    return Table(about, groups, names, signatures, frames, stacks, *columns)
+    by_name = dict(zip(COLUMNS, columns, strict=True))
+    return Table(about, groups, names, signatures, frames, stacks, by_name)

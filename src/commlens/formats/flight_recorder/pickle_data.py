@@ -82,7 +82,8 @@ def read_pickle(data: bytes) -> Pickled:
             raise FormatError(
                 f"It is damaged: its instructions do not fit together at byte {at}."
             ) from cause
-        raise FormatError(f"It is damaged at byte {at}: {_reason(cause)}.") from cause
+        reason = str(cause).rstrip(".") or type(cause).__name__
+        raise FormatError(f"It is damaged at byte {at}: {reason}.") from cause
 
 
 def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
@@ -184,10 +185,6 @@ def _set(target: Any, items: list[Any]) -> None:
     for at in range(0, len(items), 2):
         if type(items[at]) in _KEYS:
             target[items[at]] = items[at + 1]
-
-
-def _reason(error: BaseException | None) -> str:
-    return str(error).rstrip(".") or type(error).__name__
 
 
 def _forbidden(op: int) -> str:
@@ -331,30 +328,19 @@ def _tuple(count: int) -> _Opcode:
     return _on_stack(change)
 
 
-def _append(stack: list[Any]) -> None:
-    value = stack.pop()
-    _as_list(stack[-1]).append(value)
-
-
-def _set_item(stack: list[Any]) -> None:
-    value = stack.pop()
-    key = stack.pop()
-    _set(stack[-1], [key, value])
-
-
 def _binary_float(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
     stack.append(_FLOAT(data, at + 1)[0])
     return at + 9
 
 
-def _binary_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
-    memo[data[at + 1]] = stack[-1]
-    return at + 2
+def _put_at(read: Callable[..., tuple[int]], width: int) -> _Opcode:
+    """Return an opcode that gives the top of the stack a number of ``width`` bytes."""
 
+    def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
+        memo[read(data, at + 1)[0]] = stack[-1]
+        return at + 1 + width
 
-def _long_binary_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
-    memo[_UINT32(data, at + 1)[0]] = stack[-1]
-    return at + 5
+    return run
 
 
 def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
@@ -380,14 +366,14 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     # FRAME: the length of the next part, not needed with the whole data in memory
     0x95: lambda data, at, stack, memo: at + 9,
     0x58: _sized(_UINT32, 4, _text),  # BINUNICODE
-    0x71: _binary_put,
-    0x72: _long_binary_put,
+    0x71: _put_at(_read_byte, 1),  # BINPUT
+    0x72: _put_at(_UINT32, 4),  # LONG_BINPUT
     0x29: _on_stack(lambda stack: stack.append(())),  # EMPTY_TUPLE
     0x85: _tuple(1),
     0x86: _tuple(2),
     0x87: _tuple(3),
-    0x61: _on_stack(_append),
-    0x73: _on_stack(_set_item),
+    0x61: _on_stack(lambda stack: _as_list(stack[-2]).append(stack.pop())),  # APPEND
+    0x73: _on_stack(lambda stack: _set(stack[-3], [stack.pop(-2), stack.pop()])),  # SETITEM
     0x47: _binary_float,
     0x8C: _sized(_read_byte, 1, _text),  # SHORT_BINUNICODE
     0x8D: _sized(_UINT64, 8, _text),  # BINUNICODE8

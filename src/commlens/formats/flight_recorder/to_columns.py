@@ -4,14 +4,15 @@ rank that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeVar
 
-import msgspec
 import numpy as np
 
-from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
+from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, Status, stack_of
 from commlens.formats.flight_recorder.names import (
     ProfilingName,
     dtype_of,
@@ -19,8 +20,8 @@ from commlens.formats.flight_recorder.names import (
     parse_ranks,
     read_name,
 )
-from commlens.formats.flight_recorder.table import Signature, Table
-from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.formats.flight_recorder.table import INTEGER_MAX, Signature, Table
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, Stack, TensorSpec
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ops import UNKNOWN_DTYPE
 from commlens.text import TEXT_MAX, clean
@@ -30,187 +31,176 @@ _FIRST_TENSOR_ONLY: Final = frozenset(f"2.{minor}" for minor in range(4))
 """Versions in which the sizes of an all_to_all of lists are those of the first tensors, and nothing
 tells it from one of whole tensors.
 """
+_HOOKED: Final = re.compile(r"nccl\d+|nccl-lazy")
 _DEFAULT_GROUP: Final = "default_pg"
-_INTEGER_MAX: Final = 1 << 62
 _DIMENSIONS_MAX: Final = 64  # of a tensor in torch
+_NO_TENSORS: Final[Signature] = ((), (), (), ())
+_Made = TypeVar("_Made")
 
 
 def columns_from_table(table: Table, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
-    columns = RankColumns(source=source, version=_text(table.about.get("version")))
-    columns.problems += [*_problems(table, columns.version), *_clean_texts(table)]
-    columns.lost_entries = table.truncated or table.malformed > 0 or table.unknown_states > 0
-    config = _config(table.about.get("pg_config"))
-    columns.problems += _too_large(table.about.get("pg_config"))
-    names = [read_name(name) for name in table.names]
-    length = len(table)
-
-    group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
-    channel, columns.channels = _channels(table, group, name, names, config)
-    args_index, columns.args = _args(
-        name, _ints(table.signature, "int32", length), names, table.signatures
+    columns, ranks = _read_about(table, source)
+    texts = [clean(text) for text in table.names]
+    names, name_index = [read_name(text) for text in texts], table.column("name")
+    channel, columns.channels = _channels(table, names, ranks)
+    args_index, columns.args = _args(table, names, one_tensor=columns.version in _FIRST_TENSOR_ONLY)
+    columns.call_stacks = _stacks(table)
+    closes = _which(names, name_index, lambda one: one.closes)
+    is_message = table.column("is_p2p") | _which(
+        names, name_index, lambda one: one.own_rank is not None
     )
-    if columns.version in _FIRST_TENSOR_ONLY:
-        columns.args = [
-            msgspec.structs.replace(one, inputs=(), outputs=()) if one.op == "all_to_all" else one
-            for one in columns.args
-        ]
-    columns.stacks = StackTable(table.frames, table.stacks)
-    retired = _ints(table.retired, "bool", length)
-    state = _ints(table.state, "uint8", length).copy()
-    native = np.array([text.startswith("nccl:") for text in table.names] or [False])
-    failed = native[name] if length else retired  # NCCL retires an op that completed or timed out
-    state[(state != COMPLETED) & retired & ~failed] = RETIRED
-    numbers = _Numbers(
-        _ints(table.collective_seq_id, "int64", length), _ints(table.p2p_seq_id, "int64", length)
-    )
-    record_id = _ints(table.record_id, "int64", length)
-    closes = _which(names, name, lambda one: one.closes)
-    lost = columns.lost_entries or bool(length and record_id[0] > 0)
-    is_message = _ints(table.is_p2p, "bool", length) | _which(
-        names, name, lambda one: one.own_rank is not None
-    )
-    is_p2p = _closed_batches(channel, is_message, numbers, closes, lost=lost)
-    sequence = np.where(is_p2p & (numbers.message >= 0), numbers.message, numbers.collective)
+    lost = columns.lost_entries or bool((table.column("record_id")[:1] > 0).any())
+    is_p2p = _closed_batches(table, channel, is_message, closes, lost=lost)
+    messages = table.column("p2p_seq_id")
+    sequence = np.where(is_p2p & (messages >= 0), messages, table.column("collective_seq_id"))
     if unnumbered := int((~is_p2p & (sequence < 0)).sum()):
         columns.problems.append(
             f"{unnumbered} entries have no readable sequence number and are compared with no others"
         )
         columns.lost_entries = True
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
-    completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
-    _end_with_their_group(coalesced, closes, state, completed)
-    duration = _ints(table.duration_ms, "float64", length)
+    state = _states(table, texts)
+    by_hooks = _is_by_hooks(texts, state)
+    if by_hooks:
+        collectives = state[~is_message]
+        columns.issued_only = len(collectives) > 0 and bool((collectives == RETIRED).all())
+        columns.issued_messages = bool(is_message.any())
+        state = _states_of_hooks(state, channel, is_message)
+    ends = _ends_of_groups(coalesced, closes, state)
+    duration = table.column("duration_ms")
     columns.set_columns(
         {
             "channel": channel,
             "args_index": args_index,
-            "stack": _ints(table.stack, "int32", length),
+            "stack": table.column("stack"),
             "sequence": sequence,
-            "record_id": record_id,
-            "op_id": _ints(table.op_id, "int64", length),
-            "state": state,
-            "retired": retired,
+            "record_id": table.column("record_id"),
+            "op_id": table.column("op_id"),
+            "state": state[ends],
+            "retired": table.column("retired"),
             "p2p": is_p2p,
-            "peer": _peers(channel, name, names, columns.channels),
-            "created_ns": np.maximum(_ints(table.created_ns, "int64", length), 0),
-            "started_ns": np.maximum(_ints(table.started_ns, "int64", length), 0),
-            "completed_ns": completed,
-            "duration_ns": np.where(duration >= 0, duration * 1e6, -1.0).astype("int64"),
-            "timeout_ms": np.maximum(_ints(table.timeout_ms, "int64", length), 0),
+            "peer": _ranks_in(columns.channels, channel, name_index, [one.peer for one in names]),
+            "created_ns": np.maximum(table.column("created_ns"), 0),
+            "started_ns": np.maximum(table.column("started_ns"), 0),
+            "completed_ns": np.maximum(table.column("completed_ns"), 0)[ends],
+            "duration_ns": np.where(duration >= 0, duration * 1e6, -1.0),
+            "timeout_ms": np.maximum(table.column("timeout_ms"), 0),
             "coalesced": coalesced,
             "closes": closes,
         }
     )
-    backends = {one.backend for one in names}
-    columns.origin = "gloo-recorder" if backends and backends <= {"gloo"} else "flight-recorder"
-    columns.groups = [_channel(key, "", "", config) for key in config.ranks if key[0]]
-    columns.status = _status(table.about.get("pg_status"))
-    columns.status_groups = _status_groups(columns, _ints(table.pg_id, "int64", length), channel)
-    _infer_rank(columns, channel, name, names)
+    if {one.backend for one in names} == {"gloo"}:
+        columns.origin = "gloo-recorder"
+    # hooks count all calls in their status, also messages and captured ones
+    status = {} if by_hooks else _status(table.about.get("pg_status"))
+    names_of_groups = _status_groups(columns, status, table.column("pg_id"), channel)
+    columns.status = {name: status[key] for key, name in names_of_groups.items() if key in status}
+    _infer_rank(
+        columns, _ranks_in(columns.channels, channel, name_index, [one.own_rank for one in names])
+    )
     return columns
 
 
-def _ints(column: Any, dtype: str, length: int) -> Integers:
-    """Return a column as an array. 64-bit integers that no recorder writes become -1, so that
-    differences do not overflow.
-    """
-    packed = isinstance(column, (bytes, bytearray, memoryview))
-    values: Integers = np.frombuffer(column, dtype, length) if packed else np.asarray(column, dtype)
-    if dtype == "int64" and len(values) and (values.min() < -1 or values.max() > _INTEGER_MAX):
-        values = np.where((values < -1) | (values > _INTEGER_MAX), -1, values)
-    return values
-
-
-def _text(value: Any) -> str:
-    return clean(value) if isinstance(value, str) and len(value) < 64 else ""
-
-
-def _clean_texts(table: Table) -> list[str]:
-    """Replace the texts that not every output can hold. Return a problem if texts were cut."""
-    longest = 0
-
-    def cleaned(text: str) -> str:
-        nonlocal longest
-        longest = max(longest, len(text))
-        return clean(text)
-
-    table.names = [cleaned(name) for name in table.names]
-    table.groups = [(cleaned(name), cleaned(description)) for name, description in table.groups]
-    table.frames = [
-        (cleaned(file), line, cleaned(function)) for file, line, function in table.frames
+def _stacks(table: Table) -> list[Stack]:
+    frames = [(clean(file), line, clean(function)) for file, line, function in table.frames]
+    return [
+        stack_of(frames[place] for place in memoryview(stack).cast("i")) for stack in table.stacks
     ]
-    return (
-        [f"texts of up to {longest} characters were cut to {TEXT_MAX}"]
-        if longest > TEXT_MAX
-        else []
-    )
+
+
+def _read_about(table: Table, source: str) -> tuple[RankColumns, _Ranks]:
+    """Return columns without entries, with what the file tells of itself and of its groups, and the
+    ranks of these.
+    """
+    version, groups = table.about.get("version"), table.about.get("pg_config")
+    columns = RankColumns(source=source)
+    columns.version = clean(version) if isinstance(version, str) and len(version) < 64 else ""
+    columns.problems += _problems(table, columns.version)
+    columns.lost_entries = table.truncated or table.malformed > 0 or table.unknown_states > 0
+    ranks = _ranks_of_groups(groups if isinstance(groups, dict) else {}, columns.problems)
+    columns.groups = [
+        _channel(name, description, "", "", ranks)
+        for name, by_description in ranks.items()
+        for description in by_description
+        if name
+    ]
+    return columns, ranks
 
 
 def _problems(table: Table, version: str) -> list[str]:
-    found = []
-    if table.truncated:
-        found.append(
-            "the file ends in the middle: it was cut off while it was written or copied, and"
-            f" {len(table)} whole entries were read"
+    texts = itertools.chain(
+        table.names, *table.groups, *((file, function) for file, _, function in table.frames)
+    )
+    longest = max(map(len, texts), default=0)
+    known = version in KNOWN_VERSIONS or (not version and table.truncated)
+    return [
+        problem
+        for applies, problem in (
+            (
+                table.truncated,
+                "the file ends in the middle: it was cut off while it was written or copied, and"
+                f" {len(table)} whole entries were read",
+            ),
+            (table.malformed, f"{table.malformed} entries are malformed and were skipped"),
+            (
+                table.unknown_states,
+                f"{table.unknown_states} entries are in an unknown state and were skipped",
+            ),
+            (
+                not known,
+                f"the format version {version or '(none)'} is unknown; it was read like 2.10",
+            ),
+            (
+                longest > TEXT_MAX,
+                f"texts of up to {longest} characters were cut to {TEXT_MAX}",
+            ),
         )
-    if table.malformed:
-        found.append(f"{table.malformed} entries are malformed and were skipped")
-    if table.unknown_states:
-        found.append(f"{table.unknown_states} entries are in an unknown state and were skipped")
-    if version not in KNOWN_VERSIONS and (version or not table.truncated):
-        found.append(f"the format version {version or '(none)'} is unknown; it was read like 2.10")
-    return found
+        if applies
+    ]
 
 
-_Key = tuple[str, str]
+# --- process groups and arguments
+
+_Ranks = dict[str, dict[str, tuple[int, ...]]]
+"""The global ranks of process groups by name and description."""
 
 
-class _Config(NamedTuple):
-    ranks: dict[_Key, tuple[int, ...]]  # global ranks by name and description
-    by_name: dict[str, list[tuple[str, tuple[int, ...]]]]  # descriptions and global ranks
-
-
-def _config(value: Any) -> _Config:
-    """Return the process groups. Native gloo has one group without a name."""
-    config = _Config({}, {})
-    if isinstance(value, dict):
-        for key, about in value.items():
-            if isinstance(key, str) and isinstance(about, dict):
-                ranks = about.get("ranks")
-                name, description = clean(key), _description(about.get("desc"))
-                config.ranks[name, description] = (
-                    parse_ranks(ranks) if isinstance(ranks, str) else ()
-                )
-    for (name, description), members in config.ranks.items():
-        config.by_name.setdefault(name, []).append((description, members))
-    return config
-
-
-def _too_large(value: Any) -> list[str]:
-    """Return a problem if groups list more ranks than a job has."""
-    lists = (
-        [about.get("ranks") for about in value.values() if isinstance(about, dict)]
-        if isinstance(value, dict)
-        else []
-    )
-    longest = max(
-        (ranks.count(",") + 1 for ranks in lists if isinstance(ranks, str) and has_too_many(ranks)),
-        default=0,
-    )
-    return (
-        [
+def _ranks_of_groups(groups: dict[Any, Any], problems: list[str]) -> _Ranks:
+    """Return the ranks of the process groups. Native gloo has one group without a name. Add a
+    problem if groups list more ranks than a job has.
+    """
+    found: _Ranks = {}
+    longest = 0
+    for name, about in groups.items():
+        if isinstance(about, dict):
+            ranks = about.get("ranks")
+            ranks = ranks if isinstance(ranks, str) else ""
+            if has_too_many(ranks):
+                longest = max(longest, ranks.count(",") + 1)
+            if isinstance(name, str):
+                by_description = found.setdefault(clean(name), {})
+                by_description[_description(about.get("desc"))] = parse_ranks(ranks)
+    if longest:
+        problems.append(
             f"a group lists {longest:,} ranks, more than any job has ({WORLD_MAX:,}): its ranks are"
             " left out"
-        ]
-        if longest
-        else []
-    )
+        )
+    return found
 
 
 def _description(value: Any) -> str:
     """Return a group's description; torch writes "undefined" for none."""
     return clean(value) if isinstance(value, str) and value != "undefined" else ""
+
+
+def _channel(name: str, description: str, backend: str, device: str, ranks: _Ranks) -> Channel:
+    by_description = ranks.get(name, {})
+    members = by_description.get(description)
+    if members is None:  # one of the two places may lack the description
+        same = [found for other, found in by_description.items() if not (other and description)]
+        members = same[0] if len(same) == 1 else ()
+    return _interned_channel(name, description, members, backend, device)
 
 
 @lru_cache(maxsize=65536)
@@ -222,49 +212,33 @@ def _interned_channel(
     )
 
 
-def _channel(key: _Key, backend: str, device: str, config: _Config) -> Channel:
-    ranks = config.ranks.get(key)
-    if ranks is None:  # one of the two places may lack the description
-        same = [
-            found
-            for description, found in config.by_name.get(key[0], ())
-            if not (description and key[1])
-        ]
-        ranks = same[0] if len(same) == 1 else ()
-    return _interned_channel(key[0], key[1], ranks, backend, device)
-
-
 def _channels(
-    table: Table, group: Integers, name: Integers, names: list[ProfilingName], config: _Config
+    table: Table, names: list[ProfilingName], ranks: _Ranks
 ) -> tuple[Integers, list[Channel]]:
     """Return a channel per group and backend, and each entry's index into them."""
-    if not len(group):
-        return np.zeros(0, "int32"), []
-    kinds: dict[tuple[str, str], int] = {}
-    kind = np.array([kinds.setdefault((one.backend, one.device), len(kinds)) for one in names])
-    codes, index = _distinct(group.astype("int64") * len(kinds) + kind[name])
-    by_number = list(kinds)
-    channels = []
-    for code in codes.tolist():
-        backend, device = by_number[code % len(kinds)]
-        group_name, description = table.groups[code // len(kinds)]
-        channels.append(_channel((group_name, _description(description)), backend, device, config))
-    return index, channels
+
+    def make(group: int, backend: str, device: str) -> Channel:
+        group_name, description = table.groups[group]
+        return _channel(clean(group_name), _description(description), backend, device, ranks)
+
+    kinds = [(one.backend, one.device) for one in names]
+    return _pairs(table.column("group"), table.column("name"), kinds, make)
 
 
 def _args(
-    name: Integers, signature: Integers, names: list[ProfilingName], signatures: list[Signature]
+    table: Table, names: list[ProfilingName], *, one_tensor: bool
 ) -> tuple[Integers, list[CollectiveArgs]]:
-    if not len(name):
-        return np.zeros(0, "int32"), []
-    ops: dict[tuple[str, str, str], int] = {}
-    op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in names])
-    codes, index = _distinct(signature.astype("int64") * len(ops) + op[name])
-    by_number = list(ops)
-    return index, [
-        _interned_args(*by_number[code % len(ops)], signatures[code // len(ops)])
-        for code in codes.tolist()
-    ]
+    """Return the distinct arguments, and each entry's index into them. ``one_tensor``: the sizes of
+    an all_to_all may be those of its first tensors.
+    """
+
+    def make(signature: int, op: str, raw: str, device: str) -> CollectiveArgs:
+        is_unknown = one_tensor and op == "all_to_all"
+        return _interned_args(op, raw, device, _NO_TENSORS if is_unknown else signatures[signature])
+
+    signatures = table.signatures
+    ops = [(one.op, one.raw, one.device) for one in names]
+    return _pairs(table.column("signature"), table.column("name"), ops, make)
 
 
 @lru_cache(maxsize=16384)
@@ -281,35 +255,49 @@ def _interned_args(op: str, raw: str, device: str, signature: Signature) -> Coll
 def _specs(
     sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: str
 ) -> tuple[TensorSpec, ...]:
-    sizes = tuple(shape[:_DIMENSIONS_MAX] for shape in sizes)
     names = [dtype_of(clean(dtype)) for dtype in dtypes] + [UNKNOWN_DTYPE] * (
         len(sizes) - len(dtypes)
     )
     return tuple(
-        TensorSpec(shape, dtype, device or "unknown")
+        TensorSpec(shape[:_DIMENSIONS_MAX], dtype, device or "unknown")
         for shape, dtype in zip(sizes, names, strict=False)
     )
 
 
-def _peers(
-    channel: Integers, name: Integers, names: list[ProfilingName], channels: list[Channel]
+def _ranks_in(
+    channels: list[Channel], channel: Integers, name_index: Integers, group_ranks: list[int | None]
 ) -> Integers:
-    """Return the peers' global ranks; the names of sends and receives hold group ranks."""
-    if not len(name) or not any(one.peer is not None for one in names):
-        return np.full(len(name), -1, "int32")
-    codes, index = _distinct(channel.astype("int64") * len(names) + name)
-    peers = []
-    for code in codes.tolist():
-        peer, ranks = names[code % len(names)].peer, channels[code // len(names)].group.ranks
-        peers.append(ranks[peer] if peer is not None and peer < len(ranks) else -1)
-    return np.array(peers, "int32")[index]
+    """Return for each entry the global rank of a group rank that its name holds; -1 if none."""
+
+    def global_rank(index: int, group_rank: int | None) -> int:
+        ranks = channels[index].group.ranks
+        return ranks[group_rank] if group_rank is not None and group_rank < len(ranks) else -1
+
+    index, ranks = _pairs(channel, name_index, [(one,) for one in group_ranks], global_rank)
+    return np.array(ranks, "int32")[index]
+
+
+def _pairs(
+    column: Integers,
+    name_index: Integers,
+    of_names: list[tuple[Any, ...]],
+    make: Callable[..., _Made],
+) -> tuple[Integers, list[_Made]]:
+    """Return each entry's index, and by index what ``make`` makes of a value of the column and of
+    what belongs to the entry's name.
+    """
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(of_names))}
+    of_name = np.array([numbers[value] for value in of_names], "int64")
+    codes, index = _distinct(column.astype("int64") * len(numbers) + of_name[name_index])
+    values, count = list(numbers), len(numbers)
+    return index, [make(code // count, *values[code % count]) for code in codes.tolist()]
 
 
 def _distinct(codes: Integers) -> tuple[Integers, Integers]:
     """Return the sorted distinct values and each entry's index into them: ``np.unique``, but faster
     for small values.
     """
-    top = int(codes.max())
+    top = int(codes.max(initial=-1))
     if top >= 1 << 16:
         return np.unique(codes, return_inverse=True)
     there = np.zeros(top + 1, "bool")
@@ -317,25 +305,67 @@ def _distinct(codes: Integers) -> tuple[Integers, Integers]:
     return np.flatnonzero(there), (np.cumsum(there, dtype="int32") - 1)[codes]
 
 
-class _Numbers(NamedTuple):
-    """NCCL's two counters for each process group, as each entry shows them: the last collective and
-    the last message or batch.
-    """
-
-    collective: Integers
-    message: Integers
-
-
 def _which(
-    names: list[ProfilingName], name: Integers, holds: Callable[[ProfilingName], bool]
+    names: list[ProfilingName], name_index: Integers, holds: Callable[[ProfilingName], bool]
 ) -> Integers:
     """Return whether a property of its name holds for each entry."""
-    table = np.array([holds(one) for one in names] or [False])
-    return table[name] if len(name) else np.zeros(0, "bool")
+    return np.array([holds(one) for one in names], "bool")[name_index]
+
+
+# --- states
+
+
+def _states(table: Table, texts: list[str]) -> Integers:
+    """Return the entries' states. An entry that is retired has ended, unless it is NCCL's own
+    recorder's, which retires an op that completed or timed out.
+    """
+    state = table.column("state")
+    is_nccl = np.array([text.startswith("nccl:") for text in texts], "bool")[table.column("name")]
+    return np.where((state != COMPLETED) & table.column("retired") & ~is_nccl, RETIRED, state)
+
+
+def _is_by_hooks(texts: list[str], state: Integers) -> bool:
+    """Return whether hooks of torch 2.15 recorded the calls: those of NCCL's newer backends, or of
+    one that tells no completion, whose entries are all retired when issued.
+    """
+    backends = {text.rpartition(":")[0] for text in texts} - {"nccl", "gloo", "xccl", ""}
+    known = all(_HOOKED.fullmatch(backend) for backend in backends)
+    return bool(backends) and (known or bool((state >= RETIRED).all()))
+
+
+def _states_of_hooks(state: Integers, channel: Integers, is_message: Integers) -> Integers:
+    """Return the states of calls that hooks recorded.
+
+    The members of a batch complete for the hooks when they are issued. Collectives of whose channel
+    a later one completed have ended: the backend rejected their call, and they stay "scheduled" for
+    ever.
+    """
+    state = np.where(is_message & (state == COMPLETED), RETIRED, state)
+    for code in np.unique(channel).tolist():
+        rows = np.flatnonzero((channel == code) & ~is_message)
+        done = np.flatnonzero(state[rows] == COMPLETED)
+        before = rows[: done[-1]] if len(done) else rows[:0]
+        state[before[state[before] < COMPLETED]] = COMPLETED
+    return state
+
+
+def _ends_of_groups(coalesced: Integers, closes: Integers, state: Integers) -> Integers:
+    """Return for each entry the entry whose state it has: that of a coalesced group's closing entry
+    for its members, which stay "scheduled" for ever; else its own.
+    """
+    own = np.arange(len(state))
+    ends = np.flatnonzero(closes & (coalesced > 0))
+    end_of = np.full(int(coalesced.max(initial=0)) + 1, -1)
+    end_of[coalesced[ends]] = ends
+    end = end_of[coalesced]
+    return np.where((end >= 0) & ~closes & (state != COMPLETED), end, own)
+
+
+# --- sequence numbers
 
 
 def _closed_batches(
-    channel: Integers, is_message: Integers, numbers: _Numbers, closes: Integers, *, lost: bool
+    table: Table, channel: Integers, is_message: Integers, closes: Integers, *, lost: bool
 ) -> Integers:
     """Return which entries are messages or close a batch of messages.
 
@@ -346,24 +376,24 @@ def _closed_batches(
     collective of its number.
 
     Args:
+        table: of the entries. Each shows NCCL's two counters for its process group: the last
+            collective and the last message or batch.
         channel: of each entry.
         is_message: whether the entry is a send or a receive.
-        numbers: of each entry.
         closes: whether the entry closes a coalesced group.
         lost: whether entries before the first one are lost, or others are unreadable.
     """
     of_batch = is_message.copy()
+    collectives, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
     ends = np.flatnonzero(closes & ~is_message)
-    if not len(ends):
-        return of_batch
     order = np.argsort(channel, kind="stable")
     follows = channel[order[1:]] == channel[order[:-1]]
     previous = np.full(len(channel), -1)
     previous[order[1:][follows]] = order[:-1][follows]
     before = previous[ends]
     first = before < 0
-    same_message = ~first & (numbers.message[before] == numbers.message[ends])
-    same_collective = ~first & (numbers.collective[before] == numbers.collective[ends])
+    same_message = ~first & (messages[before] == messages[ends])
+    same_collective = ~first & (collectives[before] == collectives[ends])
     closes_messages = is_message[before] & ~closes[before] & same_message
     of_batch[ends] = closes_messages | (same_collective & ~same_message) | (first & lost)
     return of_batch
@@ -396,33 +426,18 @@ def _coalesced(
     return numbers
 
 
-def _end_with_their_group(
-    coalesced: Integers, closes: Integers, state: Integers, completed: Integers
-) -> None:
-    """Copy the state of each coalesced group's closing entry to its members, which stay "scheduled"
-    forever.
-    """
-    ends = np.flatnonzero(closes & (coalesced > 0))
-    if not len(ends):
-        return
-    end_of = np.full(int(coalesced.max()) + 1, -1)
-    end_of[coalesced[ends]] = ends
-    end = end_of[coalesced]
-    members = np.flatnonzero((end >= 0) & ~closes & (state != COMPLETED))
-    for column in (state, completed):
-        column[members] = column[end[members]]
+# --- what the file tells besides its entries
 
 
 def _status(value: Any) -> dict[str, Status]:
     found: dict[str, Status] = {}
-    if isinstance(value, dict):
-        for key, status in value.items():
-            if isinstance(key, str) and isinstance(status, dict):
-                last = [
-                    _number(status.get(f"last_{what}_collective"))
-                    for what in ("enqueued", "started", "completed")
-                ]
-                found[clean(key)] = (last[0], last[1], last[2])
+    for key, status in value.items() if isinstance(value, dict) else ():
+        if isinstance(key, str) and isinstance(status, dict):
+            enqueued, started, completed = (
+                _number(status.get(f"last_{what}_collective"))
+                for what in ("enqueued", "started", "completed")
+            )
+            found[clean(key)] = (enqueued, started, completed)
     return found
 
 
@@ -430,10 +445,12 @@ def _number(value: Any) -> int:
     """Return an integer, which is a string in JSON; -1 for anything else."""
     if isinstance(value, str) and len(value) < 20 and value.removeprefix("-").isdecimal():
         value = int(value)
-    return value if type(value) is int and -1 <= value <= _INTEGER_MAX else -1
+    return value if type(value) is int and -1 <= value <= INTEGER_MAX else -1
 
 
-def _status_groups(columns: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
+def _status_groups(
+    columns: RankColumns, status: Mapping[str, Status], pg_id: Integers, channel: Integers
+) -> dict[str, str]:
     """Map each status's process-local group id to the name of its group, using entries with that
     id.
 
@@ -450,38 +467,26 @@ def _status_groups(columns: RankColumns, pg_id: Integers, channel: Integers) -> 
                 columns.channels[code % len(columns.channels)].group.name,
             )
     names = [one.group.name for one in columns.groups]
-    if len(columns.status) == len(names) and all(
-        text.isdecimal() and len(text) < 20 for text in [*columns.status, *names]
+    if len(status) == len(names) and all(
+        text.isdecimal() and len(text) < 20 for text in [*status, *names]
     ):
-        in_order = dict(zip(sorted(columns.status, key=int), sorted(names, key=int), strict=True))
+        in_order = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True))
         if all(in_order.get(key) == name for key, name in known.items()):
             return in_order
     return known
 
 
-def _infer_rank(
-    columns: RankColumns, channel: Integers, name: Integers, names: list[ProfilingName]
-) -> None:
+def _infer_rank(columns: RankColumns, own: Integers) -> None:
     """Infer the rank that wrote the dump: it is in every group and at one end of each
-    point-to-point operation.
+    point-to-point operation; ``own`` is -1 for other entries.
     """
+    groups = [one.group for one in [*columns.groups, *columns.channels]]
+    default = [len(one.ranks) for one in groups if one.description == _DEFAULT_GROUP]
+    columns.world_size = max(default, default=0)
     members: set[int] | None = None
-    for group in [*columns.groups, *columns.channels]:
-        if group.group.ranks:
-            members = (
-                set(group.group.ranks) if members is None else members & set(group.group.ranks)
-            )
-        if group.group.description == _DEFAULT_GROUP:
-            columns.world_size = max(columns.world_size, len(group.group.ranks))
-    used, first = np.unique(name, return_index=True)
-    for index, at in zip(used.tolist(), first.tolist(), strict=True):
-        one = names[index]
-        if one.own_rank is not None:
-            ranks = columns.channels[int(channel[at])].group.ranks
-            if one.own_rank < len(ranks):
-                members = {ranks[one.own_rank]} & (
-                    members if members is not None else {ranks[one.own_rank]}
-                )
+    for ranks in [*(one.ranks for one in groups), *np.unique(own[own >= 0])[:, None].tolist()]:
+        if ranks:
+            members = set(ranks) if members is None else members.intersection(ranks)
     columns.possible_ranks = tuple(sorted(members or ()))
     if len(columns.possible_ranks) == 1:
         columns.rank = columns.possible_ranks[0]

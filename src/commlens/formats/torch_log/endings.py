@@ -1,6 +1,9 @@
 """Parse the lines in which a scheduler, a container's runtime, the kernel or a launcher tell that
 they ended a job, or that one of its processes ended.
 
+The lines of torch's store in which it cannot connect or listen are of this kind, too: the program
+ends by them, if it cannot later.
+
 Slurm 20 to 24, Kubernetes 1.20 to 1.33, Ray 2.0 to 2.50, DeepSpeed 0.8 to 0.17, torchrun 1.9 to
 2.15, the kernel's OOM killer, bash. Pure functions of one line.
 """
@@ -19,7 +22,7 @@ INTERESTING: Final = re.compile(
     rb"|exits with return code = |: line \d+: +\d+ Killed|Preempted|\(exitcode: "
     rb"|PBS: job killed|TERM_[A-Z]+: job killed|noticed that process rank|Process name: \[\["
     rb"|KILLED BY SIGNAL|BAD TERMINATION|terminated with code|ProcessExitedException"
-    rb"|ray\.exceptions\.|died unexpectedly|CalledProcessError: "
+    rb"|ray\.exceptions\.|died unexpectedly|CalledProcessError: |\[c10d\] The (?:client|server|IPv)"
 )
 """Matches every line worth parsing."""
 
@@ -85,6 +88,21 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
         ),
     ),
     ("cancelled", re.compile(r"slurmstepd: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ")),
+    # sockets of torch's store
+    (
+        "store-unreachable",
+        re.compile(
+            r"\[c10d\] The (?:client socket has (?:timed out|failed to connect to any network)"
+            r"|server socket has failed to listen)"
+        ),
+    ),
+    (
+        "store-awaited",
+        re.compile(
+            r"\[c10d\] The (?:client socket has failed to connect to [\[(]"
+            r"|server socket has failed to bind|IPv[46] network addresses of )"
+        ),
+    ),
 )
 """The strongest first: a job that is out of memory is cancelled, too."""
 

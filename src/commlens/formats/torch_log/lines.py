@@ -1,8 +1,8 @@
 """Parse single lines of a job's log: the rank, the collective that timed out, the progress of a
 process group.
 
-Supports ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, torchrun and srun. Pure functions of one
-line.
+Supports the watchdogs of NCCL's backends in torch 1.13 to 2.15, torchrun and srun. Pure functions
+of one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 from commlens.text import clean, printable, signal_name
 
 INTERESTING: Final = re.compile(
-    rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error| "
+    rb"\[TC\]\[rank="
+    rb"|atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error| "
     rb" (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|terminate called|enforce fail|shared memory broadcast block found|launched up to operation"
     rb"|managed by process"
@@ -55,6 +56,11 @@ _GROUP: Final = re.compile(
     r" ?(?:\((?P<desc>[^)]*)\))?|(?P<number>\d+) ?(?:\((?P<about>[^)]*)\))?)"
     r" Rank (?P<rank>\d{1,7})\]"
 )
+# of torch 2.15's NCCL backend, and of torchcomms: the rank is numbered as in the group
+_NCCL2: Final = re.compile(r"\[TC\]\[rank=(?P<rank>\d{1,7})\](?:\[name=(?P<name>[^\]]{1,200})\])?")
+_NCCL2_TIMEOUT: Final = re.compile(
+    r"Operation timed out after (?P<ms>\d{1,12}) ?ms|detected operation timeout"
+)
 _BARE_RANK: Final = re.compile(r"\[Rank (\d{1,7})\]")
 _TIMEOUT: Final = re.compile(
     r"WorkNCCL\((?P<fields>[^()\n]{0,2000}Timeout\(ms\)=[^()\n]{1,2000})\)(?: ran for"
@@ -76,28 +82,42 @@ _LAUNCHER_SIGNAL: Final = re.compile(
     r"Received (?:Signals\.)?(\w{1,10}) death signal|Process \d+ got signal:"
     r" (?:Signals\.)?(\w{1,10})"
 )
-_BROADCAST_WAIT: Final = re.compile(
-    r"No available shared memory broadcast block found in (\d{1,7}) second"
+_REMARKS: Final = (
+    (
+        "broadcast-wait",
+        re.compile(r"No available shared memory broadcast block found in (\d{1,7}) second"),
+    ),
+    (
+        "ras-behind",
+        re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})"),
+    ),
+    (
+        "ras-rank",
+        re.compile(r"Rank (\d{1,7}) -- GPU \d{1,3}\b.{0,40} managed by process \d"),
+    ),
+    (
+        "store-lost",
+        re.compile(r"Rank (\d{1,7})\] Failed to check the \"should dump\" flag on TCPStore"),
+    ),
 )
-_RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
-_STORE_LOST: Final = re.compile(
-    r"Rank (\d{1,7})\] Failed to check the \"should dump\" flag on TCPStore"
-)
-_RAS_RANK: Final = re.compile(r"Rank (\d{1,7}) -- GPU \d{1,3}\b.{0,40} managed by process \d")
 # torch's TraceUtils.h, with TORCH_NCCL_DESYNC_DEBUG=1 (before torch 2.2: NCCL_DESYNC_DEBUG): ranks,
 # as numbered in the group
 _LAGGING: Final = re.compile(
     r"\[(?P<behind>\d{1,7}(?:, \d{1,7})*)\] finished collective #\d{1,18}, but didn't join"
     r" collective #|ranks \[(?P<never>\d{1,7}(?:, \d{1,7})*)\] are the lagging ranks"
 )
-_STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
-_SIZE: Final = re.compile(
+STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
+"""Seconds for which torch's watchdog thread made no progress, as its monitor tells."""
+
+WORLD_SIZE: Final = re.compile(
     r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
 )
-_CHILD_RANK: Final = re.compile(r"\s+rank\s+: (\d{1,7}) \(local_rank: \d+\)")
-_CHILD_EXIT: Final = re.compile(r"\s+exitcode\s+: (-?\d{1,5}) \(pid: (\d+)\)")
-_CHILD_HOST: Final = re.compile(r"\s+host\s+: (\S{1,255})\s*$")
-_CHILD_TIME: Final = re.compile(r"\s+time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
+_WORKER_FIELD: Final = re.compile(
+    r"\s+(?:rank\s+: (?P<rank>\d{1,7}) \(local_rank: \d+\)"
+    r"|exitcode\s+: (?P<exit>-?\d{1,5}) \(pid: (?P<pid>\d+)\)"
+    r"|host\s+: (?P<host>\S{1,255})\s*$"
+    r"|time\s+: (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d))"
+)
 _GLOG: Final = re.compile(r"[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 
 
@@ -191,7 +211,7 @@ def may_go_on(text: str) -> bool:
     """Return whether a line of the watchdog tells nothing by itself: a terminal or a collector may
     have wrapped it.
     """
-    return _FROM_WATCHDOG in text and not is_whole(text)
+    return _FROM_WATCHDOG in text and not is_whole(text) and _NCCL2.search(text) is None
 
 
 def is_whole(text: str) -> bool:
@@ -212,7 +232,7 @@ def parse_group(text: str) -> Group | None:
     """
     found = _GROUP.search(text)
     if not found:
-        return None
+        return _nccl2_group(text)
     description = (found["desc"] or found["about"] or "").strip()
     description = "" if description == "undefined" else description
     return Group(
@@ -221,6 +241,26 @@ def parse_group(text: str) -> Group | None:
         clean(description),
         int(found["rank"]),
     )
+
+
+def _nccl2_group(text: str) -> Group | None:
+    """Return the process group in ``[TC][rank=2][name=default_pg]``."""
+    found = _NCCL2.search(text)
+    if found is None or not found["name"]:
+        return None
+    name = clean(found["name"])
+    is_default = name in ("0", "default_pg")
+    return Group(
+        "0" if is_default else name, "", "default_pg" if is_default else "", int(found["rank"])
+    )
+
+
+def parse_nccl2_timeout(text: str) -> int | None:
+    """Return after how many ms an operation timed out, in a line of torch 2.15's NCCL backend,
+    which does not name it; 0 if the line does not tell, None for any other line.
+    """
+    found = _NCCL2_TIMEOUT.search(text) if _NCCL2.search(text) else None
+    return int(found["ms"] or 0) if found is not None else None
 
 
 def parse_timeout(text: str) -> Timeout | None:
@@ -272,6 +312,8 @@ def is_unread(text: str) -> bool:
     """Return whether a line of the watchdog tells a timeout or the progress of a group in a form
     that is not known here.
     """
+    if "operation timeout: NCCL operation" in text:  # of torch 2.15, which tells no more
+        return False
     if ("WorkNCCL(" in text or "collective operation timeout" in text) and parse_timeout(
         text
     ) is None:
@@ -302,12 +344,7 @@ def parse_remarks(text: str) -> list[tuple[str, int]]:
     """Return what a line of vLLM's broadcast queue (0.6 to 0.11), of NCCL's RAS report (2.24 to
     2.28), of torch's desync report or of its heartbeat monitor shows, each with a kind of REMARKS.
     """
-    for kind, pattern in (
-        ("broadcast-wait", _BROADCAST_WAIT),
-        ("ras-behind", _RAS),
-        ("ras-rank", _RAS_RANK),
-        ("store-lost", _STORE_LOST),
-    ):
+    for kind, pattern in _REMARKS:
         if found := pattern.search(text):
             return [(kind, int(found[1]))]
     if found := _LAGGING.search(text):
@@ -316,34 +353,20 @@ def parse_remarks(text: str) -> list[tuple[str, int]]:
     return []
 
 
-def parse_stuck_watchdog(text: str) -> int:
-    """Return for how many seconds torch's watchdog thread made no progress, as its monitor tells; 0
-    in any other line.
+def number_in(pattern: re.Pattern[str], text: str) -> int:
+    """Return the number that a pattern finds in a line, such as :data:`STUCK_WATCHDOG`; 0 if it
+    finds none.
     """
-    found = _STUCK_WATCHDOG.search(text)
+    found = pattern.search(text)
     return int(found[1]) if found else 0
 
 
-def parse_world_size(text: str) -> int:
-    """Return the world size in a line, or 0."""
-    found = _SIZE.search(text)
-    return int(found[1]) if found else 0
-
-
-def parse_worker_field(text: str) -> tuple[str, str]:
-    """Return ``"rank"``, ``"exit"``, ``"host"`` or ``"time"`` and its value from a line of
-    torchrun's list of failed workers.
+def parse_worker_field(text: str) -> dict[str, str]:
+    """Return ``rank``, ``exit`` with ``pid``, ``host`` or ``time`` from a line of torchrun's list
+    of failed workers; nothing from any other line.
     """
-    for key, pattern in (
-        ("rank", _CHILD_RANK),
-        ("exit", _CHILD_EXIT),
-        ("host", _CHILD_HOST),
-        ("time", _CHILD_TIME),
-    ):
-        found = pattern.match(text)
-        if found:
-            return key, found[1]
-    return "", ""
+    found = _WORKER_FIELD.match(text)
+    return {key: value for key, value in found.groupdict().items() if value} if found else {}
 
 
 def parse_time(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any, Final
@@ -20,6 +21,7 @@ from commlens.formats.columns import (
 from commlens.formats.torch_log import lines as L
 from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending, parse_xid
 from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
+from commlens.model.cause import OF_THE_STORE
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.device_assertion import ASSERTED, parse_device_assertion
 from commlens.model.health import RankPlace
@@ -31,12 +33,13 @@ from commlens.model.ops import (
     UNKNOWN_DTYPE,
     watchdog_wire_op,
 )
-from commlens.model.ranklog import End, Observation
+from commlens.model.ranklog import CAUSED_BY, End, Observation
 from commlens.model.topology import rail_of
 from commlens.text import clean, count, signal_name
 
 _RANKS_MAX: Final = 100_000
 _NOTES_MAX: Final = 20  # sentences per rank
+_STORE_LINES_MAX: Final = 6
 _FRAMES_MAX: Final = 400
 _UNREAD_MAX: Final = 200  # characters of a line that are quoted
 _PARTS_MAX: Final = 6  # of a wrapped line
@@ -75,7 +78,15 @@ _LAUNCHER: Final = re.compile(
 _CHAINED: Final = re.compile(r"^(?:The above exception was|During handling of the above exception)")
 # it ends its rank, also where its traceback is left out
 _BARE: Final = re.compile(r"torch\.distributed\.Dist\w{1,40}Error: ")
-_ERROR_LINES_MAX: Final = 4  # after an exception of NCCL, up to its "Last error:"
+# an exception of NCCL, RCCL or HCCL, and the line after it that says what happened
+_WITH_LAST_ERROR: Final = re.compile(
+    r"[NRH]CCL (?:[Ee]rror|Async Error|function error)|NCCL \w{1,40} failed: "
+)
+_LAST_ERROR: Final = re.compile(
+    r"\s*(?:NCCL )?Last [Ee]rror:(?P<nccl>.*)"
+    r"|\s*E[A-Z]\d{4}: (?:\[PID: \d+\] )?(?:[\d:.-]{19,} +)?(?P<hccl>(?!Inner Error).*)"
+)
+_ERROR_LINES_MAX: Final = 4  # after an exception, up to that line
 _CAUSE_MAX: Final = 500  # characters of an exception that caused another one
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 # of gloo, in C++
@@ -83,6 +94,7 @@ _UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,
 # of torch, in C++
 _UNCAUGHT_CUDA: Final = re.compile(r"^\s*what\(\):\s+(?P<error>CUDA error: .{1,200})")
 _UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
+_GROUPS: Final = {"": "", "0": " of the default group"}  # of torch 2.15's backend
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Ops whose log lines contain neither the peer nor the counter of the sequence number."""
 
@@ -95,11 +107,19 @@ class _Group:
     failed: dict[int, L.Timeout | None] = field(default_factory=dict)
 
     @property
+    def timeouts(self) -> dict[int, L.Timeout]:
+        """The timeouts that were logged, by sequence number, ascending."""
+        return {
+            number: timeout
+            for number, timeout in sorted(self.failed.items())
+            if timeout is not None
+        }
+
+    @property
     def sends_messages(self) -> bool:
         """Whether messages, which have a counter of their own, are seen to be among its work."""
         timed_out = any(
-            timeout is not None and watchdog_wire_op(timeout.op) in _CANNOT_PLACE
-            for timeout in self.failed.values()
+            watchdog_wire_op(timeout.op) in _CANNOT_PLACE for timeout in self.timeouts.values()
         )
         return timed_out or (
             self.progress is not None and self.progress.enqueued < self.progress.completed
@@ -108,33 +128,27 @@ class _Group:
 
 @dataclass(slots=True)
 class _Rank:
+    columns: RankColumns  # the result, still without operations
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
     # timed out in a group that is not yet known
     unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)
+    # of torch 2.15's backend, which names no collective: group name, milliseconds
+    nccl2_timeouts: dict[str, int] = field(default_factory=dict)
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
-    timed_out: bool = False
     unread: int = 0  # lines of the watchdog whose form is not known
     first_unread: str = ""
-    stuck_watchdog_s: int = 0
     # of the failed collective, innermost first
     stack: list[tuple[str, int, str]] = field(default_factory=list)
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
     # the rank whose traceback, inside of the exception of another one, is being read
     inner: str = ""
     chained: bool = False  # the next exception is one that the last one caused
-    exception: str = ""
-    by_launcher: bool = False  # the launcher raised it
-    device_assertion: str = ""  # the first that failed in a kernel
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
-    observation: Observation = field(default_factory=Observation)
-    host: str = ""
-    last_ns: int = 0
-    place: RankPlace | None = None
 
     def add_place(self, rank: int, told: Place) -> None:
         """Add where the rank runs, as NCCL's lines tell it."""
-        self.host = self.host or told.host
-        self.place = RankPlace(
+        self.columns.host = self.columns.host or told.host
+        self.columns.place = RankPlace(
             rank, gpu_index=told.gpu, nic=told.nic, rail=rail_of(told.nic, told.nics)
         )
 
@@ -154,6 +168,7 @@ class LogParser:
         self._communicators: list[Communicator] = []
         self._launcher_signal = ""
         self._endings: list[EndingLine] = []
+        self._store_lines: list[EndingLine] = []  # the newest: a store is tried again and again
         # ranks of which NCCL's last error may follow, in so many lines; 0: in the next one
         self._awaited: dict[int, int] = {}
         self._is_of_a_job = False  # a line is of a distributed job
@@ -165,6 +180,7 @@ class LogParser:
         self._last_worker = -1  # the last rank in torchrun's list
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
         self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
+        self._pids: dict[int, str] = {}  # of the workers in it, by rank
 
     @property
     def in_block(self) -> bool:
@@ -174,7 +190,15 @@ class LogParser:
     def add_mention(self, rank: int) -> None:
         """Note a rank whose line tells nothing."""
         if len(self._ranks) < _RANKS_MAX:
-            self._ranks.setdefault(rank, _Rank())
+            self._about(rank)
+        # torch knows the rank: its store was reached
+        self._store_lines = []
+
+    def _about(self, rank: int) -> _Rank:
+        """Return the state of a rank, also of one that no line has told of."""
+        if rank not in self._ranks:
+            self._ranks[rank] = _Rank(RankColumns(source=self._source, origin=TEXT_LOG))
+        return self._ranks[rank]
 
     def add_line(self, line: str) -> None:
         """Parse one line, or join it to the one before, whose message goes on in it."""
@@ -212,14 +236,12 @@ class LogParser:
             self._global[origin.local] = origin.rank
         group = L.parse_group(origin.line)
         rank = self._rank_of(origin, group)
-        self._nccl.add(origin.line)
+        self._nccl.add(origin.line, rank)
         self._remarks += L.parse_remarks(origin.line)[: _NOTES_MAX - len(self._remarks)]
         self._launcher_signal = L.parse_launcher_signal(origin.line) or self._launcher_signal
-        if len(self._endings) < _NOTES_MAX and (ending := parse_ending(origin.line)) is not None:
-            quoted = shorten(origin.line, _UNREAD_MAX, placeholder=" ...")
-            self._endings.append(EndingLine(ending, quoted, parse_xid(origin.line)))
+        self._add_ending(origin.line, rank)
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.line)
-        self._world_size = max(self._world_size, L.parse_world_size(origin.line))
+        self._world_size = max(self._world_size, L.number_in(L.WORLD_SIZE, origin.line))
         self._add_worker_field(origin.line)
         self._add_rank_ending(origin.line)
         if found := _SPAWNED.search(origin.line):
@@ -231,11 +253,22 @@ class LogParser:
             rank, text = self._spawned, text.removeprefix(self._indent)
         if rank not in self._ranks and len(self._ranks) >= _RANKS_MAX:
             return
-        about = self._ranks.setdefault(rank, _Rank())
-        about.last_ns = L.parse_time(line) or about.last_ns
+        about = self._about(rank)
+        about.columns.captured_ns = L.parse_time(line) or about.columns.captured_ns
         self._add_last_error(rank, text)
         self._add_watchdog_line(rank, about, text, group)
         self._add_python_line(rank, about, text)
+
+    def _add_ending(self, text: str, rank: int) -> None:
+        ending = parse_ending(text)
+        if ending in OF_THE_STORE:
+            quoted = shorten(L.without_head(text), _UNREAD_MAX, placeholder=" ...")
+            told = EndingLine(ending, quoted, rank=rank, listens="server socket" in text)
+            others = [line for line in self._store_lines if line != told]
+            self._store_lines = [*others, told][-_STORE_LINES_MAX:]
+        elif ending is not None and len(self._endings) < _NOTES_MAX:
+            quoted = shorten(text, _UNREAD_MAX, placeholder=" ...")
+            self._endings.append(EndingLine(ending, quoted, parse_xid(text)))
 
     def _rank_of(self, origin: L.Origin, group: L.Group | None) -> int:
         """Return the global rank that wrote a line; -1 if unknown."""
@@ -252,42 +285,37 @@ class LogParser:
     # --- torch's watchdog
 
     def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
-        timeout, progress = L.parse_timeout(text), L.parse_progress(text)
-        if timeout is not None:
-            about.timed_out = about.timed_out or not timeout.has_failed
-            about.unassigned[timeout.group_rank, timeout.number] = timeout
-            about.times.setdefault(timeout.number, L.parse_time(text))
-        if group is not None and (timeout is not None or progress is not None):
-            known = about.groups.setdefault(
-                (group.name, group.number if not group.name else ""), _Group(group)
-            )
-            if progress is not None:
-                known.progress = progress
-                if progress.number is not None:
-                    timeout_before = about.unassigned.pop((group.rank, progress.number), None)
-                    known.failed[progress.number] = timeout_before or known.failed.get(
-                        progress.number
-                    )
-            if timeout is not None:
-                known.failed[timeout.number] = timeout
-                about.unassigned.pop((timeout.group_rank, timeout.number), None)
+        timeout = L.parse_timeout(text)
+        _add_work(about, text, group, timeout)
+        if (limit := L.parse_nccl2_timeout(text)) is not None:
+            about.columns.timed_out = True
+            where = group.name if group is not None else ""
+            about.nccl2_timeouts[where] = limit or about.nccl2_timeouts.get(where, 0)
         if L.is_unread(text):
             about.unread += 1
             about.first_unread = about.first_unread or L.without_head(text)
-        about.stuck_watchdog_s = max(about.stuck_watchdog_s, L.parse_stuck_watchdog(text))
+        about.columns.stuck_watchdog_s = max(
+            about.columns.stuck_watchdog_s, L.number_in(L.STUCK_WATCHDOG, text)
+        )
         if "Stack trace of the failed collective" in text and "not found" not in text:
             self._stack_of, about.stack = rank, []
         elif self._stack_of is not None and rank in (self._stack_of, -1):
             # its lines have no prefix
             self._add_stack_line(text)
+        about.columns.device_assertion = about.columns.device_assertion or clean(
+            parse_device_assertion(text)
+        )
+        self._add_error(rank, about, text, failed=timeout is not None and timeout.has_failed)
+
+    def _add_error(self, rank: int, about: _Rank, text: str, *, failed: bool) -> None:
+        """Set the exception that C++ or the watchdog tells of; ``failed``: of a collective."""
         if uncaught := _UNCAUGHT.match(text):
-            about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
-        elif not about.exception and (uncaught := _UNCAUGHT_CUDA.match(text)):
-            about.exception = uncaught["error"]
-        about.device_assertion = about.device_assertion or clean(parse_device_assertion(text))
+            about.columns.exception = f"RuntimeError: {uncaught['error']}"
+            about.exception_frames = []
+        elif not about.columns.exception and (uncaught := _UNCAUGHT_CUDA.match(text)):
+            about.columns.exception = uncaught["error"]
         found = _FATAL.search(text)
-        failed = timeout is not None and timeout.has_failed and not about.exception
-        if found is None and ("atchdog" in text or failed):
+        if found is None and ("atchdog" in text or (failed and not about.columns.exception)):
             found = _CUDA_ERROR.search(text) or _NCCL_ERROR.search(text)
         if found:
             self._set_exception(rank, about, found[0], [])
@@ -306,48 +334,52 @@ class LogParser:
         self, rank: int, about: _Rank, text: str, frames: list[tuple[str, int, str]]
     ) -> None:
         """Set the exception of a rank, and the one that caused it if a line says so."""
-        cause = about.exception if about.chained else ""
+        cause = about.columns.exception if about.chained else ""
         by_launcher = any(_LAUNCHER.search(file) for file, _, _ in frames)
-        if by_launcher and about.exception and not about.by_launcher:
+        if by_launcher and about.columns.exception and not about.columns.by_launcher:
             return  # it ends because a worker raised one
-        about.exception, about.exception_frames, about.chained = text[:1000], frames, False
-        about.by_launcher = by_launcher
+        about.columns.exception, about.exception_frames, about.chained = text[:1000], frames, False
+        about.columns.by_launcher = by_launcher
         if cause:
-            about.exception += f"\ncaused by {cause[:_CAUSE_MAX]}"
-        if "NCCL error" in text:
+            about.columns.exception += f"{CAUSED_BY}{cause[:_CAUSE_MAX]}"
+        if _WITH_LAST_ERROR.search(text):
             self._awaited[rank] = _ERROR_LINES_MAX
 
     def _add_last_error(self, rank: int, text: str) -> None:
-        """Add NCCL's last error to the exception before it: it says what happened."""
+        """Add a library's last error to the exception before it: it says what happened."""
         if not self._awaited:
             return
         of = rank if rank in self._awaited else next(reversed(self._awaited))
         if rank not in (of, -1):
             return
-        if text.strip() == "Last error:":
-            self._awaited[of] = 0
-        elif self._awaited[of]:
-            self._awaited[of] -= 1
-            if not self._awaited[of]:
-                del self._awaited[of]
-        else:
+        found = _LAST_ERROR.match(text) if self._awaited[of] else None
+        told = (found["nccl"] or found["hccl"] or "") if found else text * (not self._awaited[of])
+        if told.strip():
             del self._awaited[of]
-            self._ranks[of].exception += f"\nLast error:\n{text.strip()[:_CAUSE_MAX]}"
+            self._ranks[of].columns.exception += f"\nLast error:\n{told.strip()[:_CAUSE_MAX]}"
+        elif found:
+            self._awaited[of] = 0
+        else:
+            self._awaited[of] -= 1
+            if self._awaited[of] <= 0:
+                del self._awaited[of]
 
     # --- Python, torchrun
 
     def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
         if "Traceback (most recent call last):" in text:
             of_rank = _OF_RANK.search(text)
-            about.inner = f" {of_rank[0]}" if of_rank is not None and about.exception else ""
+            about.inner = (
+                f" {of_rank[0]}" if of_rank is not None and about.columns.exception else ""
+            )
             about.traceback = []
             self._tracebacks.add(rank)
             return
         if about.traceback is None:
             about.chained = about.chained or (
-                bool(about.exception) and _CHAINED.match(text) is not None
+                bool(about.columns.exception) and _CHAINED.match(text) is not None
             )
-            if not about.exception and _BARE.match(text):
+            if not about.columns.exception and _BARE.match(text):
                 self._set_exception(rank, about, text, [])
             return
         found = _FRAME.match(text)
@@ -356,7 +388,7 @@ class LogParser:
                 about.traceback.append((found["file"], int(found["line"]), found["function"]))
         elif text and not text[0].isspace():
             if about.inner:
-                about.exception = f"{about.exception}{about.inner} {text[:500]}"
+                about.columns.exception = f"{about.columns.exception}{about.inner} {text[:500]}"
             elif _is_raised(rank, text, about.traceback):
                 self._set_exception(rank, about, text, about.traceback[::-1])
             about.traceback = None
@@ -370,23 +402,25 @@ class LogParser:
             return
         rank = self._global.get(ending.rank, ending.rank) if ending.is_local else ending.rank
         self._only_local = self._only_local or (ending.is_local and not self._global)
-        about = self._ranks.setdefault(rank, _Rank())
-        about.host, about.observation = ending.host or about.host, _observed(ending.code)
+        about = self._about(rank)
+        about.columns.host = ending.host or about.columns.host
+        about.columns.observation = _observed(ending.code)
 
     def _add_worker_field(self, text: str) -> None:
         """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this
         order.
         """
-        key, value = L.parse_worker_field(text)
-        if key and key != "exit":
-            self._worker[key] = value
-        elif key and "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
-            self._last_worker = int(self._worker["rank"])
-            about = self._ranks.setdefault(self._last_worker, _Rank())
-            about.host = self._worker.get("host", "")
-            ended_ns = L.parse_torchrun_time(self._worker.get("time", ""))
-            about.observation = _observed(int(value), ended_ns)
-            self._worker = {}
+        self._worker |= L.parse_worker_field(text)
+        if "exit" not in self._worker:
+            return
+        worker, self._worker = self._worker, {}
+        if "rank" in worker and len(self._ranks) < _RANKS_MAX:
+            self._last_worker = int(worker["rank"])
+            about = self._about(self._last_worker)
+            about.columns.host = worker.get("host", "")
+            ended_ns = L.parse_torchrun_time(worker.get("time", ""))
+            about.columns.observation = _observed(int(worker["exit"]), ended_ns)
+            self._pids[self._last_worker] = worker["pid"]
 
     # --- the result
 
@@ -415,28 +449,41 @@ class LogParser:
     def _add_nccl_ranks(self) -> None:
         """Add the ranks that NCCL's own lines tell, and what they issued."""
         self._world_size = max(self._world_size, self._nccl.world_size())
-        for rank in self._nccl.ranks().values():
+        for rank, pid in self._pids.items():
+            self._nccl.tell_rank(pid, rank)
+        self._match_last_errors()
+        for process, rank in self._nccl.ranks().items():
             self.add_mention(rank)
+            if rank in self._ranks and "CCL" in self._ranks[rank].columns.exception:
+                self._ranks[rank].columns.warnings += self._nccl.warnings.get(process, ())
+                self._ranks[rank].columns.host = self._ranks[rank].columns.host or process[0]
         for rank, place in self._nccl.places().items():
             self._ranks[rank].add_place(rank, place)
         self._communicators = self._nccl.communicators()
+
+    def _match_last_errors(self) -> None:
+        """Find the ranks of processes by a warning that is the last error of one rank alone."""
+        said: dict[str, set[str]] = defaultdict(set)
+        for (_, pid), warnings in self._nccl.warnings.items():
+            for warning in warnings:
+                said[warning.partition("NCCL WARN ")[2].strip()].add(pid)
+        raised: dict[str, set[int]] = defaultdict(set)
+        for rank, about in self._ranks.items():
+            raised[about.columns.exception.partition("\nLast error:\n")[2]].add(rank)
+        for text, pids in said.items():
+            ranks = raised.get(text, set())
+            if len(pids) == 1 == len(ranks):
+                self._nccl.tell_rank(pids.pop(), min(ranks))
 
     def _place_unnamed_errors(self) -> None:
         """Give what C++ and the device print without a rank to the rank whose exception is of the
         same error: Python prints that once more, with the rank.
         """
-        unnamed = self._ranks.get(-1)
-        if unnamed is not None:
-            named = [about for rank, about in self._ranks.items() if rank >= 0]
-            asserted = [about for about in named if ASSERTED in about.exception]
-            if len(asserted) == 1:
-                asserted[0].device_assertion = unnamed.device_assertion
-                unnamed.device_assertion = ""
-            if unnamed.exception and any(unnamed.exception in one.exception for one in named):
-                unnamed.exception = ""
+        if (unnamed := self._ranks.get(-1)) is not None:
+            _share_out(unnamed, [about for rank, about in self._ranks.items() if rank >= 0])
         for about in self._ranks.values():
-            if about.device_assertion and not about.exception:
-                about.exception = f"CUDA error: {ASSERTED} triggered"
+            if about.columns.device_assertion and not about.columns.exception:
+                about.columns.exception = f"CUDA error: {ASSERTED} triggered"
 
     def _forget_mixed_counters(self) -> None:
         """Forget the progress of groups that send messages: the counter is that of messages or of
@@ -462,30 +509,20 @@ class LogParser:
             return
         for (rank, number), timeout in unknown.unassigned.items():
             if rank is not None:
-                about = self._ranks.setdefault(rank, _Rank(timed_out=True))
+                about = self._about(rank)
+                about.columns.timed_out = True
                 about.unassigned[rank, number] = timeout
         unknown.unassigned = {
             key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None
         }
 
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
-        columns = RankColumns(
-            rank=max(rank, -1),
-            world_size=self._world_size,
-            host=about.host,
-            place=about.place,
-            source=self._source,
-            origin=TEXT_LOG,
-        )
-        columns.captured_ns = about.last_ns
+        columns = about.columns
+        columns.rank, columns.world_size = max(rank, -1), self._world_size
         columns.launcher_signal, columns.remarks = self._launcher_signal, self._remarks
-        columns.endings, columns.by_launcher = self._endings, about.by_launcher
-        columns.of_job = rank < 0 and (about.by_launcher or _tells_nothing(about))
-        columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
-        columns.exception = about.exception
-        columns.device_assertion = about.device_assertion
+        columns.endings = self._endings + self._store_lines
+        columns.of_job = rank < 0 and (columns.by_launcher or _tells_nothing(about))
         columns.exception_stack = stack_of(about.exception_frames)
-        columns.observation = about.observation
         if self._only_local and rank >= 0:
             columns.problems.append("the log has only local ranks, which were used as ranks")
         if about.unread:
@@ -501,19 +538,9 @@ class LogParser:
         for communicator in self._communicators:
             _add_calls(columns, lists, communicator, places)
         columns.channels = list(places)
-        for (group_rank, _), timeout in about.unassigned.items():
-            if timeout.has_failed:
-                continue
-            rank_text = (
-                f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
-            )
-            columns.timeouts.append(
-                f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}"
-            )
-            columns.unplaced.append((watchdog_wire_op(timeout.op), timeout.number))
-        del columns.timeouts[_NOTES_MAX:]
+        _add_unplaced(columns, about)
         if about.stack and len(lists["sequence"]) == 1:
-            columns.stacks = [stack_of(about.stack)]
+            columns.call_stacks = [stack_of(about.stack)]
             lists["stack"] = [0]
         columns.set_columns(lists)
         return columns
@@ -531,11 +558,7 @@ class LogParser:
         """
         group, progress = known.group, known.progress
         name = group.name or ("0" if group.is_default else "")
-        timeouts = {
-            number: timeout
-            for number, timeout in sorted(known.failed.items())
-            if timeout is not None
-        }
+        timeouts = known.timeouts
         for timeout in timeouts.values():
             unplaced = not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE
             if unplaced and not timeout.has_failed:
@@ -546,29 +569,64 @@ class LogParser:
             ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda"
         )
         columns.groups.append(channel)
+        columns.numbers[name] = group.rank
         if progress is not None:
             columns.status[name] = (progress.enqueued, progress.started, progress.completed)
-            columns.status_groups[name] = name
         for number, timeout in timeouts.items():
             if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (
                 progress is not None and number <= progress.completed
             ):
                 continue
             columns.args.append(_args(timeout))
-            time_ns = about.times.get(number, 0)
+            has_started = progress is not None and progress.started >= number
             _append(
                 lists,
                 channel=places.setdefault(channel, len(places)),
                 args_index=len(columns.args) - 1,
                 sequence=number,
                 timeout_ms=timeout.timeout_ms,
-                created_ns=(
-                    max(0, time_ns - timeout.ran_ms * 1_000_000)
-                    if time_ns and timeout.ran_ms >= 0
-                    else 0
-                ),
-                state=STARTED if progress is not None and progress.started >= number else SCHEDULED,
+                created_ns=_created_ns(timeout, about.times.get(number, 0)),
+                state=STARTED if has_started else SCHEDULED,
             )
+
+
+def _add_work(about: _Rank, text: str, group: L.Group | None, timeout: L.Timeout | None) -> None:
+    """Add a collective that timed out or failed, and the progress of its group."""
+    progress = L.parse_progress(text)
+    if timeout is not None:
+        about.columns.timed_out = about.columns.timed_out or not timeout.has_failed
+        about.unassigned[timeout.group_rank, timeout.number] = timeout
+        about.times.setdefault(timeout.number, L.parse_time(text))
+    if group is not None and (timeout is not None or progress is not None):
+        known = about.groups.setdefault(
+            (group.name, group.number if not group.name else ""), _Group(group)
+        )
+        if progress is not None:
+            known.progress = progress
+            if progress.number is not None:
+                timeout_before = about.unassigned.pop((group.rank, progress.number), None)
+                known.failed[progress.number] = timeout_before or known.failed.get(progress.number)
+        if timeout is not None:
+            known.failed[timeout.number] = timeout
+            about.unassigned.pop((timeout.group_rank, timeout.number), None)
+
+
+def _share_out(unnamed: _Rank, named: list[_Rank]) -> None:
+    """Give each error that was printed without a rank to the only rank that can have raised it."""
+    left = unnamed.columns
+    asserted = [one.columns for one in named if ASSERTED in one.columns.exception]
+    if len(asserted) == 1:
+        asserted[0].device_assertion, left.device_assertion = left.device_assertion, ""
+    if left.exception and any(left.exception in one.columns.exception for one in named):
+        left.exception = ""
+    # according to the launcher, not by a signal
+    failed = [one for one in named if one.columns.observation.end is End.FAILED]
+    if not left.exception or left.by_launcher or len(failed) != 1:
+        return
+    raised = failed[0].columns
+    if raised.observation.exit_code == 1 and not raised.exception:
+        raised.exception, left.exception = left.exception, ""
+        failed[0].exception_frames, unnamed.exception_frames = unnamed.exception_frames, []
 
 
 def _is_raised(rank: int, text: str, frames: list[tuple[str, int, str]]) -> bool:
@@ -593,7 +651,13 @@ def _observed(code: int, ended_ns: int = 0) -> Observation:
 
 def _tells_nothing(about: _Rank) -> bool:
     """Return whether no line tells anything of a rank itself."""
-    told = about.unassigned or about.exception or about.stuck_watchdog_s or about.unread
+    told = (
+        about.unassigned
+        or about.nccl2_timeouts
+        or about.columns.exception
+        or about.columns.stuck_watchdog_s
+        or about.unread
+    )
     return not told and not any(group.failed or group.progress for group in about.groups.values())
 
 
@@ -622,6 +686,32 @@ def _add_calls(
             record_id=len(lists["sequence"]),
             state=COMPLETED if number <= communicator.met else SCHEDULED,
         )
+
+
+def _add_unplaced(columns: RankColumns, about: _Rank) -> None:
+    """Add notes on the timeouts whose group or whose number the log does not tell."""
+    for (group_rank, _), timeout in about.unassigned.items():
+        if timeout.has_failed:
+            continue
+        rank_text = (
+            f" on rank {group_rank} of it" if columns.rank < 0 and group_rank is not None else ""
+        )
+        columns.timeouts.append(
+            f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}"
+        )
+        columns.unplaced.append((watchdog_wire_op(timeout.op), timeout.number))
+    columns.timeouts += [
+        f"an operation{_GROUPS.get(name, f' of group {name}')} timed out{_after(limit)}; its"
+        " line does not tell which"
+        for name, limit in about.nccl2_timeouts.items()
+    ]
+    del columns.timeouts[_NOTES_MAX:]
+
+
+def _created_ns(timeout: L.Timeout, time_ns: int) -> int:
+    """Return when a collective was issued whose timeout was logged at ``time_ns``; 0: unknown."""
+    is_known = time_ns and timeout.ran_ms >= 0
+    return max(0, time_ns - timeout.ran_ms * 1_000_000) if is_known else 0
 
 
 def _append(lists: dict[str, list[Any]], **values: int) -> None:
@@ -656,8 +746,11 @@ def _elements(count: int | None) -> tuple[TensorSpec, ...]:
 
 
 def _timed_out(timeout: L.Timeout) -> str:
-    after = f" after {timeout.timeout_ms / 1000:g} s" if timeout.timeout_ms else ""
-    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out{after}"
+    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out{_after(timeout.timeout_ms)}"
+
+
+def _after(timeout_ms: int) -> str:
+    return f" after {timeout_ms / 1000:g} s" if timeout_ms else ""
 
 
 def _group_phrase(group: L.Group) -> str:

@@ -1,5 +1,5 @@
-"""Collect the collectives that NCCL prints with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL (2.18 to
-2.28), and align them across ranks.
+"""Collect NCCL's warnings, and the collectives that it prints with NCCL_DEBUG=INFO and
+NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align these across ranks.
 
 A line tells that a rank issued a collective, not that it completed. So those that all ranks of a
 communicator issued alike count as completed, and those from the first difference on as in flight.
@@ -8,15 +8,15 @@ communicator issued alike count as completed, and those from the first differenc
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from commlens.model.ops import POINT_TO_POINT, watchdog_wire_op
 
 _HEAD: Final = re.compile(
-    r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[(?P<gpu>\d{1,4})\] NCCL INFO"
-    r" (?P<text>.*)"
+    r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[(?P<gpu>\d{1,4})\]"
+    r" (?:NCCL INFO (?P<text>.*)|(?P<warning>(?:\S{1,200} )?NCCL WARN .*))"
 )
 _ADAPTERS: Final = re.compile(r"\[(\d{1,3})\]([\w-]{1,32}):\d{1,3}/(?:IB|RoCE)\b")
 _VIA: Final = re.compile(r"\bvia NET/IB/(\d{1,3})\b")
@@ -28,6 +28,7 @@ _CALL: Final = re.compile(
     r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,15}) .*?\bcount (?P<count>\d{1,18})"
     r" datatype (?P<dtype>\d{1,2}) "
     r"op (?P<reduce>\d{1,10}) root (?P<root>\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16})"
+    r"(?: \[nranks=(?P<size>\d{1,7})\])?"
 )
 _DTYPES: Final = (
     "int8",
@@ -43,6 +44,8 @@ _DTYPES: Final = (
 )
 _REDUCE_OPS: Final = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 _CALLS_MAX: Final = 1_000_000
+_WARNINGS_MAX: Final = 8  # of a process: the first ones are the nearest to the cause
+_WARNING_MAX: Final = 400  # characters
 
 _Process = tuple[str, str]
 """Host and pid."""
@@ -101,14 +104,22 @@ class NcclLines:
     def __init__(self) -> None:
         self._members: dict[_Process, dict[str, _Member]] = defaultdict(dict)
         self._wires: dict[_Process, _Wires] = {}
+        self._told: dict[_Process, int] = {}
         self._count = 0
+        self.warnings: dict[_Process, list[str]] = defaultdict(list)
 
-    def add(self, line: str) -> None:
-        """Parse a line."""
+    def add(self, line: str, rank: int = -1) -> None:
+        """Parse a line; ``rank``: that its prefix tells, -1 if it has none."""
         head = _HEAD.search(line)
         if head is None:
             return
         process, text = (head["host"], head["pid"]), head["text"]
+        if rank >= 0:
+            self._told[process] = rank
+        if head["warning"]:
+            if len(self.warnings[process]) < _WARNINGS_MAX:
+                self.warnings[process].append(head["warning"][:_WARNING_MAX])
+            return
         wires = self._wires.setdefault(process, _Wires(int(head["gpu"])))
         if via := _VIA.search(text):
             wires.used.add(int(via[1]))
@@ -129,8 +140,15 @@ class NcclLines:
             comm["id"] or member.id,
         )
 
+    def tell_rank(self, pid: str, rank: int) -> None:
+        """Note the rank of a process, as its launcher tells it; none if several have this pid."""
+        known = [process for process in {*self._members, *self.warnings} if process[1] == pid]
+        if len(known) == 1:
+            self._told.setdefault(known[0], rank)
+
     def _add_call(self, member: _Member, call: re.Match[str]) -> None:
         op = watchdog_wire_op(call["op"])
+        member.size = member.size or int(call["size"] or 0)
         member.sends = member.sends or op in POINT_TO_POINT
         if op in POINT_TO_POINT or self._count >= _CALLS_MAX:
             return
@@ -150,22 +168,29 @@ class NcclLines:
         )
 
     def ranks(self) -> dict[_Process, int]:
-        """Return the global rank of each process: its rank in a communicator of the largest
-        size.
+        """Return the global rank of each process: its rank in a communicator of the largest size,
+        else that which its lines' prefix or its launcher tells, of several processes to none.
         """
-        size = self.world_size()
-        return {
-            process: member.rank
+        size, counts = self.world_size(), Counter(self._told.values())
+        told = {process: rank for process, rank in self._told.items() if counts[rank] == 1}
+        largest = [
+            (process, member.rank)
             for process, members in sorted(self._members.items())
             for member in members.values()
-            if member.size == size and member.rank >= 0
-        }
+            if member.size == size
+        ]
+        known = told | {process: rank for process, rank in largest if rank >= 0}
+        rest = {process for process, _ in largest} - {*known}
+        free = set(range(size)) - {*known.values()} if len(rest) == 1 else set()
+        return known | dict(zip(rest, free, strict=True)) if len(free) == 1 else known
 
     def places(self) -> dict[int, Place]:
         """Return where each rank runs, by its global rank."""
         found = {}
         for process, rank in self.ranks().items():
-            wires = self._wires[process]
+            wires = self._wires.get(process)
+            if wires is None:
+                continue
             used = {wires.names.get(number, "") for number in wires.used}
             nic = used.pop() if len(used) == 1 else ""
             nics = tuple(name for _, name in sorted(wires.names.items()))
@@ -189,13 +214,17 @@ class NcclLines:
         )
         for process, members in sorted(self._members.items()):
             for member in members.values():
+                if member.rank < 0 and member.size == self.world_size():
+                    member.rank = ranks.get(process, -1)
                 if process in ranks and member.size > 1:
                     found[member.size, member.id, 0 if member.id else member.order].append(
                         (ranks[process], member)
                     )
         several = [
             self._communicator(number, members)
-            for number, (_, members) in enumerate(sorted(found.items(), key=_by_size))
+            for number, (_, members) in enumerate(
+                sorted(found.items(), key=lambda item: (-item[0][0], *item[0][1:]))
+            )
         ]
         return [one for one in several if one is not None]
 
@@ -211,21 +240,14 @@ class NcclLines:
         firsts = {member.calls[0][0] for member in used.values()}
         if len(firsts) > 1 and any(member.sends for member in used.values()):
             return None  # messages count, too
-        calls = {
-            rank: (
-                {first + place: call for place, (_, call) in enumerate(member.calls)}
-                if len(firsts) == 1
-                else dict(member.calls)
-            )
-            for rank, member in used.items()
-            for first in [member.calls[0][0]]
-        }
+        aligned = len(firsts) == 1
+        calls = {rank: _numbered(member.calls, aligned) for rank, member in used.items()}
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
 
 
-def _by_size(item: tuple[tuple[int, str, int], object]) -> tuple[int, str, int]:
-    (size, name, order), _ = item
-    return (-size, name, order)
+def _numbered(calls: list[tuple[int, Call]], aligned: bool) -> dict[int, Call]:
+    """Return calls by number: if all ranks' first numbers are equal, counted from that."""
+    return dict(enumerate((call for _, call in calls), calls[0][0])) if aligned else dict(calls)
 
 
 def _met(calls: dict[int, dict[int, Call]]) -> int:

@@ -1,1 +1,1 @@
-"""Write dumps of any origin for other tools: one module for each format."""
+"""Write dumps of any origin, and traces as timelines, for other tools."""

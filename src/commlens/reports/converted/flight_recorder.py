@@ -9,7 +9,7 @@ ours contains the stack frames.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,11 @@ VERSION: Final = "2.10"
 _BACKENDS: Final = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
 """The backends that torchfrtrace accepts."""
 _DTYPES: Final = {name: of_torch for of_torch, name in DTYPES.items()}
+_REACHED: Final = (
+    "last_enqueued_collective",
+    "last_started_collective",
+    "last_completed_collective",
+)
 _MESSAGES_FROM: Final = 1_000_000
 """The first number of messages. torchfrtrace takes a collective and a message with equal numbers
 for a coalesced group, and fails.
@@ -52,54 +57,60 @@ def to_json(rows: RankColumns, problems: list[str]) -> bytes:
 
 
 def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
-    entries: list[dict[str, Any]] = []
-    pg_ids = {
-        name: number
-        for number, name in enumerate(
-            dict.fromkeys(channel.group.name for channel in rows.channels)
+    entries = list(_entries(rows))
+    unnamed = len(rows) - len(entries)
+    if unnamed:
+        left_out = (
+            f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'}"
+            " left out"
         )
+        problems.append(f"rank {rows.rank}: {left_out}: the format cannot represent them.")
+    return {
+        "version": VERSION,
+        "pg_config": {
+            channel.group.name: _config(channel) for channel in [*rows.groups, *rows.channels]
+        },
+        "comm_lib_version": "",
+        "pg_status": _status(entries),
+        "entries": entries,
     }
+
+
+def _entries(rows: RankColumns) -> Iterator[dict[str, Any]]:
+    """Yield the entries, without those that the format has no name for."""
+    pg_ids: dict[str, int] = {}
+    heads = [
+        {
+            "pg_id": pg_ids.setdefault(channel.group.name, len(pg_ids)),
+            "process_group": (channel.group.name, channel.group.description or "undefined"),
+        }
+        for channel in rows.channels
+    ]
     backends = [_backend(channel) for channel in rows.channels]
     sizes = [_sizes(args) for args in rows.args]
     frames = [
         [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack]
-        for stack in rows.stacks
+        for stack in rows.call_stacks
     ]
     numbers = _Numbers(rows)
-    # last enqueued, started and completed
-    status = {pg_id: [-1, -1, -1] for pg_id in pg_ids.values()}
-    unnamed = 0
     for at in range(len(rows)):
-        number, args = int(rows.channel[at]), rows.args[int(rows.args_index[at])]
-        group = rows.channels[number].group
+        channel, args = int(rows.channel[at]), int(rows.args_index[at])
         collective, message = numbers.at(at)
-        name = _name(args, rows.channels[number], rows.rank, int(rows.peer[at]))
+        name = _name(rows.args[args], rows.channels[channel], rows.rank, int(rows.peer[at]))
         if name is None:
-            unnamed += 1
             continue
-        state, stack = int(rows.state[at]), int(rows.stack[at])
-        (input_sizes, input_dtypes), (output_sizes, output_dtypes) = sizes[int(rows.args_index[at])]
+        stack = int(rows.stack[at])
         entry = {
             "frames": frames[stack] if stack >= 0 else [],
             "record_id": int(rows.record_id[at]),
-            "pg_id": pg_ids[group.name],
-            "process_group": (group.name, group.description or "undefined"),
+            **heads[channel],
             "collective_seq_id": collective,
             "p2p_seq_id": message,
             "op_id": int(rows.op_id[at]),
-            "profiling_name": f"{backends[number]}:{name}",
+            "profiling_name": f"{backends[channel]}:{name}",
             "time_created_ns": int(rows.created_ns[at]),
-            "input_sizes": input_sizes,
-            "input_dtypes": input_dtypes,
-            "output_sizes": output_sizes,
-            "output_dtypes": output_dtypes,
-            "state": STATES[state] if state != RETIRED else "scheduled",
-            "time_discovered_started_ns": (
-                int(rows.started_ns[at]) or None if state in (STARTED, COMPLETED) else None
-            ),
-            "time_discovered_completed_ns": (
-                int(rows.completed_ns[at]) or None if state == COMPLETED else None
-            ),
+            **sizes[args],
+            **_progress(rows, at),
             "retired": bool(rows.retired[at]),
             "timeout_ms": int(rows.timeout_ms[at]),
             "is_p2p": bool(rows.p2p[at]),
@@ -108,34 +119,41 @@ def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
         }
         if rows.duration_ns[at] >= 0:
             entry["duration_ms"] = int(rows.duration_ns[at]) / 1e6
-        entries.append(entry)
-        if not rows.p2p[at]:
-            started = state == STARTED or (state == COMPLETED and rows.started_ns[at])
-            last = status[pg_ids[group.name]]
-            for field, reached in enumerate(
-                (True, started, rows.retired[at] or state == COMPLETED)
-            ):
-                last[field] = max(last[field], collective) if reached else last[field]
-    if unnamed:
-        left_out = (
-            f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'}"
-            " left out"
-        )
-        problems.append(f"rank {rows.rank}: {left_out}: the format cannot represent them.")
-    fields = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
+        yield entry
+
+
+def _progress(rows: RankColumns, at: int) -> dict[str, Any]:
+    """Return an entry's state, and when it was seen to have started and completed."""
+    state = int(rows.state[at])
+    started = int(rows.started_ns[at]) if state in (STARTED, COMPLETED) else 0
+    completed = int(rows.completed_ns[at]) if state == COMPLETED else 0
     return {
-        "version": VERSION,
-        "pg_config": {
-            channel.group.name: _config(channel) for channel in [*rows.groups, *rows.channels]
-        },
-        "comm_lib_version": "",
-        "pg_status": {
-            str(pg_id): dict(zip(fields, last, strict=True))
-            for pg_id, last in status.items()
-            if last[0] >= 0
-        },
-        "entries": entries,
+        "state": STATES[state] if state != RETIRED else "scheduled",
+        "time_discovered_started_ns": started or None,
+        "time_discovered_completed_ns": completed or None,
     }
+
+
+def _status(entries: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the numbers of the last collectives of each group, in the order of the groups."""
+    status: dict[int, dict[str, int]] = {}
+    for entry in entries:
+        if entry["is_p2p"] or entry["collective_seq_id"] < 0:
+            continue
+        last = status.setdefault(entry["pg_id"], dict.fromkeys(_REACHED, -1))
+        state = entry["state"]
+        for field, reached in zip(
+            _REACHED,
+            (
+                True,
+                state == "started" or entry["time_discovered_started_ns"],
+                entry["retired"] or state == "completed",
+            ),
+            strict=True,
+        ):
+            if reached:
+                last[field] = max(last[field], entry["collective_seq_id"])
+    return {str(pg_id): status[pg_id] for pg_id in sorted(status)}
 
 
 class _Numbers:
@@ -197,10 +215,7 @@ def _name(asked: CollectiveArgs, channel: Channel, rank: int, peer: int) -> str 
     return f"send {me}->{other}" if asked.op == "send" else f"recv {me}<-{other}"
 
 
-Sizes = tuple[list[list[int]], list[str]]
-
-
-def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
+def _sizes(asked: CollectiveArgs) -> dict[str, list[Any]]:
     """Return sizes and dtypes of inputs and outputs. A list of one tensor per rank is one tensor,
     since NCCL's group flattens it.
     """
@@ -213,16 +228,15 @@ def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
         outputs = _flat(outputs)
     if asked.dispatcher_op == "reduce_scatter_":
         inputs = _flat(inputs)
-    return _pair(inputs), _pair(outputs)
+    return {
+        "input_sizes": [list(one.shape) for one in inputs],
+        "input_dtypes": [_DTYPES.get(one.dtype, one.dtype) for one in inputs],
+        "output_sizes": [list(one.shape) for one in outputs],
+        "output_dtypes": [_DTYPES.get(one.dtype, one.dtype) for one in outputs],
+    }
 
 
 def _flat(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     if len(tensors) < 2 or len(set(tensors)) > 1:
         return tuple(tensors)
     return (TensorSpec((len(tensors), *tensors[0].shape), tensors[0].dtype, tensors[0].device),)
-
-
-def _pair(tensors: Sequence[TensorSpec]) -> Sizes:
-    return [list(one.shape) for one in tensors], [
-        _DTYPES.get(one.dtype, one.dtype) for one in tensors
-    ]

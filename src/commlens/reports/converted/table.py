@@ -127,12 +127,13 @@ def _coded(rows: RankColumns, name: str) -> tuple[Any, list[str]]:
     elif name in _ASKED:
         codes, made = rows.args_index, [_ASKED[name](one) for one in rows.args]
     elif name in _STACK:
-        codes, made = rows.stack, [_STACK[name](one) for one in rows.stacks]
+        codes, made = rows.stack, [_STACK[name](one) for one in rows.call_stacks]
     elif name == "state":
         codes, made = rows.state.astype("int32"), list(STATES)
     else:
         codes, made = np.zeros(len(rows), "int32"), [getattr(rows, name)]
-    return codes, [_clean(text) for text in made]
+    # neither format can hold lone surrogates, which texts of foreign files may have
+    return codes, [text.encode("utf-8", "backslashreplace").decode() for text in made]
 
 
 def _texts(rows: RankColumns, name: str) -> list[str]:
@@ -147,11 +148,6 @@ def _texts(rows: RankColumns, name: str) -> list[str]:
     codes, table = _coded(rows, name)
     table = [csv_cell(text) for text in table]
     return [table[code] if code >= 0 else "" for code in codes.tolist()]
-
-
-def _clean(text: str) -> str:
-    """Escape lone surrogates, which neither format can hold. The texts come from foreign files."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _shapes(tensors: Sequence[TensorSpec]) -> str:

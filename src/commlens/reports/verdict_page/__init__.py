@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from commlens.diagnosis.examine import ExaminedJob
-from commlens.diagnosis.words.exits import exit_words
-from commlens.model.collective import Collective
+from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.words.phrases import exit_words
+from commlens.model.ranklog import RankLog
 from commlens.reports.page import render_page
 from commlens.reports.step_table import StepTable, step_table
 from commlens.reports.terminal import render
@@ -19,6 +20,7 @@ from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Index, timeline
 from commlens.reports.verdict_page.wait_graph import wait_graph
+from commlens.text import naming_worlds
 from commlens.version import __version__
 
 _FILES_NAMED = 3
@@ -26,8 +28,7 @@ _FILES_NAMED = 3
 
 def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
     """Return the page of an examined job as HTML; ``has_times`` as in :class:`Job`."""
-    page = verdict_page(examined, has_times=has_times)
-    verdict = examined.verdict
+    verdict, page = examined.verdict, verdict_page(examined, has_times=has_times)
     return render_page(
         "verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text
     )
@@ -35,11 +36,15 @@ def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
 
 def verdict_page(examined: ExaminedJob, *, has_times: bool = True) -> VerdictPage:
     """Return the page's content as data; ``has_times`` as in :class:`Job`."""
-    job = Job(examined, has_times=has_times)
+    with naming_worlds(examined.verdict.worlds):
+        return _page(Job(examined, has_times=has_times))
+
+
+def _page(job: Job) -> VerdictPage:
     merged, stack_of = stacks(job)
     return VerdictPage(
         commlens=__version__,
-        verdict=examined.verdict,
+        verdict=job.verdict,
         text=_ticket(job),
         facts=_facts(job),
         ranks=_ranks(job, stack_of),
@@ -49,16 +54,16 @@ def verdict_page(examined: ExaminedJob, *, has_times: bool = True) -> VerdictPag
         timeline=timeline(job),
         tables=tables(job),
         stacks=merged,
-        step=_step(examined),
+        step=_step(job),
         source=culprits_lines(job),
         others=others_line(job),
         hardware=hardware(job),
     )
 
 
-def _step(examined: ExaminedJob) -> StepTable | None:
-    times = examined.step_times()
-    return step_table(times) if times.steps else None
+def _step(job: Job) -> StepTable | None:
+    times = job.examined.step_times() if job.has_times else None
+    return step_table(times) if times is not None and times.steps else None
 
 
 def _ticket(job: Job) -> str:
@@ -68,62 +73,61 @@ def _ticket(job: Job) -> str:
 
 
 def _facts(job: Job) -> list[tuple[str, str]]:
-    logs = [view.log for view in job.index.views.values()]
-    if not logs:
+    views = job.index.views.values()
+    if not views:
         return []
-    hosts = sorted({log.host for log in logs if log.host})
-    captured = max(view.now_ns for view in job.index.views.values()) if job.has_times else 0
-    versions = dict(pair for log in logs[:1] for pair in log.versions.items())
-    sources = sorted({log.source for log in logs if log.source})
-    folders = {source.rpartition("/")[0] for source in sources}
-    folder = folders.pop() if len(folders) == 1 and len(sources) > 1 else ""
-    found = [
-        ("Job", logs[0].job),
-        ("Script", next((log.script for log in logs if log.script), "")),
-        ("Ranks", f"{len(logs)} of {job.index.size}"),
-        (
-            "Hosts",
-            ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}",
-        ),
-        (
-            "Recorded until",
-            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured / 1e9)) if captured else "",
-        ),
-        ("Versions", ", ".join(f"{name} {value}" for name, value in sorted(versions.items()))),
-        ("Read from", f"{len(sources)} files in {folder}" if folder else _some(sources)),
-    ]
-    return [(name, value) for name, value in found if value]
+    logs = [view.log for view in views]
+    captured = max(view.now_ns for view in views) / 1e9 if job.has_times else 0
+    hosts = sorted({log.host for log in logs} - {""})
+    found = {
+        "Job": logs[0].job,
+        "Script": next((log.script for log in logs if log.script), ""),
+        "Ranks": f"{len(logs)} of {job.index.size}",
+        "Hosts": f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}"
+        if len(hosts) > 4
+        else ", ".join(hosts),
+        "Recorded until": captured
+        and time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured)),
+        "Versions": ", ".join(f"{name} {each}" for name, each in sorted(logs[0].versions.items())),
+        "Read from": _files(sorted({log.source for log in logs} - {""})),
+    }
+    return [(name, str(value)) for name, value in found.items() if value]
 
 
-def _some(names: list[str]) -> str:
+def _files(names: list[str]) -> str:
+    folders = {name.rpartition("/")[0] for name in names}
+    if len(folders) == 1 and len(names) > 1 and folders != {""}:
+        return f"{len(names)} files in {folders.pop()}"
     more = f" and {len(names) - _FILES_NAMED} more" if len(names) > _FILES_NAMED else ""
     return ", ".join(names[:_FILES_NAMED]) + more
 
 
 def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
-    texts = Index[str]()
-    made = Ranks()
-    for rank in job.all_ranks:
-        view = job.index.views.get(rank)
-        log = view.log if view is not None else None
-        made.rank.append(rank)
-        made.role.append(job.role(rank))
-        made.cls.append(job.class_of[rank])
-        made.host.append(texts(log.host if log is not None else ""))
-        made.pid.append(log.pid if log is not None else 0)
-        made.steps.append(log.steps if log is not None else 0)
-        made.issued.append(
-            max(log.issued, len(view.history)) if view is not None and log is not None else 0
-        )
-        made.last.append(texts(_last(view.last_op) if view is not None else ""))
-        made.end.append(texts(exit_words(view.exit) if view is not None else "left no record"))
-        made.stack.append(stack_of.get(rank, -1))
-        made.source.append(texts(log.source if log is not None else ""))
-    made.texts = texts.values
-    return made
+    texts, no_log = Index[str](), RankLog(-1, 0)
+    views = [job.index.views.get(rank) for rank in job.all_ranks]
+    logs = [view.log if view is not None else no_log for view in views]
+    return Ranks(
+        rank=job.all_ranks,
+        role=list(map(job.role, job.all_ranks)),
+        cls=[job.class_of[rank] for rank in job.all_ranks],
+        host=[texts(log.host) for log in logs],
+        pid=[log.pid for log in logs],
+        steps=[log.steps for log in logs],
+        issued=[
+            max(view.log.issued, len(view.history)) if view is not None else 0 for view in views
+        ],
+        last=[texts(_last(view)) for view in views],
+        end=[
+            texts(exit_words(view.exit) if view is not None else "left no record") for view in views
+        ],
+        stack=[stack_of.get(rank, -1) for rank in job.all_ranks],
+        source=[texts(log.source) for log in logs],
+        texts=texts.values,  # after all columns that add to them
+    )
 
 
-def _last(op: Collective | None) -> str:
+def _last(view: RankView | None) -> str:
+    op = view.last_op if view is not None else None
     if op is None:
         return ""
     state = "in flight" if op.in_flight else op.state.value

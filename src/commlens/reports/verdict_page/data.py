@@ -52,8 +52,9 @@ class GraphEdge(msgspec.Struct, kw_only=True):
 
     source: int
     target: int
-    label: str  # the collective
+    label: str  # the collectives
     waiting: str  # the ranks
+    parted: bool = False  # other ranks of the source wait for another node
 
 
 class WaitGraph(msgspec.Struct):
@@ -84,11 +85,10 @@ class ChannelRef(msgspec.Struct):
 
     label: str
     ranks: str
-    about: str = ""  # "gloo on cpu"
 
 
 class Ops(msgspec.Struct):
-    """The last collectives of one rank, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1
+    """The last collectives of one rank, as columns. Times are µs after the moment 0; -1
     is unknown or not yet.
     """
 
@@ -109,7 +109,6 @@ class Lane(msgspec.Struct):
 
     rank: int
     role: Role
-    cls: int
     ops: Ops
 
 
@@ -118,21 +117,19 @@ class Arrivals(msgspec.Struct):
 
     label: str
     channel: int
-    number: int
     ranks: list[int]
     at: list[int]  # µs, ascending
     absent: str = ""  # ranks that did not reach it
-    absent_count: int = 0
 
 
 class Timeline(msgspec.Struct):
     """The collectives of each rank over time."""
 
-    zero_ns: int = 0  # Unix ns
     # µs: when the records were copied or, if that is unknown, the latest time in them
     captured: int = 0
     captured_known: bool = True
-    window: tuple[int, int] = (0, 0)  # µs: around the fault
+    zero_is: str = ""  # what happened at 0: "the last collective was issued"
+    window: tuple[int, int] = (0, 0)  # µs: around 0
     channels: list[ChannelRef] = []
     texts: list[str] = []
     lanes: list[Lane] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from commlens.diagnosis.index.node_health import Node
+from commlens.diagnosis.index.nodes import Node
 from commlens.diagnosis.words.hardware import event_phrase
 from commlens.model.cause import OfHardware
 from commlens.model.health import HealthEvent

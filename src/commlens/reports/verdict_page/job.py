@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index.job_index import Block, ChannelKey, JobIndex, RankView
-from commlens.diagnosis.words.exits import exit_words
+from commlens.diagnosis.words.phrases import exit_words
 from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role
@@ -24,15 +24,15 @@ only.
 """
 
 _WAIT = {
-    "wait": ("waits in", "wait in"),
-    "issue": ("waits in", "wait in"),
-    "assumed": ("probably waits in", "probably wait in"),
-    "enqueued": ("waits in", "wait in"),
-    "failed": ("gave up waiting in", "gave up waiting in"),
-    "unknown": ("may wait in", "may wait in"),
+    "wait": ("waits in {}", "wait in {}"),
+    "issue": ("waits in {}", "wait in {}"),
+    "assumed": ("has {} in flight", "have {} in flight"),
+    "enqueued": ("waits in {}", "wait in {}"),
+    "failed": ("gave up waiting in {}", "gave up waiting in {}"),
+    "unknown": ("may wait in {}", "may wait in {}"),
 }
-"""What one rank does, and what several do."""
-_REFUSED = ("was refused", "were refused")  # by strict verification, before anything was sent
+"""What one rank does in a collective, and what several do."""
+_REFUSED = ("was refused {}", "were refused {}")  # by strict verification, before anything was sent
 _SEVERAL = (0, 1)  # any ranks: the verb is plural
 
 
@@ -75,7 +75,7 @@ class Job:
         flight is unknown.
         """
         return self.has_times and (
-            self.index.knows.capture_time
+            not self.index.foreign
             or all(view.log.captured_ns for view in self.index.views.values())
         )
 
@@ -165,7 +165,6 @@ class Job:
         role = self.role(rank)
         if role in ("culprit", "awaited"):
             detail = _DETAILS
-        placed = detail > 1
         view = self.index.views.get(rank)
         if view is None:
             if rank in self.index.no_record:
@@ -175,24 +174,25 @@ class Job:
         if view.exit.kind == "clean":
             return _same(role, "finished")
         if view.exit.kind in ("own", "gone") or (view.exit.ended and block is None):
-            where = frame_phrase(view.exit.source or _main_frame(view))
             one, several = exit_words(view.exit), exit_words(view.exit, _SEVERAL)
-            return Doing(role, one, several, where if placed else "")
+            return Doing(role, one, several, _place(view.exit.source or _main_frame(view), detail))
         if block is not None:
             one, several = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
-            name, where = _phrase(block.op, detail), frame_phrase(block.op.source)
-            return Doing(role, f"{one} {name}", f"{several} {name}", where if placed else "")
-        frame = _main_frame(view)
-        if frame is not None:
+            name, place = _phrase(block.op, detail), _place(block.op.source, detail)
+            return Doing(role, one.format(name), several.format(name), place)
+        if (frame := _main_frame(view)) is not None:
             where = frame.function or frame.where
-            place = frame_phrase(frame) if placed else ""
-            return Doing(role, f"is in {where}", f"are in {where}", place)
+            return Doing(role, f"is in {where}", f"are in {where}", _place(frame, detail))
+        return self._at_rest(view, role, detail)
+
+    def _at_rest(self, view: RankView, role: Role, detail: int) -> Doing:
+        """Return what a rank without a stack and without an op in flight did last."""
         if view.last_op is not None:
-            place = frame_phrase(view.last_op.source) if placed else ""
-            return _same(role, f"issued {_phrase(view.last_op, detail)} last", place)
+            words = f"issued {_phrase(view.last_op, detail)} last"
+            return _same(role, words, _place(view.last_op.source, detail))
         if view.lost_newest:
             return _same(role, "left no readable record")
-        if self.index.knows.completed_ops:
+        if not self.index.foreign:
             return _same(role, "issued nothing")
         return Doing(role, "has nothing in flight", "have nothing in flight")
 
@@ -216,6 +216,10 @@ class Job:
 def _main_frame(view: RankView) -> Frame | None:
     stack = view.log.main_stack
     return stack.source if stack is not None else None
+
+
+def _place(frame: Frame | None, detail: int) -> str:
+    return frame_phrase(frame) if detail > 1 else ""
 
 
 def phrase(op: Collective) -> str:
@@ -255,7 +259,8 @@ def _roles(verdict: Verdict, index: JobIndex) -> dict[int, Role]:
         if not finding.root_cause:
             roles |= dict.fromkeys(finding.culprits, "involved")
     for finding in findings:
-        if finding.root_cause or finding.kind == "waiting":
+        # ranks with other numbers hold up nobody
+        if (finding.root_cause and finding.kind != "diverged") or finding.kind == "waiting":
             roles |= dict.fromkeys(finding.victims, "victim")
         if finding.kind == "waiting" and finding.group is not None and not finding.culprits:
             roles |= dict.fromkeys(set(finding.group.ranks) - set(finding.victims), "awaited")

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from commlens.reports.verdict_page.data import Layout, LayoutRow
 from commlens.reports.verdict_page.job import Job
-from commlens.text import format_ranks, group_label
+from commlens.text import group_label, members_text
 
 _LAYOUTS_MAX = 12
 
@@ -37,31 +37,24 @@ def rank_grids(job: Job) -> list[Layout]:
             layout.name,
         )
     )
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, view in job.index.views.items():
-        hosts[view.log.host or "an unnamed host"].append(rank)
-    rows = [
-        LayoutRow(host, sorted(ranks))
-        for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1]))
-    ]
-    missing = [rank for rank in job.all_ranks if rank not in job.index.views]
-    if missing:
-        rows.append(LayoutRow("no records", missing))
-    if rows:
-        found.insert(
-            _LAYOUTS_MAX - 1,
-            Layout(
-                "hosts",
-                f"{len(hosts)} hosts, a row each." if len(hosts) > 1 else "All on one host.",
-                rows,
-            ),
-        )
+    if job.all_ranks:
+        found.insert(_LAYOUTS_MAX - 1, _by_host(job))
     return found[:_LAYOUTS_MAX]
+
+
+def _by_host(job: Job) -> Layout:
+    hosts: dict[str, list[int]] = defaultdict(list)
+    for rank, view in sorted(job.index.views.items()):
+        hosts[view.log.host or "an unnamed host"].append(rank)
+    about = f"{len(hosts)} hosts, a row each." if len(hosts) > 1 else "All on one host."
+    rows = [LayoutRow(host, ranks) for host, ranks in hosts.items()]
+    missing = [rank for rank in job.all_ranks if rank not in job.index.views]
+    return Layout("hosts", about, [*rows, *([LayoutRow("no records", missing)] if missing else [])])
 
 
 def _layout(name: str, groups: dict[tuple[int, ...], bool]) -> Layout:
     rows = [
-        LayoutRow(format_ranks(ranks), list(ranks), fault)
+        LayoutRow(members_text(ranks), list(ranks), fault)
         for ranks, fault in sorted(groups.items())
     ]
     sizes = {len(ranks) for ranks in groups}
@@ -69,6 +62,6 @@ def _layout(name: str, groups: dict[tuple[int, ...], bool]) -> Layout:
     about = (
         f"{len(rows)} groups of {each}, a row each."
         if len(rows) > 1
-        else f"One group of {len(rows[0].ranks)} ranks."
+        else f"One group of {len(rows[0].ranks)} ranks: {rows[0].name}."
     )
     return Layout(name, about, rows)

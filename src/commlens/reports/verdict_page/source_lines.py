@@ -55,7 +55,8 @@ def others_line(job: Job) -> OtherLine | None:
 
 
 def _captured(job: Job) -> int:
-    return max((view.now_ns for view in job.index.views.values()), default=0)
+    moments = [view.now_ns for view in job.index.views.values()]
+    return max(moments, default=0) if job.has_times else 0
 
 
 def source_lines(source_file: str, function: str, captured_ns: int) -> SourceLines | None:

@@ -5,7 +5,7 @@ the order of issue.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from commlens.diagnosis.index.job_index import ChannelKey, Track
 from commlens.model.collective import Collective, State
@@ -26,6 +26,7 @@ from commlens.text import (
     frame_phrase,
     group_label,
     group_phrase,
+    members_text,
     ranks_phrase,
 )
 
@@ -113,24 +114,13 @@ def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
     views, group = job.index.views, job.index.channels[key].group
     tracks = {rank: views[rank].tracks.get(key) for rank in key[2] if rank in views}
     newest = max((track.last for track in tracks.values() if track is not None), default=centre)
-    numbers = [
-        n for n in range(centre - _BEFORE, min(centre + _AFTER, max(newest, centre)) + 1) if n > 0
-    ]
+    numbers = range(max(1, centre - _BEFORE), min(centre + _AFTER, max(newest, centre)) + 1)
     odd, notes = _mismatches(job, key, numbers)
-    cells: dict[int, list[Cell]] = {}
-    for rank in key[2]:
-        awaited = rank in views and job.role(rank) in ("culprit", "awaited", "involved")
-        track = tracks.get(rank)
-        cells[rank] = [
-            _cell(
-                track,
-                n,
-                differs=rank in odd.get(n, ()),
-                awaited=awaited and n == centre,
-                known=rank in views,
-            )
-            for n in numbers
-        ]
+    odd[centre] = odd.get(centre, set()) | _awaited(job, tracks, centre)
+    cells = {
+        rank: [_cell(tracks, rank, n, differs=rank in odd.get(n, ())) for n in numbers]
+        for rank in key[2]
+    }
     columns = _Columns(job, cells)
     if len({views[rank].log.host for rank in tracks}) == 1:  # all times are of one clock
         _add_delays(columns, tracks, numbers)
@@ -143,9 +133,19 @@ def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
         f"The collectives on {group_phrase(group)}, by sequence number; ranks that issued the same"
         " share a column."
     )
-    ranks = format_ranks(group.ranks)
+    ranks = members_text(group.ranks)
     name = f"{group_label(group)} [{ranks if len(ranks) <= 24 else f'{len(group.ranks)} ranks'}]"
     return Table(name, about, columns.heads, rows, columns.left_out)
+
+
+def _awaited(job: Job, tracks: Mapping[int, Track | None], number: int) -> set[int]:
+    """Return the ranks with a part in the fault that have not issued the collective."""
+    return {
+        rank
+        for rank, track in tracks.items()
+        if job.role(rank) in ("culprit", "awaited", "involved")
+        and (track is None or number > track.last)
+    }
 
 
 def _mismatches(
@@ -183,20 +183,16 @@ def _add_delays(columns: _Columns, tracks: dict[int, Track | None], numbers: Seq
                 column[row].late = f"{duration(late)} after the first"
 
 
-def _cell(track: Track | None, number: int, *, differs: bool, awaited: bool, known: bool) -> Cell:
-    """Return the cell of one rank and number. A missing collective of an ``awaited`` rank is the
-    difference.
-    """
+def _cell(tracks: Mapping[int, Track | None], rank: int, number: int, *, differs: bool) -> Cell:
+    track = tracks.get(rank)
     if track is None or number > track.last:
-        return Cell("not issued" if known else "no record", state="absent", differs=awaited)
+        absent = "not issued" if rank in tracks else "no record"
+        return Cell(absent, state="absent", differs=differs)
     op = track.ops.get(number)
     if op is None:
         return Cell("overwritten", state="overwritten")
-    return _filled(
-        op,
-        op.op if not track.members.get(number) else f"{op.op} of {len(track.members[number])}",
-        differs,
-    )
+    members = track.members.get(number)
+    return _filled(op, f"{op.op} of {len(members)}" if members else op.op, differs)
 
 
 def _filled(op: Collective, name: str, differs: bool = False) -> Cell:

@@ -6,10 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from commlens.diagnosis.index.job_index import ChannelKey, RankView
-from commlens.model.collective import Channel, Collective, LearnedHow, State
+from commlens.model.collective import Collective, LearnedHow, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
-from commlens.reports.verdict_page.job import Job, label
-from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
+from commlens.reports.verdict_page.job import Job, label, phrase
+from commlens.text import (
+    args_phrase,
+    format_ranks,
+    frame_phrase,
+    group_label,
+    members_text,
+    rank_phrase,
+)
 
 T = TypeVar("T")
 
@@ -50,61 +57,71 @@ def timeline(job: Job) -> Timeline:
     collectives that the findings name.
     """
     if not job.has_times:
-        return Timeline(notes=["The ranks did not run together, so there is no timeline."])
+        return Timeline()
     ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
     chosen = {rank: _last(job.index.views[rank].history, most) for rank in ranks}
-    times = [op.announced_ns for ops in chosen.values() for op in ops if op.announced_ns]
+    newest = max((op.announced_ns for ops in chosen.values() for op in ops), default=0)
     made = Timeline(left_out=len(job.index.views) - len(ranks))
-    if not times:
-        if any(chosen.values()):
-            made.notes.append(
-                "The records hold no times, so there is no timeline; the order is in the table."
-            )
+    if not newest:
         return made
-    zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
+    zero, made.zero_is = _moment_of_the_fault(job) or (newest, "the last collective was issued")
     made.captured = max(
-        _us(max(view.now_ns for view in job.index.views.values()), zero), _us(max(times), zero)
+        _us(max(view.now_ns for view in job.index.views.values()), zero), _us(newest, zero)
     )
     made.captured_known = job.knows_capture_time
-    if not made.captured_known:
-        made.notes.append(
-            "These dumps do not say when they were taken: how long an operation has been in flight"
-            " is unknown."
-        )
+    made.notes = _notes(job, ranks)
     texts, channels = Index[str](), Index[ChannelKey]()
-    arrivals = [
-        _arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]
+    made.arrivals = [
+        found
+        for key, number, _ in job.focus[:_ARRIVALS_MAX]
+        if (found := _arrivals(job, key, number, zero, channels)) is not None
     ]
-    made.arrivals = [found for found in arrivals if found is not None]
-    for rank in ranks:
-        columns = Ops()
-        for op in chosen[rank]:
-            if not op.announced_ns:
-                continue
-            columns.start.append(_us(op.announced_ns, zero))
-            columns.end.append(_us(op.ended_ns, zero))
-            columns.channel.append(channels(op.channel.key))
-            columns.number.append(op.sequence_number)
-            columns.name.append(texts(_name(op)))
-            columns.asked.append(texts(args_phrase(op)))
-            columns.place.append(texts(frame_phrase(op.source)))
-            columns.state.append(_FOUND_LATER if _was_found_later(op) else _STATES[op.state])
-        made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
-    made.channels, made.texts = (
-        [_channel_ref(job.index.channels[key]) for key in channels.values],
-        texts.values,
-    )
+    made.lanes = [
+        Lane(rank, job.role(rank), _columns(ops, zero, texts, channels))
+        for rank, ops in chosen.items()
+    ]
+    groups = [job.index.channels[key].group for key in channels.values]
+    made.channels = [ChannelRef(group_label(each), members_text(each.ranks)) for each in groups]
+    made.texts = texts.values
     made.window = _window(made, chosen.values(), zero)
     if len(made.lanes) > _SEEN_AT_ONCE:
         made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
+    return made
+
+
+def _notes(job: Job, ranks: Sequence[int]) -> list[str]:
+    """Return what a reader has to know of the times."""
+    notes = []
+    if not job.knows_capture_time:
+        notes.append(
+            "These dumps do not say when they were taken: how long an operation has been in flight"
+            " is unknown."
+        )
     hosts = {job.index.views[rank].log.host for rank in ranks}
     if len(hosts) > 1:
-        made.notes.append(
+        notes.append(
             f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock:"
             " small differences mean nothing."
         )
-    return made
+    return notes
+
+
+def _columns(
+    ops: Sequence[Collective], zero: int, texts: Index[str], channels: Index[ChannelKey]
+) -> Ops:
+    """Return the collectives of a lane whose time is known, field by field."""
+    known = [op for op in ops if op.announced_ns]
+    return Ops(
+        start=[_us(op.announced_ns, zero) for op in known],
+        end=[_us(op.ended_ns, zero) for op in known],
+        channel=[channels(op.channel.key) for op in known],
+        number=[op.sequence_number for op in known],
+        name=[texts(_name(op)) for op in known],
+        asked=[texts(args_phrase(op)) for op in known],
+        place=[texts(frame_phrase(op.source)) for op in known],
+        state=[_FOUND_LATER if _was_found_later(op) else _STATES[op.state] for op in known],
+    )
 
 
 def _lane_ranks(job: Job) -> list[int]:
@@ -152,31 +169,25 @@ def _was_found_later(op: Collective) -> bool:
 def _name(op: Collective) -> str:
     if not op.is_point_to_point:
         return op.op
-    return (
-        f"{op.op} {'to' if op.op == 'send' else 'from'} {op.peer if op.peer is not None else 'any'}"
-    )
-
-
-def _channel_ref(channel: Channel) -> ChannelRef:
-    group = channel.group
-    about = " on ".join(filter(None, [group.backend, channel.device]))
-    return ChannelRef(group_label(group), format_ranks(group.ranks), about)
+    return f"{op.op} {'to' if op.op == 'send' else 'from'} {rank_phrase(op.peer)}"
 
 
 def _us(moment: int, zero: int) -> int:
     return (moment - zero) // 1000 if moment else -1 << 52
 
 
-def _moment_of_the_fault(job: Job) -> int:
+def _moment_of_the_fault(job: Job) -> tuple[int, str] | None:
     for key, number, _ in job.focus:
-        at = [
-            op.announced_ns
+        found = [
+            op
             for view in job.index.views.values()
             if (op := _op(view, key, number)) is not None and op.announced_ns
         ]
-        if at:
-            return min(at)
-    return min((block.since_ns for block in job.graph.blocks.values() if block.since_ns), default=0)
+        if found:
+            first = min(found, key=lambda op: op.announced_ns)
+            return first.announced_ns, f"the first rank issued {phrase(first)}"
+    waits = [block.since_ns for block in job.graph.blocks.values() if block.since_ns]
+    return (min(waits), "the first rank began to wait") if waits else None
 
 
 def _op(view: RankView, key: ChannelKey, number: int) -> Collective | None:
@@ -204,15 +215,13 @@ def _arrivals(
         return None
     met.sort()
     name = first.op if len(names) == 1 else "collective"
-    title = f"{name} #{number} of {label(first)} [{format_ranks(key[2])}]"
+    title = f"{name} #{number} of {label(first)} [{members_text(key[2])}]"
     return Arrivals(
         title,
         channels(key),
-        number,
         [rank for _, rank in met],
         [at for at, _ in met],
         format_ranks(absent),
-        len(absent),
     )
 
 

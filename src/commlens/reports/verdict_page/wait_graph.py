@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.model.collective import Collective
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
-from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.job import Job, label, phrase
 from commlens.text import capital, count, format_ranks, key_phrase, op_phrase, ranks_phrase
+
+NamedOp = tuple[int, str, str]
+"""An op's number, its name with the number, and its group's label; the label of a message or of a
+wait for a key is empty, and its name is a phrase.
+"""
 
 
 def wait_graph(job: Job) -> WaitGraph:
@@ -23,7 +30,8 @@ class _Fold:
         self.job = job
         self.nodes: list[GraphNode] = []
         self._known: dict[tuple[str, int], int] = {}
-        self._edges: dict[tuple[int, int], dict[str, set[int]]] = defaultdict(
+        # by pair of nodes: the ops, and the ranks that wait in each
+        self._edges: dict[tuple[int, int], dict[NamedOp, set[int]]] = defaultdict(
             lambda: defaultdict(set)
         )
 
@@ -46,8 +54,7 @@ class _Fold:
                 for end in self._ends(target, behind)
             }
             self._join([source.rank for source in sources], edge, ends)
-        edges = []
-        waiting = {pair: set().union(*by_label.values()) for pair, by_label in self._edges.items()}
+        waiting = {pair: set().union(*by_op.values()) for pair, by_op in self._edges.items()}
         shown = _transitive_reduction(waiting)
         parted = {
             start
@@ -58,27 +65,34 @@ class _Fold:
                 if first == start
             )
         }
-        for (start, end), by_label in sorted(self._edges.items()):
-            if (start, end) not in shown:
-                continue
-            first = max(by_label, key=lambda text: (len(by_label[text]), text))
-            more = f" and {len(by_label) - 1} more" if len(by_label) > 1 else ""
-            ranks = waiting[start, end]
-            some = f"{capital(ranks_phrase(sorted(ranks)))}: " if start in parted else ""
-            edges.append(
+        return WaitGraph(
+            self.nodes,
+            [
                 GraphEdge(
-                    source=start, target=end, label=some + first + more, waiting=format_ranks(ranks)
+                    source=start,
+                    target=end,
+                    label=_in_which(self._edges[start, end]),
+                    waiting=format_ranks(waiting[start, end]),
+                    parted=start in parted,
                 )
-            )
-        return WaitGraph(self.nodes, edges)
+                for start, end in sorted(shown)
+            ],
+        )
 
     def _join(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
-        label = phrase(edge.op)
+        op = _named(edge.op)
         ends = list(ends)
         for rank in ranks:
-            start = self._of_rank(rank)
+            start = self._of_class(self.job.class_of[rank])
+            behind = self.job.block_of(rank)  # what its box names
             for end in ends:
-                self._edges[start, end][label].add(rank)
+                self._edges[start, end][op].add(rank)
+                if (
+                    behind is not None
+                    and behind.op.channel == edge.op.channel
+                    and behind.op.sequence_number > edge.op.sequence_number
+                ):
+                    self._edges[start, end][_named(behind.op)].add(rank)
 
     def _put(self, kind: str, number: int, node: GraphNode) -> int:
         at = self._known.setdefault((kind, number), len(self.nodes))
@@ -86,8 +100,7 @@ class _Fold:
             self.nodes.append(node)
         return at
 
-    def _of_rank(self, rank: int) -> int:
-        number = self.job.class_of[rank]
+    def _of_class(self, number: int) -> int:
         return self._put(
             "class",
             number,
@@ -99,21 +112,21 @@ class _Fold:
         job = self.job
         if target.kind == "mismatch":
             mismatch = job.mismatches[target.detail]
-            culprits = [
-                rank for rank in mismatch.culprits if rank != edge.rank and rank in job.class_of
-            ]
-            if edge.rank not in mismatch.culprits and not mismatch.tie and culprits:
-                return sorted({self._of_rank(rank) for rank in culprits})
-            title = (
-                "These ranks disagree"
-                if mismatch.answer is not None
-                else "These ranks are out of step"
+            ends = {
+                job.class_of[rank]
+                for rank in _opposite(mismatch, edge.rank)
+                if rank in job.class_of
+            }
+            if ends - {job.class_of[edge.rank]}:
+                return [self._of_class(number) for number in sorted(ends)]
+            answer = mismatch.answer
+            details = [answer.detail] if answer is not None and answer.detail else []
+            node = GraphNode(
+                title="These ranks are out of step" if answer is None else "These ranks disagree",
+                lines=[phrase(next(iter(mismatch.ops.values()))), *details],
+                root=True,
             )
-            text = mismatch.answer.detail if mismatch.answer is not None else ""
-            lines = [line for line in (phrase(next(iter(mismatch.ops.values()))), text) if line]
-            return [
-                self._put("mismatch", target.detail, GraphNode(title=title, lines=lines, root=True))
-            ]
+            return [self._put("mismatch", target.detail, node)]
         if target.kind == "key":
             return [
                 self._put(
@@ -125,12 +138,12 @@ class _Fold:
         if target.kind == "stuck":
             members = edge.instance.members
             done = job.examined.completed_on(edge.instance)
-            title = f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
-            if done:
-                title = (
-                    f"Completed on {ranks_phrase(done)}, but not on"
-                    f" {ranks_phrase(sorted({*members} - {*done}))}"
-                )
+            title = (
+                f"Completed on {ranks_phrase(done)}, but not on"
+                f" {ranks_phrase(sorted({*members} - {*done}))}"
+                if done
+                else f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
+            )
             return [
                 self._put(
                     "stuck",
@@ -138,7 +151,37 @@ class _Fold:
                     GraphNode(title=title, lines=[op_phrase(edge.op)], root=True),
                 )
             ]
-        return [self._of_rank(target.rank)] if target.rank in job.class_of else []
+        return [self._of_class(job.class_of[target.rank])] if target.rank in job.class_of else []
+
+
+def _opposite(mismatch: Mismatch, rank: int) -> Iterable[int]:
+    """Return the ranks that a rank waits for in a mismatch: the culprits, or those that a culprit
+    met.
+    """
+    if mismatch.tie:
+        parties = mismatch.answer.parties if mismatch.answer is not None else ()
+        return {*mismatch.ops}.difference(*(p.ranks for p in parties if rank in p.ranks), {rank})
+    return mismatch.others if rank in mismatch.culprits else mismatch.culprits
+
+
+def _named(op: Collective) -> NamedOp:
+    if op.is_point_to_point or op.is_store_wait:
+        return op.sequence_number, phrase(op), ""
+    return op.sequence_number, f"{op.op} #{op.sequence_number}", label(op)
+
+
+def _in_which(by_op: Mapping[NamedOp, set[int]]) -> str:
+    """Return the collectives of an edge in the order of their numbers: ``"broadcast #4 and
+    all_reduce #6 of dp"``. Of several groups or messages, return the op of the most ranks and count
+    the others.
+    """
+    ops = sorted(by_op)
+    (_, first, group), (_, last, _) = ops[0], ops[-1]
+    if len(ops) > 1 and group and all(op[2] == group for op in ops):
+        return f"{first} {'and' if len(ops) == 2 else 'to'} {last} of {group}"
+    _, name, group = max(ops, key=lambda op: (len(by_op[op]), op))
+    more = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
+    return f"{name} of {group}{more}" if group else f"{name}{more}"
 
 
 def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tuple[int, int]]:

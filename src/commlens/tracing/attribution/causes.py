@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from types import FrameType
 from typing import Any
 
 from commlens.model.trace import Cause
-from commlens.tracing.attribution.stacks import StackInfo, local_values
+from commlens.tracing.attribution.stacks import StackInfo
 
 _CACHE_LIMIT = 10_000
-_OP = ("op_call",)
-_SPECS = ("current_spec", "target_spec", "is_explicit")
+_name = functools.lru_cache(maxsize=_CACHE_LIMIT)(str)
 
 
 class Causes:
@@ -18,23 +18,22 @@ class Causes:
 
     def __init__(self) -> None:
         self._known: dict[Any, Cause] = {}
-        self._names: dict[Any, str] = {}  # by op
 
     def find(self, info: StackInfo, frame: FrameType | None) -> Cause | None:
         """Return the cause of a collective whose stack starts at ``frame``; None if no DTensor is
         involved.
         """
         op: str | None = None
-        if info.dispatch_depth >= 0:
-            (op_call,) = local_values(info, frame, info.dispatch_depth, _OP)
-            op = self._name(op_call) if op_call is not None else None
-        if info.redistribute_depth < 0:
+        if "DTensor op" in info.places:
+            (op_call,) = info.values("DTensor op", frame)
+            op = _name(op_call) if op_call is not None else None
+        if "redistribution" not in info.places:
             return (
                 self._intern((op, None, None, False, ""), op, "", "", True, None)
                 if op is not None
                 else None
             )
-        before, after, explicit = local_values(info, frame, info.redistribute_depth, _SPECS)
+        before, after, explicit = info.values("redistribution", frame)
         if before is None or after is None:
             return None
         mesh = before.mesh
@@ -48,12 +47,6 @@ class Causes:
             implicit,
             mesh,
         )
-
-    def _name(self, op: Any) -> str:
-        name = self._names.get(op)
-        if name is None:
-            name = self._names[op] = str(op)
-        return name
 
     def _intern(
         self, key: Any, op: str | None, before: Any, after: Any, implicit: bool, mesh: Any

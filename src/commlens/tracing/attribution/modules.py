@@ -12,11 +12,9 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +36,7 @@ from commlens.tracing.attribution.module_calls import (
     current_pass,
     next_number,
 )
+from commlens.tracing.patches import SharedPatch
 
 log = logging.getLogger("commlens")
 
@@ -76,21 +75,16 @@ class ModuleTracker:
 
     def install(self) -> None:
         """Start following calls."""
-        global _trackers
-        with _lock:
-            _wrap()
-            _trackers = (*_trackers, self)
+        for patch in (_calls, _passes):
+            patch.add(self)
 
     def remove(self) -> None:
         """Stop following calls, including those that are running."""
-        global _trackers
-        with _lock:
-            _trackers = tuple(other for other in _trackers if other is not self)
-            if not _trackers:
-                _unwrap()
-            if self._tables and self._tables not in _earlier_tables:
-                # their backward may run under another tracker
-                _earlier_tables.appendleft(self._tables)
+        for patch in (_calls, _passes):
+            patch.remove(self)
+        if self._tables and self._tables not in _earlier_tables:
+            # their backward may run under another tracker
+            _earlier_tables.appendleft(self._tables)
         self._thread.table.close(next_number())
         for table in list(self._tables):
             table.close()
@@ -110,18 +104,8 @@ class ModuleTracker:
         try:
             thread = self._thread
             stack = thread.stack
-            node = current_node()
-            recomputed_by = None
+            recomputed_by, parent = self._parent(stack)
             wrapper = False
-            if node is not None:
-                recomputed_by = node._sequence_nr()
-                parent = (
-                    stack[-1]
-                    if stack and stack[-1].recomputed_by == recomputed_by
-                    else self.find_node(recomputed_by)
-                )
-            else:
-                parent = stack[-1] if stack else None
             if parent is not None:
                 row = parent.row.children.get(id(module))
                 if row is None or row.ref() is not module:
@@ -155,6 +139,18 @@ class ModuleTracker:
             self._fail(error)
             return None
         return call
+
+    def _parent(self, stack: list[ModuleCall]) -> tuple[int | None, ModuleCall | None]:
+        """Return the number of the running autograd node, which recomputes the next call, and the
+        call around that.
+        """
+        node, parent = current_node(), stack[-1] if stack else None
+        if node is None:
+            return None, parent
+        number = node._sequence_nr()
+        if parent is None or parent.recomputed_by != number:
+            parent = self.find_node(number)
+        return number, parent
 
     def leave(self, call: ModuleCall | None) -> None:
         """Record the end of a call, normal or by an exception."""
@@ -317,7 +313,12 @@ class ModuleTracker:
         """Return the module that a wrapper wraps, if its calls count as that module's."""
         if self.names_wrappers and "_orig_mod" not in module.__dict__.get("_modules", {}):
             return None
-        return _inside(module)
+        inside = module.__dict__.get("_modules", {})
+        for name in _WRAPPED:
+            if name in inside:
+                found = inside[name]
+                return found if isinstance(found, Module) else None
+        return inside.get("module") if isinstance(module, _WRAPPERS) else None
 
     def _unwrapped(self, module: Module) -> Module:
         while (inner := self._wrapped(module)) is not None:
@@ -325,9 +326,7 @@ class ModuleTracker:
         return module
 
     def _named_modules(self, module: Module, path: str) -> Iterator[tuple[str, Module]]:
-        """Yield a module and all inside it under all their paths, in which wrappers have no
-        part.
-        """
+        """Yield a module and all inside it under all paths without wrappers."""
         yield path, module
         wrapped = self._wrapped(module)
         for name, child in module._modules.items():
@@ -386,60 +385,19 @@ def _shared_parts(path: str, other: str) -> int:
     )
 
 
-def _inside(module: Module) -> Module | None:
-    """Return the module that a wrapper wraps: that of torch.compile, activation checkpointing or
-    offloading, FSDP, DDP, DataParallel.
-    """
-    inside = module.__dict__.get("_modules", {})
-    for name in _WRAPPED:
-        if name in inside:
-            found = inside[name]
-            return found if isinstance(found, Module) else None
-    return inside.get("module") if isinstance(module, _WRAPPERS) else None
-
-
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 # --- the wrappers around nn.Module.__call__ and the function that runs a backward pass
 
-_trackers: tuple[ModuleTracker, ...] = ()
 # calls recorded by removed trackers
 _earlier_tables: collections.deque[list[CallTable]] = collections.deque(maxlen=4)
-_lock = threading.Lock()
-# owner, name, the installed wrapper and the original
-_wrapped: list[tuple[Any, str, Any, Any]] = []
-
-
-def _wrap() -> None:
-    for owner, name, make in (
-        (Module, "__call__", _followed_call),
-        (torch.autograd, "_engine_run_backward", _followed_pass),
-    ):
-        original = owner.__dict__.get(name)
-        if original is None or any(owner is other and name == its for other, its, _, _ in _wrapped):
-            continue
-        wrapper = make(original)
-        _wrapped.append((owner, name, wrapper, original))
-        _update_dynamo(original, wrapper)
-        setattr(owner, name, wrapper)
-
-
-def _unwrap() -> None:
-    for entry in list(_wrapped):
-        owner, name, wrapper, original = entry
-        # else other code has wrapped our wrapper: leave it in place, idle
-        if owner.__dict__.get(name) is wrapper:
-            setattr(owner, name, original)
-            _wrapped.remove(entry)
-            _update_dynamo(wrapper, original)
 
 
 def _followed_call(original: Any) -> Any:
-    @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trackers = _trackers
+        trackers = _calls.users
         if not trackers or is_compiling():
             return original(self, *args, **kwargs)
         if len(trackers) == 1:
@@ -460,12 +418,11 @@ def _followed_call(original: Any) -> Any:
 
 
 def _followed_pass(original: Any) -> Any:
-    @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         node = current_node()
         if node is None or is_compiling():
             return original(*args, **kwargs)
-        trackers = _trackers
+        trackers = _passes.users
         for tracker in trackers:
             tracker.pass_begins(node)
         try:
@@ -490,3 +447,7 @@ def _update_dynamo(before: Any, after: Any) -> None:
         module = sys.modules.get(name)
         if getattr(module, "unpatched_nn_module_call", None) is before:
             setattr(module, "unpatched_nn_module_call", after)  # noqa: B010
+
+
+_calls = SharedPatch(Module, "__call__", _followed_call, _update_dynamo)
+_passes = SharedPatch(torch.autograd, "_engine_run_backward", _followed_pass, _update_dynamo)

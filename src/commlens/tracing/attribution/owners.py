@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlens.model.trace import Owner
 from commlens.tracing.attribution.module_calls import ModuleCall, ModuleRow
 from commlens.tracing.attribution.modules import ModuleTracker
-from commlens.tracing.attribution.stacks import StackInfo, local_values
+from commlens.tracing.attribution.stacks import StackInfo
 
 
 class Owners:
@@ -43,16 +43,14 @@ class Owners:
 
         ``tensor`` is the number of elements and dtype of its first tensor.
         """
-        if info.fsdp_depth >= 0:
-            (group,) = local_values(info, frame, info.fsdp_depth, ("self",))
-            return self._block(group, _fsdp2_owner)
-        if info.fsdp1_depth >= 0:
-            handle, itself = local_values(info, frame, info.fsdp1_depth, ("handle", "self"))
-            return self._block(handle if handle is not None else itself, _fsdp1_owner)
+        for kind, describe in (("FSDP2 block", _fsdp2_owner), ("FSDP unit", _fsdp1_owner)):
+            if kind in info.places:
+                (block,) = info.values(kind, frame)
+                return self._block(block, describe)
         if not self._reducers or op != "all_reduce":
             return None, None
-        if info.hook_depth >= 0:
-            (bucket,) = local_values(info, frame, info.hook_depth, ("bucket",))
+        if "DDP bucket" in info.places:
+            (bucket,) = info.values("DDP bucket", frame)
             return self._hooked_bucket(bucket)
         if (info.engine_calls or frame is None) and tensor is not None:
             live = [reducer for reducer in self._reducers if reducer.ref() is not None]
@@ -66,7 +64,7 @@ class Owners:
         """Return the call of the FSDP2 block whose backward starts. Its hook runs in the node of
         its output, often a child's node.
         """
-        (state,) = local_values(info, frame, info.fsdp_state_depth, ("self",))
+        (state,) = info.values("FSDP2 state", frame)
         modules = getattr(state, "_modules", ())
         outer: ModuleCall | None = call
         while outer is not None:

@@ -7,9 +7,7 @@ creates is marked, while a tracer runs. Tried on torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +15,8 @@ from torch.distributed.distributed_c10d import P2POp
 
 from commlens.model.trace import Phase
 from commlens.tracing.attribution.modules import ModuleTracker
-from commlens.tracing.attribution.stacks import StackInfo, local_values, values_of
+from commlens.tracing.attribution.stacks import StackInfo, values_of
+from commlens.tracing.patches import SharedPatch
 from commlens.tracing.raw_event import RawEvent
 
 _STAGE = "torch/distributed/pipelining/stage.py"
@@ -29,10 +28,6 @@ _MADE_BY = {
 }
 _FRAMES = 5  # at most so many lie between a stage's method and the message
 
-_users = 0
-_original: Any = None
-_lock = threading.Lock()
-
 
 class Message(NamedTuple):
     """What a message of a stage is for."""
@@ -42,49 +37,36 @@ class Message(NamedTuple):
     module: Any  # the stage's
 
 
-def mark_messages() -> None:
-    """Mark messages from now on; counted."""
-    global _users, _original
-    with _lock:
-        _users += 1
-        if _original is None:
-            _original = P2POp.__init__
-            P2POp.__init__ = functools.wraps(_original)(_init)
-
-
-def stop_marking() -> None:
-    """Undo one call of :func:`mark_messages`."""
-    global _users, _original
-    with _lock:
-        _users -= 1
-        if (
-            not _users
-            and P2POp.__init__ is not _original
-            and getattr(P2POp.__init__, "__wrapped__", None) is _original
-        ):
-            P2POp.__init__, _original = _original, None
-
-
 def set_microbatch(
     event: RawEvent, info: StackInfo, frame: FrameType | None, modules: ModuleTracker
 ) -> None:
     """Set the microbatch of an event that a schedule issues, and the phase and path of a
     message.
     """
-    if info.message_depth < 0:
-        (chunk,) = local_values(info, frame, info.chunk_depth, (info.chunk_name,))
+    if "message" not in info.places:
+        (chunk,) = info.values("microbatch", frame)
         event.microbatch = chunk if isinstance(chunk, int) else None
         return
-    (operation,) = local_values(info, frame, info.message_depth, (info.message_name,))
+    (operation,) = info.values("message", frame)
     message: Message | None = getattr(operation, "_commlens_message", None)
     if message is not None:
         event.phase, event.microbatch, event.call = message.phase, message.microbatch, None
         event.path = modules.name_root(message.module) if message.module is not None else None
 
 
-def _init(self: Any, *args: Any, **kwargs: Any) -> None:
-    _original(self, *args, **kwargs)
-    frame: Any = sys._getframe(1)
+def _marking(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _mark(self, sys._getframe(1))
+
+    return __init__
+
+
+marked_messages = SharedPatch(P2POp, "__init__", _marking)
+"""While it has users, the messages of stages are marked."""
+
+
+def _mark(message: Any, frame: FrameType | None) -> None:
     for _ in range(_FRAMES):
         if frame is None:
             return
@@ -93,6 +75,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
             phase, name = made_by
             microbatch, stage = values_of(frame, (name, "self"))
             if isinstance(microbatch, int) and stage is not None:
-                self._commlens_message = Message(phase, microbatch, getattr(stage, "submod", None))
+                module = getattr(stage, "submod", None)
+                message._commlens_message = Message(phase, microbatch, module)
             return
         frame = frame.f_back

@@ -10,20 +10,23 @@ import functools
 import logging
 import os
 import sys
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from commlens import native
 from commlens.model.collective import Frame, FrameKind
-from commlens.tap.running_frames import kind_of_file
+from commlens.tap.running_frames import kind_of_file, user_frame
 from commlens.tracing.attribution.recomputations import recomputes
 
 log = logging.getLogger("commlens")
 
 _CACHE_LIMIT = 20_000
 _LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
+
+_PROGRAM = (FrameKind.USER, FrameKind.LIBRARY)
 
 ENGINE = "engine"
 RECOMPUTE = "recompute"
@@ -33,17 +36,7 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH
 _GRAPH = "autograd/graph.py"
 _OPTIMIZER = "optim/optimizer.py"
 _REDISTRIBUTE = "distributed/tensor/_redistribute.py"
-_DISPATCH = "distributed/tensor/_dispatch.py"
-_FSDP = (
-    "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    "distributed/_composable/fsdp/_fsdp_param_group.py",
-)
-_FSDP_STATE = (
-    "distributed/fsdp/_fully_shard/_fsdp_state.py",
-    "distributed/_composable/fsdp/_fsdp_state.py",
-)
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
-_DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _C10D = "distributed/distributed_c10d.py"
 _OPS = "_ops.py"
 # frames that our own dispatch mode adds below the issuer
@@ -59,7 +52,6 @@ _WRAPPERS = (
 )
 _DCP = "distributed/checkpoint/"
 _STAGE = "distributed/pipelining/stage.py"
-_SCHEDULES = "distributed/pipelining/schedules.py"
 _FORWARD_CHUNK = "fwd_chunk_id"
 _BACKWARD_CHUNK = "bwd_chunk_id"
 _NOT_CALLED_BY_NAME = (
@@ -75,6 +67,69 @@ _NOT_CALLED_BY_NAME = (
     "_inductor/",
     "fx/",
 )
+
+
+class _Place(NamedTuple):
+    """A function of torch whose local variables tell about the collective that it issues."""
+
+    kind: str
+    files: tuple[str, ...]  # how its file's path in torch begins
+    names: tuple[str, ...]  # of the variables
+    argument: str = ""  # which the function must have
+    functions: tuple[str, ...] = ()  # its possible names; none: any
+
+    def fits(self, file: str, code: CodeType) -> bool:
+        """Return whether a frame with this code, in this file of torch, is of the kind."""
+        return (
+            file.startswith(self.files)
+            and (not self.argument or self.argument in code.co_varnames[: code.co_argcount])
+            and (not self.functions or code.co_name in self.functions)
+            and self.names[0] in code.co_varnames
+        )
+
+
+_PLACES = (
+    _Place(
+        "FSDP2 block",
+        (
+            "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+            "distributed/_composable/fsdp/_fsdp_param_group.py",
+        ),
+        ("self",),
+        "self",
+    ),
+    _Place(
+        "FSDP2 state",
+        (
+            "distributed/fsdp/_fully_shard/_fsdp_state.py",
+            "distributed/_composable/fsdp/_fsdp_state.py",
+        ),
+        ("self",),
+        functions=("_pre_backward",),
+    ),
+    _Place("FSDP unit", _FSDP1, ("handle",), "handle"),
+    _Place("FSDP unit", _FSDP1[:1], ("self",), "self"),
+    _Place(
+        "DDP bucket", ("distributed/algorithms/ddp_comm_hooks/",), ("bucket",), argument="bucket"
+    ),
+    _Place("message", (_C10D,), ("p2p_op",), functions=("batch_isend_irecv",)),
+    _Place(
+        "message",
+        ("distributed/pipelining/schedules.py",),
+        ("p",),
+        functions=("_batch_p2p", "<listcomp>"),
+    ),
+    _Place("microbatch", (_STAGE,), (_FORWARD_CHUNK,), _FORWARD_CHUNK),
+    _Place("microbatch", (_STAGE,), (_BACKWARD_CHUNK,), _BACKWARD_CHUNK),
+    _Place(
+        "redistribution",
+        (_REDISTRIBUTE,),
+        ("current_spec", "target_spec", "is_explicit"),
+        functions=("redistribute_local_tensor",),
+    ),
+    _Place("DTensor op", ("distributed/tensor/_dispatch.py",), ("op_call",), "op_call"),
+)
+"""The innermost frame of each kind is read."""
 
 
 _stack_key: Any = None
@@ -100,55 +155,39 @@ def use_native_engine() -> None:
         _stack_key, _local_values = module.stack_key, module.local_values
 
 
+@dataclass(slots=True, eq=False)
 class StackInfo:
-    """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1
-    means absent.
-    """
+    """The facts of one stack."""
 
-    __slots__ = (
-        "chunk_depth",
-        "chunk_name",
-        "codes",
-        "dispatch_depth",
-        "engine_calls",
-        "explicit",
-        "fsdp1_depth",
-        "fsdp_depth",
-        "fsdp_state_depth",
-        "hook_depth",
-        "in_optimizer",
-        "in_pass",
-        "index",
-        "may_be_functional",
-        "message_depth",
-        "message_name",
-        "packet",
-        "redistribute_depth",
-        "returns_work",
-        "source",
-        "through",
-    )
+    index: int
+    source: Frame | None
+    through: str | None
+    engine_calls: bool  # issued by C++ inside the engine, such as DDP's reducer
+    codes: list[CodeType] = field(
+        default_factory=list
+    )  # kept alive, since they are looked up by id
+    in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
+    in_optimizer: bool = False
+    # "_c10d_functional.all_reduce", if Python called a functional op
+    packet: str | None = None
+    explicit: bool = False  # the program asked for the redistribution
+    may_be_functional: bool = True  # waited for by tensor
+    returns_work: bool = True  # waited for by the Work that Python gets
+    # by kind of place: how many frames outwards from the caller of the tap's kernel, and the names
+    # of the variables
+    places: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
-    def __init__(self, index: int, codes: list[CodeType]) -> None:
-        self.index = index
-        self.codes = codes  # kept alive, since they are looked up by id
-        self.source: Frame | None = None
-        self.through: str | None = None
-        self.in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
-        self.in_optimizer = False
-        self.engine_calls = False  # issued by C++ inside the engine, such as DDP's reducer
-        # "_c10d_functional.all_reduce", if Python called a functional op
-        self.packet: str | None = None
-        self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = (
-            self.redistribute_depth
-        ) = self.dispatch_depth = -1
-        self.explicit = False
-        # waited for by tensor; or by the Work that Python gets
-        self.may_be_functional = self.returns_work = True
-        # of the function that issues a P2POp; of a pipeline stage's for one microbatch
-        self.message_depth = self.chunk_depth = -1
-        # the local variables that hold the P2POp, or the microbatch's number
-        self.message_name = self.chunk_name = ""
+    def values(self, kind: str, frame: FrameType | None) -> tuple[Any, ...]:
+        """Return the variables of the place of this kind in a stack that starts at ``frame``; None
+        for missing ones.
+        """
+        depth, names = self.places[kind]
+        if _local_values is not None and depth < len(self.codes):
+            values: tuple[Any, ...] = _local_values(self.codes[depth], names)
+            return values
+        for _ in range(depth):
+            frame = frame.f_back if frame is not None else None
+        return values_of(frame, names) if frame is not None else (None,) * len(names)
 
 
 class StackInfos:
@@ -177,121 +216,39 @@ class StackInfos:
         self._known = {}
 
     def _read(self, frame: FrameType | None) -> StackInfo:
-        info = StackInfo(self._count, [])
+        source = user_frame(frame)
+        through = _through(frame, called_by_user=source is not None)
+        info = StackInfo(self._count, source, through, _is_called_by_engine(frame))
         self._count += 1
-        library: Frame | None = None
-        outer_torch: FrameType | None = None  # the outermost torch frame so far
-        depth = 0
-        issued_by_python = False
         while frame is not None:
             info.codes.append(frame.f_code)
             if info.in_pass is None and recomputes(frame.f_code):
                 info.in_pass = RECOMPUTE
-            file = frame.f_code.co_filename
-            if file.startswith(_TORCH):
-                inside = file[len(_TORCH) :]
-                if info.source is None and library is None:
-                    if inside == _MODULE:
-                        outer_torch = None  # do not name functions that a module calls
-                    elif (
-                        inside not in _WRAPPERS
-                        and frame.f_code.co_name != "_no_grad_wrapper"
-                        and not _wraps_step(inside, frame)
-                    ):
-                        outer_torch = frame
-                info.engine_calls = info.engine_calls or (
-                    not issued_by_python and _runs_engine(inside, frame)
-                )
-                issued_by_python = issued_by_python or inside not in _DISPATCHING
-                self._torch_frame(info, inside, frame, depth)
-            else:
-                issued_by_python = issued_by_python or not file.startswith(_OWN)
-            if info.source is None and not file.startswith(_TORCH):
-                kind = kind_of_file(file)
-                if kind is FrameKind.USER:
-                    info.source = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
-                elif kind is FrameKind.LIBRARY and library is None:
-                    library = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
+            if inside := _file_in_torch(frame):
+                _read_torch_frame(info, inside, frame)
             frame = frame.f_back
-            depth += 1
-        info.source = info.source or library
-        info.through = _through(outer_torch, called_by_user=info.source is not None)
-        info.may_be_functional = (
-            info.packet is not None
-            or not info.codes
-            or not info.codes[0].co_filename.endswith(_C10D)
-        )
+        is_c10d = bool(info.codes) and info.codes[0].co_filename.endswith(_C10D)
+        info.may_be_functional = info.packet is not None or not is_c10d
         info.returns_work = info.packet is None and not info.engine_calls and bool(info.codes)
         return info
 
-    def _torch_frame(self, info: StackInfo, file: str, frame: FrameType, depth: int) -> None:
-        function = frame.f_code.co_name
-        if file == _OPS:
-            if info.packet is None and len(info.codes) <= 6 and function == "__call__":
-                info.packet = _packet_name(frame)
-        elif file == _GRAPH:
-            if _runs_engine(file, frame):
-                info.in_pass = info.in_pass or ENGINE
-        elif file == _OPTIMIZER:
-            # Not if the optimizer runs a backward pass, as with a closure.
-            info.in_optimizer = info.in_optimizer or (
-                info.in_pass is None and _wraps_step(file, frame)
-            )
-        elif file == _STAGE:
-            self._stage_frame(info, frame, depth)
-        elif file == _C10D:
-            if function == "batch_isend_irecv":
-                info.message_depth, info.message_name = depth, "p2p_op"
-        elif file == _SCHEDULES:
-            if (
-                info.message_depth < 0
-                and function in ("_batch_p2p", "<listcomp>")
-                and "p" in frame.f_code.co_varnames
-            ):
-                info.message_depth, info.message_name = depth, "p"
-        elif file == _REDISTRIBUTE:
-            if function == "redistribute_local_tensor" and info.redistribute_depth < 0:
-                info.redistribute_depth = depth
-            elif (
-                function in ("forward", "backward")
-                and info.redistribute_depth >= 0
-                and info.dispatch_depth < 0
-            ):
-                info.explicit = True
-        elif file == _DISPATCH:
-            if (
-                info.dispatch_depth < 0
-                and "op_call" in frame.f_code.co_varnames[: frame.f_code.co_argcount]
-            ):
-                info.dispatch_depth = depth
-        else:
-            self._wrapper_frame(info, file, frame, depth)
 
-    def _wrapper_frame(self, info: StackInfo, file: str, frame: FrameType, depth: int) -> None:
-        """Note a frame of FSDP2, FSDP or DDP's hooks."""
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if file in _FSDP:
-            if info.fsdp_depth < 0 and "self" in names:
-                info.fsdp_depth = depth
-        elif file in _FSDP_STATE:
-            if info.fsdp_state_depth < 0 and frame.f_code.co_name == "_pre_backward":
-                info.fsdp_state_depth = depth
-        elif file in _FSDP1:
-            if info.fsdp1_depth < 0 and (
-                "handle" in names or (file == _FSDP1[0] and "self" in names)
-            ):
-                info.fsdp1_depth = depth
-        elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in names:
-            info.hook_depth = depth
-
-    def _stage_frame(self, info: StackInfo, frame: FrameType, depth: int) -> None:
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if info.chunk_depth < 0 and (_FORWARD_CHUNK in names or _BACKWARD_CHUNK in names):
-            info.chunk_depth = depth
-            info.chunk_name = _FORWARD_CHUNK if _FORWARD_CHUNK in names else _BACKWARD_CHUNK
-        if _BACKWARD_CHUNK in names or frame.f_code.co_name == "perform_reduce_grad":
-            # FSDP's work after backward is done outside of the engine
-            info.in_pass = info.in_pass or ENGINE
+def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
+    """Note the facts in the frame of the newest of a stack's codes."""
+    function = frame.f_code.co_name
+    _note_places(info, file, frame.f_code)
+    if file == _OPS:
+        if info.packet is None and len(info.codes) <= 6 and function == "__call__":
+            info.packet = _packet_name(frame)
+    elif _runs_engine(frame) or (file == _STAGE and _runs_backward(frame.f_code)):
+        info.in_pass = info.in_pass or ENGINE
+    elif _wraps_step(frame):
+        # Not if the optimizer runs a backward pass, as with a closure.
+        info.in_optimizer = info.in_optimizer or info.in_pass is None
+    elif file == _REDISTRIBUTE and function in ("forward", "backward"):
+        info.explicit = info.explicit or (
+            "redistribution" in info.places and "DTensor op" not in info.places
+        )
 
 
 def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
@@ -304,12 +261,41 @@ def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _runs_engine(file: str, frame: FrameType) -> bool:
-    return file == _GRAPH and frame.f_code.co_name == "_engine_run_backward"
+def _note_places(info: StackInfo, file: str, code: CodeType) -> None:
+    for place in _PLACES:
+        if place.kind not in info.places and place.fits(file, code):
+            info.places[place.kind] = len(info.codes) - 1, place.names
 
 
-def _wraps_step(file: str, frame: FrameType) -> bool:
-    return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
+def _runs_backward(code: CodeType) -> bool:
+    """Return whether a stage's method belongs to the backward pass: FSDP's work after it is done
+    outside of the engine.
+    """
+    arguments = code.co_varnames[: code.co_argcount]
+    return _BACKWARD_CHUNK in arguments or code.co_name == "perform_reduce_grad"
+
+
+def _file_in_torch(frame: FrameType) -> str:
+    """Return the path of a frame's file in torch; empty for any other file."""
+    file = frame.f_code.co_filename
+    return file[len(_TORCH) :] if file.startswith(_TORCH) else ""
+
+
+def _runs_engine(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_engine_run_backward" and _file_in_torch(frame) == _GRAPH
+
+
+def _wraps_step(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "wrapper" and _file_in_torch(frame) == _OPTIMIZER
+
+
+def _is_called_by_engine(frame: FrameType | None) -> bool:
+    """Return whether the engine's C++ issues the collective, and no Python inside it."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or _file_in_torch(frame) in _DISPATCHING
+    ):
+        frame = frame.f_back
+    return frame is not None and _runs_engine(frame)
 
 
 def running_steps(frame: FrameType | None) -> int:
@@ -318,24 +304,9 @@ def running_steps(frame: FrameType | None) -> int:
     """
     count = 0
     while frame is not None:
-        file = frame.f_code.co_filename
-        count += file.startswith(_TORCH) and _wraps_step(file[len(_TORCH) :], frame)
+        count += _wraps_step(frame)
         frame = frame.f_back
     return count
-
-
-def local_values(
-    info: StackInfo, frame: FrameType | None, depth: int, names: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """Return the values of local variables at a depth of a stack that starts at ``frame``, None for
-    missing ones.
-    """
-    if _local_values is not None and depth < len(info.codes):
-        values: tuple[Any, ...] = _local_values(info.codes[depth], names)
-        return values
-    for _ in range(depth):
-        frame = frame.f_back if frame is not None else None
-    return values_of(frame, names) if frame is not None else (None,) * len(names)
 
 
 def values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -360,15 +331,25 @@ def _packet_name(frame: FrameType) -> str | None:
 
 
 def _through(frame: FrameType | None, *, called_by_user: bool) -> str | None:
-    """Return the torch function that the user's line called; None if it is torch.distributed's
-    function for this op.
+    """Return torch's function that the line of the user or of a library called, if not the op's
+    own.
     """
-    if frame is None:
-        return None
-    file = frame.f_code.co_filename[len(_TORCH) :]
-    name: str = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-    if file.startswith(_NOT_CALLED_BY_NAME):
+    outermost: FrameType | None = None  # of torch's frames
+    while frame is not None:
+        file = _file_in_torch(frame)
+        if file == _MODULE:
+            outermost = None  # do not name functions that a module calls
+        elif file and not (
+            file in _WRAPPERS or frame.f_code.co_name == "_no_grad_wrapper" or _wraps_step(frame)
+        ):
+            outermost = frame
+        elif not file and kind_of_file(frame.f_code.co_filename) in _PROGRAM:
+            break
+        frame = frame.f_back
+    file = _file_in_torch(outermost) if outermost is not None else ""
+    if outermost is None or file.startswith(_NOT_CALLED_BY_NAME):
         return None
     if not called_by_user and file.startswith(_DCP):
         return "async_save"  # in its thread or process, in which no user's line runs
+    name: str = getattr(outermost.f_code, "co_qualname", outermost.f_code.co_name)
     return name.replace(".<locals>", "").removesuffix(".__init__")

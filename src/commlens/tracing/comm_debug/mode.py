@@ -26,9 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.tracing.attribution.op_names import collective_packets, counted_packet
-from commlens.tracing.comm_debug import json_dump, table
 from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
-from commlens.tracing.comm_debug.sections import PASSES, Section, sections
+from commlens.tracing.comm_debug.output import (
+    ANSI,
+    PASSES,
+    Section,
+    described,
+    document,
+    sections,
+    table,
+)
 from commlens.tracing.ops import OpRecord, OpsMode
 from commlens.tracing.raw_event import RawEvent
 from commlens.tracing.tracer import Tracer
@@ -73,7 +80,11 @@ class CommDebugMode:
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> Self:
-        self._clear()
+        self.comm_counts.clear()
+        self.comm_module_counts.clear()
+        self.comm_module_counts[GLOBAL] = _no_counts()
+        self._causes.clear()
+        self._modules = SeenModules()
         self._entered += 1
         if self._entered == 1:
             self._tracer = tracer = Tracer()
@@ -141,7 +152,7 @@ class CommDebugMode:
         for record in self._records():
             path = self._modules.nearest(record.site).path
             found.setdefault(path, {"operations_list": []})["operations_list"].append(
-                json_dump.described(record)
+                described(record)
             )
         return found
 
@@ -157,15 +168,13 @@ class CommDebugMode:
                 ops; 2 adds other ops; 3 adds trivial ops such as views.
             causes: list below each collective the redistributions of DTensors that issued it.
         """
-        return table.table(self._sections(), noise_level, causes=causes)
+        return table(self._sections(), noise_level, causes=causes)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3, *, causes: bool = False
     ) -> None:
         """Write the table to a file, without colours."""
-        text = table.without_colours(
-            self.generate_comm_debug_tracing_table(noise_level, causes=causes)
-        )
+        text = ANSI.sub("", self.generate_comm_debug_tracing_table(noise_level, causes=causes))
         Path(file_name).write_text(text, encoding="utf-8")
 
     def generate_json_dump(
@@ -173,7 +182,7 @@ class CommDebugMode:
     ) -> None:
         """Write the same content as JSON, in the format of PyTorch's browser page."""
         with Path(file_name).open("w", encoding="utf-8") as file:
-            json.dump(json_dump.document(self._sections(), noise_level), file, indent=4)
+            json.dump(document(self._sections(), noise_level), file, indent=4)
 
     def trace(self) -> Trace:
         """Return the collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes
@@ -183,13 +192,6 @@ class CommDebugMode:
 
     # --- counting
 
-    def _clear(self) -> None:
-        self.comm_counts.clear()
-        self.comm_module_counts.clear()
-        self.comm_module_counts[GLOBAL] = _no_counts()
-        self._causes.clear()
-        self._modules = SeenModules()
-
     def _issued(self, event: RawEvent) -> None:
         if event.call is not None:
             self._modules.of_row(event.call.row)
@@ -197,9 +199,7 @@ class CommDebugMode:
         self._count(counted_packet(event), event.phase, path, event.cause)
 
     def _owner(self, event: RawEvent) -> str | None:
-        """Return the block whose parameters a collective carries. FSDP2 gathers one block's
-        parameters inside another block.
-        """
+        """Return the block, perhaps inside another one, whose parameters it carries."""
         owner = event.owner
         if owner is None or not owner.library.startswith("FSDP"):
             return None

@@ -62,11 +62,9 @@ def issue_stack(frame: FrameType | None, asynchronous: bool | None) -> RawStack 
             names.add("functional" if inside == _FUNCTIONAL else walk.f_code.co_name)
             if asynchronous is None:
                 asynchronous = _told(walk)
-        elif kind is FrameKind.TORCH and inside not in _BETWEEN:
-            return None
         elif kind in (FrameKind.USER, FrameKind.LIBRARY):
             break
-        elif kind is FrameKind.PYTHON and not file.endswith(_CONTEXTLIB):
+        elif _is_no_part_of_it(kind, file):
             return None
         walk = walk.f_back
     if walk is None or not names or names & {"send", "recv"}:
@@ -81,10 +79,15 @@ def is_functional(stack: RawStack) -> bool:
     return any(code.co_filename.endswith(_FUNCTIONAL) for code, _ in stack)
 
 
+def _is_no_part_of_it(kind: FrameKind, file: str) -> bool:
+    """Return whether a frame of torch or Python does more than pass on the program's call."""
+    return (kind is FrameKind.TORCH and file[len(_TORCH) :] not in _BETWEEN) or (
+        kind is FrameKind.PYTHON and not file.endswith(_CONTEXTLIB)
+    )
+
+
 def _told(frame: FrameType) -> bool | None:
-    """Return the ``async_op`` of a call to torch.distributed; None if the function has no such
-    argument.
-    """
+    """Return the ``async_op`` of a call to torch.distributed; None if it has none."""
     values = frame.f_locals
     told = values.get("async_op", values.get("async_ops"))
     return told if isinstance(told, bool) else None

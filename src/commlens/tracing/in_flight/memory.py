@@ -27,11 +27,10 @@ class Memory:
         self._itemsize: int = tensor.element_size()
         self._sizes, self._strides = tuple(tensor.shape), tuple(tensor.stride())
         self.begin: int = tensor.storage_offset() * self._itemsize
-        last = sum((size - 1) * stride for size, stride in self._dimensions())
+        last = sum(
+            (size - 1) * stride for size, stride in zip(self._sizes, self._strides, strict=True)
+        )
         self.end = self.begin + (last + 1) * self._itemsize
-
-    def _dimensions(self) -> Any:
-        return zip(self._sizes, self._strides, strict=True)
 
     @property
     def is_freed(self) -> bool:

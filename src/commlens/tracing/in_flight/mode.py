@@ -29,9 +29,7 @@ _known: dict[int, OpAccess] = {}
 
 @functools.lru_cache(maxsize=256)
 def _runs_its_own_ops(kind: type) -> bool:
-    """Return whether a tensor's class issues the ops that touch memory: DTensor,
-    AsyncCollectiveTensor.
-    """
+    """Return whether a tensor's class issues the ops that touch memory: DTensor's."""
     return kind.__module__.startswith("torch.distributed.")
 
 

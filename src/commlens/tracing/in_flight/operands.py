@@ -11,9 +11,6 @@ from torch._ops import OpOverload
 from commlens.model.ops import BARRIERS, wire_op
 from commlens.tap import tap
 
-_COMMUNICATION: Final = frozenset(
-    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
-)
 _NO_ACCESS: Final = frozenset(
     {
         "_unsafe_view",

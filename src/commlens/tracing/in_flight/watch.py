@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Literal, TypeVar
@@ -106,7 +106,7 @@ class Found:
     tensor: str
 
 
-class BufferWatch:
+class BufferWatch(tap.WaitSubscriber):
     """Watches the buffers of this process's collectives between ``start()`` and ``stop()``."""
 
     def __init__(self, *, preview: bool = False, backend: str = "") -> None:
@@ -255,11 +255,7 @@ class BufferWatch:
         if stack is None:
             return None
         flight = Flight(op, stack, channel, self._ops)
-        for operand in operands:
-            memory = memory_of(operand.tensor)
-            if memory is not None:
-                described = _described(operand.tensor)
-                flight.buffers.append(Buffer(flight, memory, operand.written, described))
+        flight.buffers = list(_buffers(flight, operands))
         return flight
 
     def returned(self, flight: Flight | None, result: Any) -> None:
@@ -270,9 +266,6 @@ class BufferWatch:
             self._safely(self._watch, flight, None)
         else:
             self._issued[threading.get_ident()] = flight
-
-    def raised(self, flight: Flight | None, error: BaseException) -> None:
-        """Do nothing: the collective was not issued."""
 
     def _watch(self, flight: Flight, work: Any) -> None:
         with _lock:
@@ -395,20 +388,17 @@ class BufferWatch:
         try:
             self._ops += 1
             if self._ops % _LOOK_AFTER == 0:
-                self._end_old()
+                with _lock:
+                    for flight in list(self._flights):
+                        is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
+                        if is_freed or self._ops - flight.began > _OPS_MAX:
+                            self._end(flight)
             if access.arguments:
                 self._look(access.accesses(args, kwargs), access.op, sys._getframe(1), None)
             elif access.op.__name__.startswith(_WAIT) and args:
                 self._waited(self._writing(args[0]))
         except Exception as error:
             self._fail(error)
-
-    def _end_old(self) -> None:
-        with _lock:
-            for flight in list(self._flights):
-                is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
-                if is_freed or self._ops - flight.began > _OPS_MAX:
-                    self._end(flight)
 
     def _look(self, operands: Any, op: Any, frame: FrameType | None, channel: Any) -> None:
         """Compare what an op reads and writes with the buffers in flight.
@@ -453,24 +443,9 @@ class BufferWatch:
         memory = memory_of(operand.tensor)
         if memory is None or self._is_on_another_stream(operand.tensor.device):
             return None
-        # A collective may read a slice of its own output: that slice is what the peers get.
-        inputs = {
-            buffer.flight
-            for buffer in buffers
-            if not buffer.written and buffer.memory.contains(memory)
-        }
-        for buffer in buffers:
-            ordered = (
-                channel is not None and channel.runs_ahead and channel is buffer.flight.channel
-            )
-            written = buffer.written and buffer.flight not in inputs
-            if (
-                not ordered
-                and (operand.written or written)
-                and buffer.memory.shares_bytes_with(memory)
-            ):
-                return buffer
-        return None
+        ordered = channel if channel is not None and channel.runs_ahead else None
+        touchable = [buffer for buffer in buffers if buffer.flight.channel is not ordered]
+        return _conflict(memory, operand.written, buffers, touchable)
 
     def _is_on_another_stream(self, device: Any) -> bool:
         """Return whether ops on a device run beside its default stream."""
@@ -498,11 +473,31 @@ class BufferWatch:
         self._buffers.clear()
 
 
+def _conflict(
+    memory: Memory, writes: bool, buffers: list[Buffer], touchable: list[Buffer]
+) -> Buffer | None:
+    """Return the first ``touchable`` buffer that shares bytes with the memory, if the op or the
+    collective writes them.
+    """
+    # A collective may read a slice of its own output: that slice is what the peers get.
+    read = [buffer for buffer in buffers if not buffer.written]
+    inputs = {buffer.flight for buffer in read if buffer.memory.contains(memory)}
+    for buffer in touchable:
+        written = writes or (buffer.written and buffer.flight not in inputs)
+        if written and buffer.memory.shares_bytes_with(memory):
+            return buffer
+    return None
+
+
+def _buffers(flight: Flight, operands: Iterable[Operand]) -> Iterator[Buffer]:
+    for operand in operands:
+        memory = memory_of(operand.tensor)
+        if memory is not None:
+            shape = ",".join(map(str, operand.tensor.shape))
+            described = f"{str(operand.tensor.dtype).removeprefix('torch.')}[{shape}]"
+            yield Buffer(flight, memory, operand.written, described)
+
+
 def _functional_stack(frame: FrameType | None) -> RawStack | None:
     stack = issue_stack(frame, None)
     return stack if stack is not None and is_functional(stack) else None
-
-
-def _described(tensor: Any) -> str:
-    shape = ",".join(map(str, tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"

@@ -188,33 +188,24 @@ def _map_constructors(patches: Patches) -> None:
     import torch.utils._device
     from torch.nn.parallel import DistributedDataParallel
 
-    def device_type(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "device_type" in kwargs:
-            kwargs["device_type"] = _on_cpu(kwargs["device_type"])
-        elif args:
-            args = (_on_cpu(args[0]), *args[1:])
-        return original(self, *args, **kwargs)
+    def device_type(original: Any, given: dict[str, Any]) -> Any:
+        return original(**{**given, "device_type": _on_cpu(given["device_type"])})
 
     def no_devices(*names: str) -> Any:
-        def instead(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-            args = () if "device_ids" in names else args  # DDP: device_ids, output_device
-            return original(
-                self,
-                module,
-                *args,
-                **{name: value for name, value in kwargs.items() if name not in names},
-            )
-
-        return instead
+        return lambda original, given: original(
+            **{name: value for name, value in given.items() if name not in names}
+        )
 
     patches.wrap(
         torch.utils._device.DeviceContext,
         "__init__",
         lambda original, self, device: original(self, _device_on_cpu(device)),
     )
-    patches.wrap(device_mesh.DeviceMesh, "__init__", device_type)
-    patches.wrap(torch.amp.autocast_mode.autocast, "__init__", device_type)
-    patches.wrap(DistributedDataParallel, "__init__", no_devices("device_ids", "output_device"))
+    patches.wrap_named(device_mesh.DeviceMesh, "__init__", device_type)
+    patches.wrap_named(torch.amp.autocast_mode.autocast, "__init__", device_type)
+    patches.wrap_named(
+        DistributedDataParallel, "__init__", no_devices("device_ids", "output_device")
+    )
     patches.wrap(torch.nn.Module, "cuda", lambda original, self, device=None: self)
     patches.wrap(
         torch,
@@ -225,7 +216,7 @@ def _map_constructors(patches: Patches) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
         patches.wrap(_init_utils, "_init_device_handle", _init_device_handle_on_cpu)
-        patches.wrap(FullyShardedDataParallel, "__init__", no_devices("device_id"))
+        patches.wrap_named(FullyShardedDataParallel, "__init__", no_devices("device_id"))
     with contextlib.suppress(ImportError, AttributeError):
         from torch.distributed.tensor import _collective_utils
 

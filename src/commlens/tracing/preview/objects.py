@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import pickle
 import threading
 from collections import Counter
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from commlens.tap import tap
 from commlens.tracing.patches import Patches
+from commlens.tracing.preview.tensors import run_on_real_tensors
 
 Key = tuple[str, int, int | None, tuple[int, ...], int]
 """Identifies a message: function, global source rank, destination rank if any, the group's ranks,
@@ -38,10 +38,8 @@ function receives its objects.
 """
 
 
-class Objects:
+class Objects(tap.Subscriber):
     """The object collectives of one run."""
-
-    sees_fake_tensors = False
 
     def __init__(self, rank: int, learned: dict[Key, Message | None], stop_at: Key | None) -> None:
         """Play a rank that knows some messages from others; None stands for those that could not be
@@ -63,14 +61,14 @@ class Objects:
         """Wrap torch's functions."""
         patches.set(c10d, "_pickler", _Pickler)
         for name in ("all_gather_object", "gather_object"):
-            patches.wrap(c10d, name, self._gather)
+            patches.wrap_named(c10d, name, self._gather)
         for name, deliver in (
             ("broadcast_object_list", self._broadcast),
             ("scatter_object_list", self._scatter),
             ("send_object_list", self._send),
             ("recv_object_list", self._receive),
         ):
-            patches.wrap(c10d, name, functools.partial(self._run, deliver))
+            patches.wrap_named(c10d, name, functools.partial(self._run, deliver))
         tap.attach(self)
 
     def remove(self) -> None:
@@ -106,9 +104,8 @@ class Objects:
         deliveries = self._deliveries
         if deliveries.gathered and spec.name in ("allgather_", "gather_"):
             contents = deliveries.gathered.pop(0)
-            return lambda: _fill_each(arguments[0], contents)
-        if deliveries.gathers and spec.name == "gather_":
-            return lambda: _loop_back(arguments)
+            outputs = arguments[0][0] if arguments[0] else ()
+            return lambda: list(map(_fill, outputs, contents))
         if deliveries.pending and spec.name in (
             "broadcast_",
             "scatter_",
@@ -124,25 +121,21 @@ class Objects:
         if token is not None:
             token()
 
-    def raised(self, token: Any, error: BaseException) -> None:
-        """Deliver nothing."""
-
     # --- the wrappers
 
-    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily(), self._deliveries.delivering([], gathers=True):
-            return original(*args, **kwargs)
+    def _gather(self, original: Any, given: dict[str, Any]) -> Any:
+        with unset_fake_temporarily():
+            return original(**given)
 
-    def _run(self, deliver: Deliver, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, deliver: Deliver, original: Any, given: dict[str, Any]) -> Any:
         """Call torch's function in a context in which it receives what other ranks send it; in a
         group of others it does nothing.
         """
-        given = arguments_of(original, args, kwargs)
         ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:
-            return original(*args, **kwargs)
+            return original(**given)
         with unset_fake_temporarily(), deliver(given, ranks):
-            return original(*args, **kwargs)
+            return original(**given)
 
     def _broadcast(
         self, given: dict[str, Any], ranks: tuple[int, ...]
@@ -192,7 +185,8 @@ class Objects:
         self, key: Key, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
-        return self.delivering(_sizes(message), b"".join(message))
+        sizes = torch.tensor([len(each) for each in message], dtype=torch.long)
+        return self.delivering(sizes, b"".join(message))
 
     # --- messages
 
@@ -231,7 +225,6 @@ class _Deliveries(threading.local):
 
     def __init__(self) -> None:
         self.pending: list[torch.Tensor | None] = []
-        self.gathers = False
         self.gathered: list[list[torch.Tensor]] = []  # one for each rank of the group
 
     @contextlib.contextmanager
@@ -239,19 +232,13 @@ class _Deliveries(threading.local):
         self,
         contents: list[torch.Tensor | None],
         *,
-        gathers: bool = False,
         gathered: list[list[torch.Tensor]] | None = None,
     ) -> Iterator[None]:
-        self.pending, self.gathers, self.gathered = contents, gathers, gathered or []
+        self.pending, self.gathered = contents, gathered or []
         try:
             yield
         finally:
-            self.pending, self.gathers, self.gathered = [], False, []
-
-
-def arguments_of(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name; torch's versions differ in their parameters."""
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+            self.pending, self.gathered = [], []
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
@@ -284,10 +271,6 @@ def pickled(objects: list[Any], given: dict[str, Any]) -> Message:
     ]
 
 
-def _sizes(message: Message) -> torch.Tensor:
-    return torch.tensor([len(each) for each in message], dtype=torch.long)
-
-
 def _as_tensor(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.long)
 
@@ -299,12 +282,38 @@ def _fill(target: Any, content: torch.Tensor) -> None:
     flat[:amount].copy_(content[:amount])
 
 
-def _fill_each(outputs: Any, contents: list[torch.Tensor]) -> None:
-    for output, content in zip(outputs[0] if outputs else [], contents, strict=False):
-        _fill(output, content)
+def deliver_votes(patches: Patches, objects: Objects) -> None:
+    """Let stages of a pipeline vote on how to learn their shapes: the other stages are assumed to
+    vote as this one does.
+
+    The vote passes from stage to stage in torch 2.13.0 and through an all-reduce in 2.15.0; 2.6.0
+    has no vote. The shapes are sent as objects.
+    """
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    votes: dict[int, int] = {}
+
+    def forward_vote(
+        original: Any, stage: Any, has_backward: bool, received_acc: Any = None
+    ) -> Any:
+        with unset_fake_temporarily(), objects.delivering(torch.ones(1, dtype=torch.int32)):
+            own = original(stage, has_backward, received_acc)
+            votes[id(stage)] = int(own.item())
+        return own
+
+    def backward_result(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+        with (
+            unset_fake_temporarily(),
+            objects.delivering(torch.tensor([votes.pop(id(stage), 0)], dtype=torch.int32)),
+        ):
+            return original(stage, *args, **kwargs)
+
+    patches.wrap(PipelineStage, "_warmup_forward_vote", forward_vote)
+    patches.wrap(PipelineStage, "_warmup_backward_result", backward_result)
+    for schedule in (schedules._PipelineSchedule, *_subclasses(schedules._PipelineSchedule)):
+        patches.wrap(schedule, "_initialize_pipeline_distributed_state", run_on_real_tensors)
 
 
-def _loop_back(arguments: tuple[Any, ...]) -> None:
-    outputs, inputs = arguments[0], arguments[1]
-    for output in outputs[0] if outputs else []:
-        output.copy_(inputs[0])
+def _subclasses(kind: type[Any]) -> list[type[Any]]:
+    found: list[type[Any]] = kind.__subclasses__()
+    return found + [each for one in found for each in _subclasses(one)]

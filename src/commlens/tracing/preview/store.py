@@ -6,6 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+CHOSEN_PORT = 60999
+"""The port that a ``TCPStore`` says the system has chosen: the last one from which Linux chooses,
+far from those that programs name.
+"""
+
 
 class FakeStore(dist.Store):  # type: ignore[misc]
     """The store of a fake world.
@@ -13,8 +18,10 @@ class FakeStore(dist.Store):  # type: ignore[misc]
     Each addition counts once per rank, waits return at once, and a missing key is empty.
     """
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, host: str = "", port: int = 0) -> None:
         super().__init__()
+        self.host = host
+        self.port = port
         self._world_size = world_size
         self._values: dict[str, bytes] = {}
 
@@ -62,12 +69,22 @@ class FakeStore(dist.Store):  # type: ignore[misc]
 
 def store_class(world_size: int, name: str) -> type[FakeStore]:
     """Return a stand-in for ``TCPStore`` and other stores: it takes any arguments and uses no
-    network.
+    network. Only a ``TCPStore`` has a host and a port.
     """
 
-    def __init__(self: FakeStore, *args: Any, **kwargs: Any) -> None:
+    def without_address(self: FakeStore, *args: Any, **kwargs: Any) -> None:
         FakeStore.__init__(self, world_size)
 
+    def with_address(
+        self: FakeStore, host_name: str, port: int = 0, *args: Any, **kwargs: Any
+    ) -> None:
+        FakeStore.__init__(self, world_size, host_name, port or CHOSEN_PORT)
+
     return type(
-        name, (FakeStore,), {"__init__": __init__, "__doc__": f"Stands in for {name} in a preview."}
+        name,
+        (FakeStore,),
+        {
+            "__init__": with_address if name == "TCPStore" else without_address,
+            "__doc__": f"Stands in for {name} in a preview.",
+        },
     )

@@ -113,9 +113,7 @@ class FakeTensors:
         self._libraries = []
 
     def _run_functional_ops(self, namespace: str) -> None:
-        """Replace the Meta kernels of functional collectives, which issue nothing, by the CPU
-        kernels, which issue the c10d op.
-        """
+        """Let functional collectives on Meta tensors issue the c10d op."""
         library = torch.library.Library(namespace, "IMPL")
         self._libraries.append(library)
         for schema in torch._C._jit_get_all_schemas():

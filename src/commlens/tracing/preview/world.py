@@ -15,8 +15,10 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections import deque
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,9 +28,9 @@ import torch.distributed.distributed_c10d as c10d
 from commlens.errors import CommandError
 from commlens.tap import tap
 from commlens.tracing.patches import Patches, called_by_torch
-from commlens.tracing.preview import dtensor_caches
+from commlens.tracing.preview import backend, dtensor
 from commlens.tracing.preview.cuda import FakeCuda
-from commlens.tracing.preview.objects import Key, Message, Objects
+from commlens.tracing.preview.objects import Key, Message, Objects, deliver_votes
 from commlens.tracing.preview.store import FakeStore, store_class
 from commlens.tracing.preview.tensors import FakeTensors
 
@@ -103,17 +105,36 @@ class FakeWorld:
 
     def _install(self) -> None:
         later = self._cleanup.callback
-        dtensor_caches.clear()
-        later(dtensor_caches.clear)
-        later(_restore_environment, dict(os.environ))
+        dtensor.clear_caches()
+        later(dtensor.clear_caches)
+        later(os.environ.update, dict(os.environ))
+        later(os.environ.clear)
         later(setattr, sys, "excepthook", sys.excepthook)
         later(torch.set_rng_state, torch.get_rng_state())
-        os.environ.update(self._environment())
+        os.environ.update(
+            {
+                "RANK": str(self.rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_RANK": str(self.local_rank),
+                "LOCAL_WORLD_SIZE": str(self.local_world_size),
+                "GROUP_RANK": str(self._node),
+                "ROLE_RANK": str(self.rank),
+                "ROLE_WORLD_SIZE": str(self.world_size),
+                "GROUP_WORLD_SIZE": str(-(-self.world_size // self.local_world_size)),
+                "NODE_RANK": str(self._node),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "29500",
+                "TORCHELASTIC_RUN_ID": "preview",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+            }
+        )
         later(self._patches.restore)
         self._patch_groups()
         self._fill_gaps()
         self.objects.install(self._patches)
         later(self.objects.remove)
+        later(backend.install())
         tap.attach(self._futures)
         later(tap.detach, self._futures)
         # compiled code issues the same collectives, but takes minutes to compile
@@ -121,7 +142,7 @@ class FakeWorld:
             later(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
         self._cuda.install(self._patches)
         later(self._cuda.remove)
-        later(self._destroy_groups)
+        later(lambda: c10d.destroy_process_group() if dist.is_initialized() else None)
         if self.tensors is not None:
             self.tensors.install(self._patches)
             later(self.tensors.remove)
@@ -129,75 +150,45 @@ class FakeWorld:
         if self.tensors is not None:
             self._cleanup.enter_context(self.tensors.mode)
 
-    def _environment(self) -> dict[str, str]:
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self._node),
-            "ROLE_RANK": str(self.rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
-            "GROUP_WORLD_SIZE": str(-(-self.world_size // self.local_world_size)),
-            "NODE_RANK": str(self._node),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "29500",
-            "TORCHELASTIC_RUN_ID": "preview",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-        }
-
-    def _destroy_groups(self) -> None:
-        if dist.is_initialized():
-            c10d.destroy_process_group()
-
     # --- groups
 
     def _patch_groups(self) -> None:
         wrap = self._patches.wrap
-        wrap(c10d, "init_process_group", self._init)
-        wrap(c10d, "_new_process_group_helper", self._new_group)
+        self._patches.wrap_named(c10d, "init_process_group", self._init)
+        self._patches.wrap_named(c10d, "_new_process_group_helper", self._new_group)
         wrap(c10d, "destroy_process_group", self._destroy)
         wrap(c10d, "get_backend", self._get_backend)
-        wrap(c10d, "split_group", self._split_group)
+        self._patches.wrap_named(c10d, "split_group", self._split_group)
         for name in ("TCPStore", "FileStore", "HashStore"):
-            stand_in = store_class(self.world_size, name)
-            for module in (dist, c10d):
-                if name in module.__dict__:
-                    self._patches.set(module, name, stand_in)
+            self._patches.replace(dist, name, store_class(self.world_size, name))
+        for name, found in list(vars(torch._C._distributed_c10d).items()):
+            if name.startswith("ProcessGroup") and issubclass(
+                found, torch._C._distributed_c10d.Backend
+            ):
+                self._patches.replace(torch._C._distributed_c10d, name, _backend_class(found))
 
-    def _init(
-        self, original: Any, backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any
-    ) -> None:
-        timeout = args[1] if len(args) > 1 else timeout
-        given = {"timeout": timeout} if timeout is not None else {}
+    def _init(self, original: Any, given: dict[str, Any]) -> None:
         self._patch_imported()
-        original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
-        self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
+        original(
+            FAKE,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=given.get("timeout"),
+        )
+        self._wanted_backends[c10d._get_default_group()] = _name_of(given.get("backend"))
 
-    def _new_group(
-        self,
-        original: Any,
-        group_size: int,
-        group_rank: int,
-        ranks: Any,
-        backend: Any,
-        store: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        kwargs.pop("device_id", None)
-        for name in ("backend_options", "pg_options"):
-            if name in kwargs:
-                kwargs[name] = None
-        default = c10d._world.default_pg
+    def _new_group(self, original: Any, given: dict[str, Any]) -> Any:
+        for name in ("device_id", "backend_options", "pg_options"):
+            given.pop(name, None)
+        default, backend = c10d._world.default_pg, given["backend"]
         wanted = (
             self._wanted_backends.get(default, "")
             if default is not None and _name_of(backend) == FAKE
             else _name_of(backend)
         )
         self._patch_imported()
-        made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
+        made = original(**{**given, "backend": FAKE})
         if isinstance(made[0], dist.ProcessGroup):
             self._wanted_backends[made[0]] = wanted
         return made
@@ -218,23 +209,13 @@ class FakeWorld:
             else found
         )
 
-    def _split_group(
-        self,
-        original: Any,
-        parent_pg: Any = None,
-        split_ranks: Any = None,
-        *args: Any,
-        group_desc: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def _split_group(self, original: Any, given: dict[str, Any]) -> Any:
         # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
-        parent = dist.get_process_group_ranks(
-            parent_pg if parent_pg is not None else c10d._get_default_group()
-        )
-        for each in split_ranks or []:
+        parent = dist.get_process_group_ranks(given.get("parent_pg") or c10d._get_default_group())
+        for each in given.get("split_ranks") or []:
             ranks = [parent[rank] for rank in each]
             if self.rank in ranks:
-                return dist.new_group(ranks, group_desc=group_desc)
+                return dist.new_group(ranks, group_desc=given.get("group_desc"))
         return None
 
     # --- gaps of the backend
@@ -262,6 +243,12 @@ class FakeWorld:
                 self._patches.set(torch.cpu.Stream, name, lambda stream, *args: stream)
         if not hasattr(torch.cpu, "Event"):
             self._patches.set(torch.cpu, "Event", torch.cpu.Stream)
+        # a program calls it on a backend that it makes by hand
+        self._patches.set(
+            torch._C._distributed_c10d.FakeProcessGroup,
+            "_set_sequence_number_for_group",
+            lambda backend: None,
+        )
         self._patch_ddp()
 
     def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,22 +268,16 @@ class FakeWorld:
     def _patch_imported(self) -> None:
         """Patch parts of torch only if the program has imported them: the import takes a second."""
         if "torch.distributed.tensor" in sys.modules:
-            from commlens.tracing.preview import attention
-
-            attention.install()
+            dtensor.shard_attention()
         fully_shard = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
         if fully_shard is not None and fully_shard._chunk_with_empty is not _chunk:
             self._patches.set(fully_shard, "_chunk_with_empty", _chunk)
         if "torch.distributed.pipelining" in sys.modules and not self._pipelining_patched:
-            from commlens.tracing.preview import pipelining
-
             self._pipelining_patched = True
-            pipelining.install(self._patches, self.objects)
+            deliver_votes(self._patches, self.objects)
 
     def _patch_ddp(self) -> None:
-        """Replace DDP's built-in all-reduce, which asserts on the fake backend's future, by torch's
-        equivalent Python hook.
-        """
+        """Replace DDP's all-reduce, which asserts on the fake future, by torch's hook."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
@@ -312,9 +293,9 @@ class FakeWorld:
             hooked.add(module)
             original(module, state, hook)
 
-        def register_built_in(original: Any, module: Any, hook: Any) -> None:
+        def register_built_in(original: Any, module: Any, comm_hook_type: Any) -> None:
             hooked.add(module)
-            half = "FP16" in str(hook)
+            half = "FP16" in str(comm_hook_type)
             register(
                 module,
                 None,
@@ -329,7 +310,7 @@ class FakeWorld:
         )
 
 
-class _Futures:
+class _Futures(tap.Subscriber):
     """Gives the futures of recent works a value: their op's tensors, as on a real backend."""
 
     sees_fake_tensors = True
@@ -350,9 +331,6 @@ class _Futures:
             with self._lock:
                 self._last.append((tap.unbox_work(boxed), list(token)))
 
-    def raised(self, token: Any, error: BaseException) -> None:
-        """Ignore a failed op, which has no work."""
-
     def get_future(self, original: Any, work: Any) -> Any:
         """Return a future that has a value, in place of ``Work.get_future()``."""
         with self._lock:
@@ -364,6 +342,27 @@ class _Futures:
         future: Any = torch.futures.Future()
         future.set_result(tensors)
         return future
+
+
+def _backend_class(kind: type[Any]) -> type[Any]:
+    """Return a stand-in for the class of a real backend, such as ``ProcessGroupGloo``, of which a
+    program makes one by hand: it makes the fake one.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+
+    def __new__(cls: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+        return make(rank, size)
+
+    return type(kind.__name__, (kind,), {"__new__": __new__})
+
+
+def is_spawned(frame: FrameType | None) -> bool:
+    """Return whether code runs in a rank that the program started itself."""
+    return frame is not None and any(
+        each.f_code is FakeWorld._spawn.__code__ for each, _ in traceback.walk_stack(frame)
+    )
 
 
 def _name_of(backend: Any) -> str:
@@ -378,8 +377,3 @@ def _chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor
     if len(chunks) < num_chunks:
         chunks += [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
     return chunks
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(before)

@@ -84,7 +84,7 @@ class Connection:
         self.trusted = False
         self.host = ""
         self.ranks: set[int] = set()  # of the other node, or of all nodes behind it
-        self.opened = self.heard = time.monotonic()
+        self.heard = time.monotonic()
         self.is_leaving = False  # the other side has said goodbye
         self._in = bytearray()
         self._out = bytearray()

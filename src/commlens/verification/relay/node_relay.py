@@ -86,7 +86,7 @@ class Relay:
         self._concerned: list[list[int]] = []  # the ranks of each of them
         self._questions: dict[int, int] = {}  # by rank: its last question
         self._own_start = job_dirs.start_ticks(os.getpid())
-        self._began = time.monotonic()
+        self._began = self._ended_at = time.monotonic()
         self._beat_at = 0.0
         self._closing = False
 
@@ -162,18 +162,10 @@ class Relay:
                 self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
-        """Do the periodic work: connections, waits, heartbeats, lost nodes. Returns whether all
-        ranks of this node have ended.
-        """
+        """Do the periodic work. Return whether all ranks of this node have ended."""
         self._find_boards()
         now = time.monotonic()
-        if (
-            not self._is_hub
-            and not self._connections
-            and self._offers
-            and now >= self._retry_at
-            and not self._is_over
-        ):
+        if not self._connections and self._offers and now >= self._retry_at and not self._is_over:
             self._retry_at = now + _RETRY_S
             self._connect()
         waits = any(feed.waited_ns > _WAITS_NS for feed in self._feeds.values())
@@ -182,6 +174,20 @@ class Relay:
         ]
         self._send_changes(changes + list(self._ends()))
         self._send_drafts()
+        self._beat(now)
+        is_left = any(
+            rank not in self._ended and not feed.board.word(B.CLOSED)
+            for rank, feed in self._feeds.items()
+        )
+        # else the ranks that read the state of the link may be those of the next start of the job
+        if is_left:
+            self._update_link(now)
+        if is_left or (not self._feeds and now - self._began < PATIENCE_S):
+            self._ended_at = now
+        return self._may_end(now)
+
+    def _beat(self, now: float) -> None:
+        """Give a sign of life, and lose the relays that give none."""
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
             self._send_all(type="beat")
@@ -191,21 +197,15 @@ class Relay:
             silent = now - connection.heard
             if silent > (LOST_S if connection.trusted else _HANDSHAKE_S):
                 self._lose(connection, f"nothing was heard of it for {silent:.0f} s")
-        ranks_left = [
-            rank
-            for rank, feed in self._feeds.items()
-            if rank not in self._ended and not feed.board.word(B.CLOSED)
-        ]
-        # else the ranks that read the state of the link may be those of the next start of the job
-        if ranks_left:
-            self._update_link(now)
-        if ranks_left or (not self._feeds and now - self._began < PATIENCE_S):
-            self._ended_at = now
-            return False
+
+    def _may_end(self, now: float) -> bool:
+        """Return whether all ranks of this node have ended and, at the hub, other nodes need it no
+        longer.
+        """
         busy = self._is_hub and any(
             connection.trusted and not connection.is_leaving for connection in self._connections
         )
-        return not busy or now - self._ended_at > LINGER_S
+        return now > self._ended_at + (LINGER_S if busy else 0.0)
 
     @property
     def _is_over(self) -> bool:
@@ -268,9 +268,7 @@ class Relay:
         return not isinstance(ranks, list) or any(rank not in self._feeds for rank in ranks)
 
     def _pump(self, rank: int) -> None:
-        """Send what the ranks of this node announce, whenever the bell of one of them rings for
-        another node.
-        """
+        """Send what ranks here announce when a bell of one rings for another node."""
         heard = -1
         while not self._closing:
             now_heard = self._bells.heard(rank)
@@ -525,9 +523,7 @@ class Relay:
     # --- whereabouts of ranks
 
     def _answer_questions(self, here: Iterable[int], questions: Iterable[tuple[int, int]]) -> None:
-        """Send the whereabouts of ranks of this node to all nodes, if a rank of another node asks
-        for them.
-        """
+        """Send all nodes the whereabouts of ranks here that others ask for."""
         for asker, question in questions:
             about = (question & 0xFFFFFFFF) - 1
             if (
@@ -538,13 +534,10 @@ class Relay:
             ):
                 self._questions[asker] = question
                 board = self._feeds[about].board
-                text = _whereabouts(self._folder, about, board.pid).encode()[: B.ANSWER_MAX]
+                from commlens.verification.whereabouts import whereabouts
+
+                told = whereabouts(self._folder, {about: board.pid}, watch=False)[about]
+                text = told.encode()[: B.ANSWER_MAX]
                 self._send_changes(
                     [(about, B.ANSWER_AT, B.ANSWER.pack(question, len(text)) + text)]
                 )
-
-
-def _whereabouts(folder: Path, rank: int, pid: int) -> str:
-    from commlens.verification.whereabouts import whereabouts
-
-    return whereabouts(folder, rank, pid)

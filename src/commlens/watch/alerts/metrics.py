@@ -1,8 +1,7 @@
-"""Gauges and counters of a running job for Prometheus: a file for the node exporter, or a local
-HTTP endpoint.
+"""Gauges and counters of a running job for Prometheus: a file for the node exporter.
 
-prometheus_client (``pip install prometheus-client``) formats and serves them; it is imported only
-if a setting asks for metrics.
+prometheus_client (``pip install prometheus-client``) formats them; it is imported only if a setting
+asks for metrics.
 """
 
 from __future__ import annotations
@@ -17,54 +16,45 @@ from typing import Any, Final
 from commlens.config import Settings
 from commlens.health.changes import WORKING
 from commlens.model.health import THERMAL_REASONS, Values
-from commlens.speed.pace import Pace, measure_traffic
+from commlens.speed.pace import Pace
+from commlens.speed.step_times import measure_traffic
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Member
 from commlens.watch.slowness import Slowness
 from commlens.watch.stall import Stall
 
 WRITE_EVERY_S: Final = 15.0
-SERVED_EVERY_S: Final = 5.0
 
 
 class Metrics:
-    """Writes and serves the metrics that the settings ask for.
+    """Writes the metrics if the settings ask for them.
 
     Args:
-        settings: ``metrics_file`` and ``metrics_port``.
+        settings: ``metrics_file``.
         job: the job's name: a label of all metrics.
         reporter: of the job. Each failure is printed once; the job is watched all the same.
     """
 
     def __init__(self, settings: Settings, job: str, reporter: Reporter) -> None:
         self._reporter = reporter
-        say = reporter.say
         self._job = job
         self._file: Path | None = None
         self._due = 0.0
         self._families: list[Any] = []
-        self._server: Any = None
         self._registry: Any = None
-        if settings.metrics_file is None and settings.metrics_port is None:
+        if settings.metrics_file is None:
             return
         try:
             import prometheus_client
         except ImportError:
-            say("no metrics: prometheus_client is not installed (`pip install prometheus-client`).")
+            reporter.say(
+                "no metrics: prometheus_client is not installed (`pip install prometheus-client`)."
+            )
             return
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
-        if settings.metrics_file is not None:
-            path = Path(settings.metrics_file)
-            self._file = path / f"commlens-{job}.prom" if path.is_dir() else path
-        if settings.metrics_port is not None:
-            host, _, port = settings.metrics_port.rpartition(":")
-            try:
-                self._server, _ = prometheus_client.start_http_server(
-                    int(port), addr=host or "127.0.0.1", registry=self._registry
-                )
-            except OSError as error:
-                say(f"no metrics on port {port}: {error.strerror or error}.")
+        path = Path(settings.metrics_file)
+        self._file = path / f"commlens-{job}.prom" if path.is_dir() else path
 
     def update(
         self,
@@ -86,143 +76,155 @@ class Metrics:
             hardware_now: the values of the last look at it, by source.
         """
         now = time.monotonic()
-        if self._registry is None or now < self._due:
+        if self._file is None or now < self._due:
             return
-        self._due = now + (WRITE_EVERY_S if self._server is None else SERVED_EVERY_S)
-        pace, slow = (
-            slowness.last,
-            (slowness.verdict.culprits if slowness.verdict is not None else []),
-        )
+        import prometheus_client
+
+        self._due = now + WRITE_EVERY_S
+        table = self._table(members, stall, slowness, not_compared, hardware, hardware_now)
+        self._families = [self._family(*row) for row in table]
+        try:
+            prometheus_client.write_to_textfile(str(self._file), self._registry)
+        except OSError as error:
+            self._reporter.say(f"no metrics in {self._file}: {error.strerror or error}.")
+            self._file = None
+
+    def _table(
+        self,
+        members: Sequence[Member],
+        stall: Stall | None,
+        slowness: Slowness,
+        not_compared: int,
+        hardware: Mapping[str, int],
+        hardware_now: Mapping[str, Values],
+    ) -> tuple[tuple[Any, str, str, str, Mapping[Any, float]], ...]:
+        """Return each metric: its kind, name, text and label, and the values by label."""
+        from prometheus_client.core import CounterMetricFamily as Counter
+        from prometheus_client.core import GaugeMetricFamily as Gauge
+
+        pace = slowness.last
+        slow = slowness.verdict.culprits if slowness.verdict is not None else []
         status = {
             member.rank: member.status
             for member in members
             if member.here and member.status is not None
         }
         traffic = measure_traffic(slowness.logs)
-        self._families = [
-            self._counter(
+        return (
+            (
+                Counter,
                 "collectives",
                 "Collectives that a rank has issued.",
                 "rank",
                 {r: each.issued for r, each in status.items()},
             ),
-            self._counter(
+            (
+                Counter,
                 "steps",
                 "Optimizer steps that a rank has completed.",
                 "rank",
                 {r: each.steps for r, each in status.items()},
             ),
-            self._counter(
-                "verdicts", "Verdicts that the watcher has printed.", "kind", self._reporter.counts
+            (
+                Counter,
+                "verdicts",
+                "Verdicts that the watcher has printed.",
+                "kind",
+                self._reporter.counts,
             ),
-            self._counter(
+            (
+                Counter,
                 "records_not_compared",
                 "Records that came too fast to be compared.",
                 "",
                 {"": not_compared},
             ),
-            self._counter(
+            (
+                Counter,
                 "hardware_changes",
                 "Changes of the node's hardware that may stop or slow a job.",
                 "fault",
                 hardware,
             ),
-            self._gauge(
-                "link_up", "1 for a network port that works.", "port", _links(hardware_now)
-            ),
-            self._gauge(
+            (Gauge, "link_up", "1 for a network port that works.", "port", _links(hardware_now)),
+            (
+                Gauge,
                 "gpu_temperature_celsius",
                 "Of a GPU, by its PCI address.",
                 "gpu",
                 _gpus(hardware_now, "temperature_c"),
             ),
-            self._gauge(
+            (
+                Gauge,
                 "gpu_throttled",
                 "1 for a GPU whose clock is lowered because of heat or power.",
                 "gpu",
-                {
-                    gpu: float(bool(int(reasons) & THERMAL_REASONS))
-                    for gpu, reasons in _gpus(hardware_now, "throttle_reasons").items()
-                },
+                _throttled(hardware_now),
             ),
-            self._gauge(
-                "oldest_wait_seconds", "Age of the oldest suspicious wait.", "", {"": _age_s(stall)}
+            (
+                Gauge,
+                "oldest_wait_seconds",
+                "Age of the oldest suspicious wait.",
+                "",
+                {"": (time.monotonic_ns() - stall.since_ns) / 1e9 if stall is not None else 0.0},
             ),
-            self._gauge(
+            (
+                Gauge,
                 "step_seconds",
                 "Time of an optimizer step.",
                 "",
                 {"": pace.step_s} if pace is not None else {},
             ),
-            self._gauge(
-                "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)
-            ),
-            self._gauge(
+            (Gauge, "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)),
+            (
+                Gauge,
                 "slow_rank",
                 "1 for a rank that makes the job slow.",
                 "rank",
                 {r: float(r in slow) for r in status},
             ),
-            self._gauge(
+            (
+                Gauge,
                 "group_collectives_per_second",
                 "Of a rank, as sampled.",
                 "group",
-                {t.group: t.collectives_per_s for t in traffic},
+                {t.group: t.calls for t in traffic},
             ),
-            self._gauge(
+            (
+                Gauge,
                 "group_bytes_per_second",
                 "A rank's payload, as sampled.",
                 "group",
-                {t.group: t.bytes_per_s for t in traffic},
+                {t.group: t.payload_bytes for t in traffic},
             ),
-            self._gauge(
+            (
+                Gauge,
                 "group_waiting_ratio",
                 "Share of the time in its collectives.",
                 "group",
-                {t.group: t.waiting for t in traffic},
+                {t.group: t.waited_ns * 1e-9 for t in traffic},
             ),
-            self._gauge(
+            (
+                Gauge,
                 "watcher_alive_timestamp_seconds",
                 "When the watcher last looked.",
                 "",
                 {"": time.time()},
             ),
-        ]
-        if self._file is None:
-            return
-        try:
-            import prometheus_client
-
-            prometheus_client.write_to_textfile(str(self._file), self._registry)
-        except OSError as error:
-            self._reporter.say(f"no metrics in {self._file}: {error.strerror or error}.")
-            self._file = None
+        )
 
     def close(self) -> None:
-        """Stop serving, and remove the file: metrics of a job that is over would look alive."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        """Remove the file: metrics of a job that is over would look alive."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
-        self._registry = self._server = self._file = None
+        self._file = None
 
     def collect(self) -> list[Any]:
-        """Return the metrics; prometheus_client calls it at each scrape."""
+        """Return the metrics; prometheus_client calls it at each writing."""
         return self._families
 
-    def _counter(self, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
-        from prometheus_client.core import CounterMetricFamily
-
-        return self._filled(CounterMetricFamily, name, text, label, values)
-
-    def _gauge(self, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
-        from prometheus_client.core import GaugeMetricFamily
-
-        return self._filled(GaugeMetricFamily, name, text, label, values)
-
-    def _filled(
+    def _family(
         self, kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]
     ) -> Any:
         family = kind(f"commlens_{name}", text, labels=("job", label) if label else ("job",))
@@ -250,8 +252,12 @@ def _gpus(hardware: Mapping[str, Values], name: str) -> dict[str, float]:
     }
 
 
-def _age_s(stall: Stall | None) -> float:
-    return (time.monotonic_ns() - stall.since_ns) / 1e9 if stall is not None else 0.0
+def _throttled(hardware: Mapping[str, Values]) -> dict[str, float]:
+    """Return 1 for each GPU whose clock is lowered because of heat or power, and 0 for others."""
+    return {
+        gpu: float(bool(int(reasons) & THERMAL_REASONS))
+        for gpu, reasons in _gpus(hardware, "throttle_reasons").items()
+    }
 
 
 def _shares(pace: Pace | None) -> dict[int, float]:

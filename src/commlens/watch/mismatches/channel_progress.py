@@ -9,9 +9,6 @@ from commlens.matching.answer import Aspect, Disagree
 from commlens.model.collective import Channel
 from commlens.watch.mismatches.signatures import SignatureId
 
-SequenceNumber = tuple[int, int]
-"""A channel's sequence number, and the member of a coalesced group, from 1 (0: not coalesced)."""
-
 Issue = tuple[SignatureId, int, int]
 """What a rank issues under a sequence number: signature, stack and optimizer step."""
 
@@ -76,23 +73,26 @@ def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ChannelProgress:
-    """The collectives of one channel: for each sequence number what the first rank issued, until
-    all ranks have passed it.
+    """What ranks of this node issue one after the other: the collectives of a channel, their reduce
+    ops, which are recorded later, or the messages of a tag. For each sequence number it holds what
+    the first rank issued, until all ranks have passed it.
     """
 
     channel: Channel
-    local_ranks: tuple[int, ...]  # its ranks on this node
+    local_ranks: tuple[int, ...]  # its ranks on this node; of messages: the sender, the receiver
+    # of messages: the only kind in which ranks must issue different ops
+    is_of_messages: bool = False
+    # of messages: the number of the one that was added last, among those of all tags
+    last_message: int = 0
+    # of reduce ops: the collectives that have them
+    collectives: ChannelProgress | None = None
     # sequence number: what was issued, by which rank
     first_issue: dict[int, tuple[Issue, int]] = field(default_factory=dict)
-    # reduce op, signature, rank
-    reduce_ops: dict[SequenceNumber, tuple[int, SignatureId, int]] = field(default_factory=dict)
     # sequence number: signature of each rank
     compared_together: dict[int, dict[int, SignatureId]] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number
-    # rank: its newest sequence number with a known reduce op
-    newest_reduce_op: dict[int, int] = field(default_factory=dict)
     floor: int = 1  # all lower sequence numbers are done
     begin: int = 0  # the first sequence number seen
     # stacks that met, with the difference of their steps
@@ -100,7 +100,8 @@ class ChannelProgress:
     is_concurrent: bool = False  # several threads issue on it at once, so that the order is unknown
     reported: set[int] = field(default_factory=set)  # sequence numbers that disagree
     digest: ChannelDigest | None = None  # of a channel with ranks on other nodes
-    reduce_digest: ChannelDigest | None = None
+    # by position in a coalesced group, from 1 (0: not coalesced)
+    reduce_ops: dict[int, ChannelProgress] = field(default_factory=dict)
     order_suspected: bool = False  # source lines or steps met that had never met before
 
     def trim(self) -> int:
@@ -127,37 +128,33 @@ class ChannelProgress:
         return given_up
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Discrepancy:
     """Records of two ranks that differ, as first seen."""
 
-    channel: Channel
+    progress: ChannelProgress
     sequence_number: int
     aspect: Aspect | Literal["shift"]
     answer: Disagree | None  # None: only source lines or steps differ, so a rank may be out of step
-    progress: ChannelProgress | None = None  # of a collective
+    # of a message: its number among those of all tags, as its record has it; the sequence number is
+    # its place among those of its tag
+    message_number: int = 0
     seen_at: float = 0.0  # time.monotonic()
+
+    @property
+    def channel(self) -> Channel:
+        """The channel that both ranks use."""
+        return self.progress.channel
 
     @property
     def passed(self) -> int:
         """How many sequence numbers the slowest rank of this node has come past it."""
-        progress = self.progress
-        return (
-            min(progress.newest.get(rank, 0) for rank in progress.local_ranks)
-            - self.sequence_number
-            if progress is not None
-            else 0
-        )
+        newest = self.progress.newest
+        return min(newest.get(rank, 0) for rank in self.progress.local_ranks) - self.sequence_number
 
     @property
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of this node that have not reached it. Which rank is the odd one may depend on
-        them.
+    def is_complete(self) -> bool:
+        """Whether all ranks of this node have reached it. Which rank is the odd one may depend on
+        the last of them.
         """
-        progress = self.progress
-        if progress is None:
-            return ()
-        newest = progress.newest_reduce_op if self.aspect == "reduce-op" else progress.newest
-        return tuple(
-            rank for rank in progress.local_ranks if newest.get(rank, 0) < self.sequence_number
-        )
+        return self.passed >= 0

@@ -11,10 +11,11 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from commlens.matching.answer import Answer, Disagree
-from commlens.matching.collectives import compare_coalesced, compare_collectives
+from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
 from commlens.watch.mismatches.channel_progress import (
@@ -24,9 +25,7 @@ from commlens.watch.mismatches.channel_progress import (
     ChannelProgress,
     Discrepancy,
     Issue,
-    SequenceNumber,
 )
-from commlens.watch.mismatches.message_stream import MessageStream, StreamEnd
 from commlens.watch.mismatches.signatures import (
     CACHE_SIZE,
     BoundedCache,
@@ -41,6 +40,27 @@ SETTLED: Final = 16
 PAIRS_CACHE_SIZE: Final = 1024  # pairs of source lines of a channel
 
 
+@dataclass(slots=True)
+class Messages:
+    """The messages from one rank to another."""
+
+    channel: Channel
+    sender: int
+    receiver: int
+    by_tag: dict[int, ChannelProgress] = field(default_factory=dict)
+    # sends can no longer be assigned to receives, so nothing more is compared
+    pairing_lost: bool = False
+
+    def of_tag(self, tag: int) -> ChannelProgress:
+        """Return the progress of the messages with a tag: they are received in the order in which
+        they are sent.
+        """
+        if tag not in self.by_tag:
+            ranks = (self.sender, self.receiver)
+            self.by_tag[tag] = ChannelProgress(self.channel, ranks, is_of_messages=True)
+        return self.by_tag[tag]
+
+
 class SignatureComparison:
     """The comparison of all ranks of this node.
 
@@ -53,31 +73,20 @@ class SignatureComparison:
         self.signatures = SignatureTable()
         # by channel and aspect
         self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()
-        self._given_up = 0  # sequence numbers that were given up before all ranks had reached them
-        self._discrepancies: list[Discrepancy] = []
+        self.given_up = 0
+        """Collectives and messages that were not compared, because a rank was too far behind."""
+        self.discrepancies: list[Discrepancy] = []  # that nobody has taken
         stack_ids = itertools.count(1)
-        self._stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
+        # ids of stacks
+        self.stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
+        # channels on which ranks receive from any source: which send they receive is unknown
+        self.any_source: set[tuple[ChannelKey, int]] = set()
         self._channels: dict[tuple[ChannelKey, int], ChannelProgress] = {}
-        self._streams: dict[tuple[ChannelKey, int, int, int], MessageStream] = {}
-        self._any_source: set[tuple[ChannelKey, int]] = set()
+        self._messages: dict[tuple[ChannelKey, int, int, int], Messages] = {}
         self._answers: dict[tuple[object, ...], Answer] = {}
         self._reported: set[tuple[object, ...]] = set()
 
-    def take_discrepancies(self) -> list[Discrepancy]:
-        """Return the discrepancies that are new since the last call."""
-        taken, self._discrepancies = self._discrepancies, []
-        return taken
-
-    @property
-    def given_up(self) -> int:
-        """Collectives and messages that were not compared, because a rank was too far behind."""
-        return self._given_up + sum(stream.dropped for stream in self._streams.values())
-
     # --- what a record reader asks for
-
-    def intern_stack(self, payload: bytes | None) -> int:
-        """Return the id of a stack; 0 if it is unknown."""
-        return self._stacks[payload] if payload is not None else 0
 
     def channel(self, channel: Channel, era: int) -> ChannelProgress:
         """Return the progress on a channel, which all ranks share."""
@@ -86,24 +95,37 @@ class SignatureComparison:
         if progress is None:
             progress = self._channels[(channel.key, era)] = ChannelProgress(channel, local_ranks)
             if len(local_ranks) < len(channel.group.ranks):
-                progress.digest, progress.reduce_digest = ChannelDigest(), ChannelDigest()
+                progress.digest = ChannelDigest()
         return progress
+
+    def reduce_ops(self, progress: ChannelProgress, member: int) -> ChannelProgress:
+        """Return the progress of the reduce ops of a channel's collectives, or of those at a place
+        in its coalesced groups.
+        """
+        found = progress.reduce_ops.get(member)
+        if found is None:
+            found = progress.reduce_ops[member] = ChannelProgress(
+                progress.channel, progress.local_ranks, collectives=progress
+            )
+            if progress.digest is not None and not member:
+                found.digest = ChannelDigest()
+        return found
 
     def digests(self) -> dict[str, list[Blocks]]:
         """Return the digests of the channels that other nodes have ranks on, by a name that is the
         same on all nodes.
         """
-        found: dict[str, list[Blocks]] = {}
-        for (key, era), progress in self._channels.items():
-            for kind, digest in (("", progress.digest), ("reduce op", progress.reduce_digest)):
-                if digest is not None and any(blocks := digest.blocks()):
-                    found[f"{zlib.crc32(repr((key, era, kind)).encode()):x}"] = blocks
-        return found
+        return {
+            f"{zlib.crc32(repr((key, era, kind)).encode()):x}": blocks
+            for (key, era), progress in self._channels.items()
+            for kind, each in (("", progress), ("reduce op", progress.reduce_ops.get(0)))
+            if each is not None and each.digest is not None and any(blocks := each.digest.blocks())
+        }
 
-    def stream(self, channel: Channel, era: int, sender: int, receiver: int) -> MessageStream:
+    def messages(self, channel: Channel, era: int, sender: int, receiver: int) -> Messages:
         """Return the messages from one rank to another, which both share."""
-        return self._streams.setdefault(
-            (channel.key, era, sender, receiver), MessageStream(channel, sender, receiver)
+        return self._messages.setdefault(
+            (channel.key, era, sender, receiver), Messages(channel, sender, receiver)
         )
 
     def trim(self, channels: Iterable[ChannelProgress]) -> None:
@@ -111,41 +133,31 @@ class SignatureComparison:
         if len(self._answers) > CACHE_SIZE:
             self._answers.clear()
         for progress in channels:
-            self._given_up += progress.trim()
+            given_up = progress.trim()
+            if progress.collectives is None:
+                self.given_up += given_up
 
-    # --- collectives
+    # --- what a rank issues
 
-    def compare_with_first(
-        self, progress: ChannelProgress, number: int, rank: int, issue: Issue
-    ) -> None:
-        """Compare what a rank issues with what the first rank issued under this sequence number.
-        The caller knows that they differ.
+    def add(self, progress: ChannelProgress, number: int, rank: int, issue: Issue) -> None:
+        """Add what a rank issues, and compare it with what the first rank issued under this
+        sequence number.
         """
-        (first, first_stack, first_step), first_rank = progress.first_issue[number]
-        signature, stack, step = issue
-        if signature != first and signature and first:
-            needs_all = self.signatures.needs_all_ranks
-            by_rank = signature in needs_all or first in needs_all
-            answer = self._compare(progress, {first_rank: first, rank: signature}, by_rank=by_rank)
-            if isinstance(answer, Disagree):
-                self._add_disagreement(progress, number, answer, (first, signature))
-                return
-        if stack and first_stack:
-            pair = (first_stack, stack, step - first_step)
-            if pair not in progress.seen_pairs:
-                if (
-                    number - progress.begin >= SETTLED
-                    and not progress.order_suspected
-                    and not progress.is_concurrent
-                ):
-                    progress.order_suspected = True
-                    self._discrepancies.append(
-                        Discrepancy(progress.channel, number, "shift", None, progress=progress)
-                    )
-                if len(progress.seen_pairs) < PAIRS_CACHE_SIZE:
-                    progress.seen_pairs.add(pair)
+        first = progress.first_issue.get(number)
+        if first is None:
+            if number >= progress.floor:
+                progress.first_issue[number] = (issue, rank)
+                progress.begin = progress.begin or number
+                if progress.digest is not None:
+                    progress.digest.add(number, self.signatures.digests[issue[0]])
+        elif first[1] == rank:  # refused before it was issued, so that its number is used again
+            progress.first_issue[number] = (issue, rank)
+        elif first[0] != issue:
+            self._compare_with_first(progress, number, rank, issue)
+        if number > progress.newest.get(rank, 0):
+            progress.newest[rank] = number
 
-    def compare_all_ranks(
+    def add_to_all(
         self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId
     ) -> None:
         """Compare every pair of ranks, once all have arrived: each rank must receive what every
@@ -155,66 +167,63 @@ class SignatureComparison:
         by_rank[rank] = signature
         if len(by_rank) == len(progress.local_ranks):
             del progress.compared_together[number]
-            answer = self._compare(progress, by_rank, by_rank=True)
-            if isinstance(answer, Disagree):
-                self._add_disagreement(progress, number, answer, tuple(sorted(by_rank.values())))
+            values = tuple(sorted(by_rank.values()))
+            self._compare(progress, number, by_rank, values, by_rank=True)
         elif len(progress.compared_together) > MAX_PENDING:
             del progress.compared_together[next(iter(progress.compared_together))]
 
-    def compare_reduce_op(
-        self,
-        progress: ChannelProgress,
-        where: SequenceNumber,
-        rank: int,
-        signature: SignatureId,
-        op: int,
+    def _compare_with_first(
+        self, progress: ChannelProgress, number: int, rank: int, issue: Issue
     ) -> None:
-        """Compare a rank's reduce op, which is recorded later than the rest, with that of the first
-        rank.
-        """
-        first = progress.reduce_ops.get(where)
-        number = where[0]
-        if first is None:
-            progress.reduce_ops[where] = (op, signature, rank)
-            if progress.reduce_digest is not None and not where[1]:
-                progress.reduce_digest.add(number, op)
-            if len(progress.reduce_ops) > 2 * MAX_PENDING:
-                del progress.reduce_ops[next(iter(progress.reduce_ops))]
+        """Compare what two ranks issue. The caller knows that it differs."""
+        (first, first_stack, first_step), first_rank = progress.first_issue[number]
+        signature, stack, step = issue
+        if signature != first and signature and first:
+            by_rank = not self.signatures.needs_all_ranks.isdisjoint((signature, first))
+            issued = {first_rank: first, rank: signature}
+            values = progress.local_ranks if progress.is_of_messages else (first, signature)
+            if self._compare(progress, number, issued, values, by_rank=by_rank):
+                return
+        pair = (first_stack, stack, step - first_step)
+        if not (stack and first_stack) or pair in progress.seen_pairs:
             return
-        first_op, first_signature, first_rank = first
-        if first_op == op or number in progress.reported:
-            return
-        key = ("reduce", first_op, first_signature, op, signature)
-        answer = self._answers.get(key)
-        if answer is None:
-            full = self.signatures.with_reduce_op
-            asked = {first_rank: full(first_signature, first_op), rank: full(signature, op)}
-            known = {each: args for each, args in asked.items() if args is not None}
-            answer = self._answers[key] = compare_collectives(known, progress.channel.group.ranks)
-        if isinstance(answer, Disagree):
-            self._add_disagreement(progress, number, answer, key)
+        is_settled = number - progress.begin >= SETTLED
+        if is_settled and not progress.order_suspected and not progress.is_concurrent:
+            progress.order_suspected = True
+            self.discrepancies.append(Discrepancy(progress, number, "shift", None))
+        if len(progress.seen_pairs) < PAIRS_CACHE_SIZE:
+            progress.seen_pairs.add(pair)
 
     def _compare(
-        self, progress: ChannelProgress, issued: Mapping[int, SignatureId], *, by_rank: bool
-    ) -> Answer | None:
+        self,
+        progress: ChannelProgress,
+        number: int,
+        issued: Mapping[int, SignatureId],
+        values: tuple[object, ...],
+        *,
+        by_rank: bool,
+    ) -> bool:
         """Compare signatures, each combination once. Which rank issued which only matters where
-        ranks may legally differ.
+        ranks may legally differ. Returns whether they disagree.
         """
-        known = {rank: self.signatures.get(signature) for rank, signature in issued.items()}
-        parts = {
-            rank: signature.parts
-            for rank, signature in known.items()
-            if signature is not None and signature.args is not None
-        }
-        if len(parts) < len(issued):
-            return None
+        parts = {rank: self.signatures.parts(signature) for rank, signature in issued.items()}
+        if not all(parts.values()):
+            return False
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
+        channel = progress.channel
         key: tuple[object, ...] = (
-            (progress.channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
+            (channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
         )
-        if key not in self._answers:
-            self._answers[key] = compare_coalesced(parts, progress.channel.group.ranks)
-        return self._answers[key]
+        answer = self._answers.get(key)
+        if answer is None and progress.is_of_messages:
+            sender, receiver = progress.local_ranks
+            answer = compare_pair(sender, parts[sender][0], receiver, parts[receiver][0])
+        elif answer is None:
+            answer = compare_coalesced(parts, channel.group.ranks)
+        self._answers[key] = answer
+        if isinstance(answer, Disagree):
+            self._add_disagreement(progress, number, answer, values)
+        return isinstance(answer, Disagree)
 
     def _add_disagreement(
         self, progress: ChannelProgress, number: int, answer: Disagree, values: tuple[object, ...]
@@ -222,48 +231,17 @@ class SignatureComparison:
         """Count a disagreement, and keep it as a discrepancy the first time that these values meet
         on this channel.
         """
-        if number in progress.reported or progress.is_concurrent:
+        about = progress.collectives or progress
+        if number in about.reported or about.is_concurrent:
             return
-        if len(progress.reported) > MAX_PENDING:
-            progress.reported = {each for each in progress.reported if each >= progress.floor}
-        progress.reported.add(number)
+        if len(about.reported) > MAX_PENDING:
+            about.reported = {each for each in about.reported if each >= about.floor}
+        about.reported.add(number)
         key = progress.channel.key
         self.disagreement_counts[(key, answer.aspect)] += 1
         distinct = (key, answer.aspect, *values)
-        if distinct in self._reported or len(self._reported) > CACHE_SIZE:
-            return
-        self._reported.add(distinct)
-        self._discrepancies.append(
-            Discrepancy(progress.channel, number, answer.aspect, answer, progress=progress)
-        )
-
-    # --- point to point
-
-    def add_message(self, end: StreamEnd, signature: SignatureId, number: int, tag: int) -> None:
-        """Add a send or a receive, and compare it with its counterpart if that was added before."""
-        matched = end.match(signature, number, tag)
-        if matched is None:
-            return
-        stream = end.stream
-        key = ("p2p", *matched)
-        answer = self._answers.get(key)
-        if answer is None:
-            sent, received = (self.signatures.get(each) for each in matched)
-            if sent is None or received is None or sent.args is None or received.args is None:
-                return
-            answer = self._answers[key] = compare_pair(
-                stream.sender, sent.args, stream.receiver, received.args
+        if distinct not in self._reported and len(self._reported) <= CACHE_SIZE:
+            self._reported.add(distinct)
+            self.discrepancies.append(
+                Discrepancy(progress, number, answer.aspect, answer, progress.last_message)
             )
-        channel_key = stream.channel.key
-        if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
-            self.disagreement_counts[(channel_key, "p2p")] += 1
-            distinct = (channel_key, stream.sender, stream.receiver)
-            if distinct not in self._reported:
-                self._reported.add(distinct)
-                self._discrepancies.append(Discrepancy(stream.channel, number, "p2p", answer))
-
-    def receive_from_any_source(self, channel: Channel, rank: int) -> None:
-        """Stop comparing the messages to a rank that receives from any source: which send it
-        receives is unknown.
-        """
-        self._any_source.add((channel.key, rank))

@@ -74,18 +74,21 @@ class DeferredVerification:
 
     def poll(self, now: float) -> None:
         """Read the new records and compare them. ``now`` is CLOCK_MONOTONIC, seconds."""
-        self._follow(self._roster.current())
+        members = self._roster.current()
+        self._follow(members)
         if not self._readers or self._is_alone:
             return
         began = self._clock()
         read = 0
+        ended = {member.rank for member in members if not member.alive}
         for reader in self._readers:
             with contextlib.suppress(FormatError):  # the roster reports it
-                read += reader.poll(self.budget.records_per_rank)
+                read += reader.poll(self.budget.records_per_rank, ended=reader.rank in ended)
         self.records += read
-        for discrepancy in self._comparison.take_discrepancies():
+        for discrepancy in self._comparison.discrepancies:
             discrepancy.seen_at = now
-            self.discrepancies.append(discrepancy)
+        self.discrepancies += self._comparison.discrepancies
+        self._comparison.discrepancies = []
         self.budget.charge(self._clock() - began, read / len(self._readers))
 
     def _follow(self, members: list[Member]) -> None:

@@ -4,7 +4,9 @@ the job ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from commlens.diagnosis import live
@@ -127,36 +129,26 @@ class MismatchReporter:
         verification = self.verification
         verification.poll(now)
         self._due = now + verification.budget.interval_s
-        if not verification.discrepancies:
+        waiting = verification.discrepancies
+        if not waiting:
             return []
-        rank_ended = any(not member.alive for member in self._roster.current())
-        disagreements = [each for each in verification.discrepancies if each.answer is not None]
-        complete = [
-            each
-            for each in disagreements
-            if rank_ended or now - each.seen_at >= OTHER_RANKS_WITHIN_S or not each.missing_ranks
-        ]
-        shifts = [
-            each
-            for each in verification.discrepancies
-            if each.answer is None and each.passed >= SHIFT_MATCHES + 2
-        ]
+        ended = [member for member in self._roster.current() if not member.alive]
+        complete = self._complete(now if ended else now - OTHER_RANKS_WITHIN_S)
         verdicts: list[tuple[Verdict, bool]] = []
         if complete:
-            verification.discrepancies = [
-                each for each in verification.discrepancies if each not in complete
-            ]
-            died = any(
-                not member.alive and member.ended_well is not True
-                for member in self._roster.current()
-            )
-            verdicts += [
-                (verdict, True)
-                for verdict in self._examine(complete, now if not died else float("inf"))
-            ]
-        if shifts and self._out_of_step.is_due(now):
-            verdicts += [(verdict, False) for verdict in self._examine_shifts(shifts, now)]
-        return verdicts
+            verification.discrepancies = [each for each in waiting if each not in complete]
+            died = any(member.ended_well is not True for member in ended)
+            found = self._examine(complete, math.inf if died else now)
+            verdicts = [(verdict, True) for verdict in found]
+        return verdicts + [(verdict, False) for verdict in self._examine_shifts(now)]
+
+    def _complete(self, seen_until: float) -> list[Discrepancy]:
+        """Return disagreements that all ranks here have reached, or seen by ``seen_until``."""
+        return [
+            each
+            for each in self.verification.discrepancies
+            if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
+        ]
 
     def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
         """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll`
@@ -173,7 +165,7 @@ class MismatchReporter:
                 self.held += [(now + REPORTER_S, *each) for each in verdicts]
             verdicts = []
         elif nodes.others and (nodes.take_disagreement(now) or self._unsettled_since):
-            verdicts += self.examine_job(now)
+            verdicts += [(verdict, True) for verdict in self._examine([], now)]
         verdicts += [
             (verdict, may_abort) for until, verdict, may_abort in self.held if now >= until
         ]
@@ -183,6 +175,11 @@ class MismatchReporter:
     def disable(self) -> None:
         """Compare nothing any more."""
         self._due = float("inf")
+
+    def read_rest(self) -> None:
+        """Compare the records since the last poll, after the ranks' end."""
+        if self._due < float("inf"):
+            self.verification.poll(self._due)
 
     def has_reported(self, verdict: Verdict) -> bool:
         """Return whether this disagreement was reported before."""
@@ -223,87 +220,90 @@ class MismatchReporter:
             else lines
         )
 
-    def _verdict(self, finding: Finding, logs: Sequence[RankLog]) -> Verdict:
+    # --- disagreements
+
+    def _examine(self, about: list[Discrepancy], now: float) -> list[Verdict]:
+        """Return a verdict for each new disagreement in the ranks' records. One whose records are
+        not final is looked at again in the next poll.
+
+        Args:
+            about: discrepancies of this node; empty: what nodes issued differs.
+            now: CLOCK_MONOTONIC, seconds.
+        """
+        logs, found = self._find_disagreements(here=bool(about))
+        former = self._unsettled_since
+        if not about:
+            self._unsettled_since = {}
+        verdicts: list[Verdict] = []
+        for finding, settled in found:
+            key = _key(finding)
+            discrepancy = next((each for each in about if _is_about(finding, each)), None)
+            if (about and discrepancy is None) or self._is_reported(key):
+                continue
+            since = discrepancy.seen_at if discrepancy is not None else former.get(key, now)
+            if not settled and now - since < SETTLES_WITHIN_S:
+                if about:  # the next poll examines them again
+                    self._examined -= 1
+                    self.verification.discrepancies += about
+                else:
+                    self._unsettled_since[key] = since
+                break  # the later ones may follow from it
+            verdicts += self._add(finding, discrepancy, logs)
+        for lost in () if found else filter(partial(_is_overwritten, logs), about):
+            verdicts += self._add(_finding_without_records(lost), lost, logs)
+        return verdicts
+
+    def _find_disagreements(
+        self, *, here: bool
+    ) -> tuple[Sequence[RankLog], list[live.Disagreement]]:
+        """Read the records, and return them with the disagreements in them; nothing after too many
+        reports. Of those that were seen here, the newest records may be enough to find the odd
+        rank.
+        """
+        if len(self._reported) >= REPORTS_MAX or (here and self._examined >= EXAMINED_MAX):
+            return [], []
+        if here:
+            self._examined += 1
+            logs = self._read(NEWEST_RECORDS)
+            found = live.find_disagreements(logs)
+            if found and all(finding.confidence == "high" for finding, _ in found):
+                return logs, found
+        logs = self._read(None)  # a longer history may show which rank is the odd one
+        return logs, live.find_disagreements(logs)
+
+    def _add(
+        self, finding: Finding, discrepancy: Discrepancy | None, logs: Sequence[RankLog]
+    ) -> list[Verdict]:
+        """Remember a finding, and return a verdict on it if it is new and not one too many."""
+        key = _key(finding)
+        if self._is_reported(key) or len(self._reported) >= REPORTS_MAX:
+            return []
+        op = finding.collective
+        self._reported[key] = (
+            f"{op.op} #{op.sequence_number}" if op is not None else "a collective",
+            discrepancy,
+        )
         about = (
             f"{count(len(logs), 'rank')}, {count(sum(log.issued for log in logs), 'record')} so"
             " far, while the job runs"
         )
         gaps = self.verification.gaps
         missing = [f"The comparison is not complete: {gaps}."] if gaps else []
-        return Verdict.from_findings([finding], looked_at=about, missing_evidence=missing)
-
-    # --- disagreements
-
-    def _examine(self, disagreements: list[Discrepancy], now: float) -> list[Verdict]:
-        """Return a verdict for each new disagreement. One whose records are not final is looked at
-        again in the next poll.
-        """
-        if self._examined >= EXAMINED_MAX or len(self._reported) >= REPORTS_MAX:
-            return []
-        self._examined += 1
-        logs = self._read(NEWEST_RECORDS)
-        found = live.find_disagreements(logs)
-        if not found or any(finding.confidence != "high" for finding, _ in found):
-            logs = self._read(None)  # a longer history may show which rank is the odd one
-            found = live.find_disagreements(logs)
-        verdicts: list[Verdict] = []
-        for finding, settled in found:
-            discrepancy = next((each for each in disagreements if _is_about(finding, each)), None)
-            if discrepancy is None or self._is_reported(_key(finding)):
-                continue
-            if not settled and now - discrepancy.seen_at < SETTLES_WITHIN_S:
-                self._examined -= 1
-                self.verification.discrepancies += [
-                    each for each in disagreements if each not in self.verification.discrepancies
-                ]
-                break  # the later ones may follow from it
-            if self._add(finding, discrepancy):
-                verdicts.append(self._verdict(finding, logs))
-        if not found:
-            for discrepancy in disagreements:
-                if _is_overwritten(logs, discrepancy):
-                    finding = _finding_without_records(discrepancy)
-                    if self._add(finding, discrepancy):
-                        verdicts.append(self._verdict(finding, logs))
-        return verdicts[: max(0, REPORTS_MAX - len(self._reported) + len(verdicts))]
-
-    def examine_job(self, now: float) -> list[tuple[Verdict, bool]]:
-        """Compare the records of all nodes, because what they issued differs. Returns new verdicts,
-        as :meth:`poll` does.
-        """
-        before, self._unsettled_since = self._unsettled_since, {}
-        if len(self._reported) >= REPORTS_MAX:
-            return []
-        logs = self._read(None)
-        verdicts: list[tuple[Verdict, bool]] = []
-        for finding, settled in live.find_disagreements(logs):
-            key = _key(finding)
-            since = before.get(key, now)
-            if not settled and now - since < SETTLES_WITHIN_S and not self._is_reported(key):
-                self._unsettled_since[key] = since
-                break
-            if self._add(finding, None):
-                verdicts.append((self._verdict(finding, logs), True))
-        return verdicts
-
-    def _add(self, finding: Finding, discrepancy: Discrepancy | None) -> bool:
-        """Remember a finding. Returns whether it is new."""
-        key = _key(finding)
-        if self._is_reported(key):
-            return False
-        op = finding.collective
-        self._reported[key] = (
-            f"{op.op} #{op.sequence_number}" if op is not None else "a collective",
-            discrepancy,
-        )
-        return True
+        return [Verdict.from_findings([finding], looked_at=about, missing_evidence=missing)]
 
     # --- ranks out of step
 
-    def _examine_shifts(self, shifts: list[Discrepancy], now: float) -> list[Verdict]:
+    def _examine_shifts(self, now: float) -> list[Verdict]:
         """Check whether source lines or steps met that had never met before because a rank is out
         of step.
         """
+        shifts = [
+            each
+            for each in self.verification.discrepancies
+            if each.answer is None and each.passed >= SHIFT_MATCHES + 2
+        ]
+        if not shifts or not self._out_of_step.is_due(now):
+            return []
         logs = self._read(None)
         findings = [
             each
@@ -314,23 +314,21 @@ class MismatchReporter:
         if confirmed is None:
             return []
         for shift in shifts:
-            if shift.progress is not None:
-                shift.progress.order_suspected = False
+            shift.progress.order_suspected = False
         self.verification.discrepancies = [
             each for each in self.verification.discrepancies if each.answer is not None
         ]
         verdicts = []
         for finding in confirmed:
-            if self._add(finding, shifts[0]):
-                finding.confidence = "medium"
-                finding.would_raise_confidence = (
-                    "Only the source lines and the optimizer steps show it."
-                )
-                finding.evidence.append(
-                    "Ops and shapes agree: only the source lines and the optimizer steps show it."
-                    " It is a warning."
-                )
-                verdicts.append(self._verdict(finding, logs))
+            finding.confidence = "medium"
+            finding.would_raise_confidence = (
+                "Only the source lines and the optimizer steps show it."
+            )
+            finding.evidence.append(
+                "Ops and shapes agree: only the source lines and the optimizer steps show it."
+                " It is a warning."
+            )
+            verdicts += self._add(finding, shifts[0], logs)
         return verdicts
 
 
@@ -354,17 +352,20 @@ def _is_overwritten(logs: Sequence[RankLog], discrepancy: Discrepancy) -> bool:
     """Return whether a rank's ring buffer has overwritten the record. A collective that was never
     issued is in no ring buffer, either.
     """
-    key, number = discrepancy.channel.key, discrepancy.sequence_number
+    key, progress = discrepancy.channel.key, discrepancy.progress
+    number = discrepancy.message_number or discrepancy.sequence_number
     for log in logs:
         numbers = [
             op.sequence_number
             for op in log.collectives
-            if op.channel.key == key and op.sequence_number
+            if op.channel.key == key
+            and op.sequence_number
+            and op.is_point_to_point == progress.is_of_messages
+            and op.peer in (None, *progress.local_ranks)
         ]
-        wrapped = log.issued > len(log.collectives)
         if (
-            wrapped
-            and log.rank in discrepancy.channel.group.ranks
+            log.issued > len(log.collectives)
+            and log.rank in progress.local_ranks
             and min(numbers, default=number + 1) > number
         ):
             return True
@@ -373,11 +374,8 @@ def _is_overwritten(logs: Sequence[RankLog], discrepancy: Discrepancy) -> bool:
 
 def _finding_without_records(discrepancy: Discrepancy) -> Finding:
     """Return a finding made from the comparison alone, for records that were overwritten."""
-    answer, group, number = (
-        discrepancy.answer,
-        discrepancy.channel.group,
-        discrepancy.sequence_number,
-    )
+    answer, group = discrepancy.answer, discrepancy.channel.group
+    number = discrepancy.message_number or discrepancy.sequence_number
     assert answer is not None
     ranks = sorted(rank for party in answer.parties for rank in party.ranks)
     culprits = list(answer.minority)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -40,16 +40,11 @@ class BoundedCache(dict[Key, Value]):
 
 @dataclass(slots=True)
 class Signature:
-    """The arguments of a collective or message, or those of every member of a coalesced group."""
+    """What a rank issues under one sequence number."""
 
-    blob: ArgsJson | None  # None for a coalesced group
-    args: CollectiveArgs | None  # of a coalesced group: those of its first member
-    members: tuple[CollectiveArgs, ...] = ()  # of a coalesced group
-
-    @property
-    def parts(self) -> tuple[CollectiveArgs, ...]:
-        """The members of a coalesced group; otherwise the arguments as the only member."""
-        return self.members or ((self.args,) if self.args is not None else ())
+    # the arguments of a collective or message, or those of every member of a coalesced group
+    parts: tuple[CollectiveArgs, ...]
+    blob: ArgsJson | None = None  # None for a coalesced group, and if the reduce op was added
 
 
 class SignatureTable:
@@ -60,89 +55,76 @@ class SignatureTable:
         # reduce op recorded later, or all ranks compared together
         self.needs_more: set[SignatureId] = set()
         self.needs_all_ranks: set[SignatureId] = set()
-        self._digests: dict[SignatureId, int] = {}
-        self._ids: dict[bytes | tuple[SignatureId, ...], SignatureId] = {}
+        self.digests: BoundedCache[SignatureId, int] = BoundedCache(self._digest)
+        self._ids: dict[Hashable, SignatureId] = {}
         self._next_id = itertools.count(1)
 
-    def get(self, signature: SignatureId) -> Signature | None:
-        """Return the signature, or None if it is unknown or was forgotten."""
-        return self.signatures.get(signature)
+    def parts(self, signature: SignatureId) -> tuple[CollectiveArgs, ...]:
+        """Return the arguments of each member; none if they are unknown or were forgotten."""
+        known = self.signatures.get(signature)
+        return known.parts if known is not None else ()
 
-    def digest(self, signature: SignatureId) -> int:
+    def _digest(self, signature: SignatureId) -> int:
         """Return 32 bits of what all ranks of a group must have alike, equal on all nodes; 0 if it
         is unknown.
         """
-        digest = self._digests.get(signature)
-        if digest is None:
-            known = self.signatures.get(signature)
-            if len(self._digests) > CACHE_SIZE:
-                self._digests.clear()
-            same = [_must_agree(part) for part in known.parts] if known is not None else []
-            digest = self._digests[signature] = zlib.crc32(repr(same).encode()) if same else 0
-        return digest
-
-    def op(self, signature: SignatureId) -> str:
-        """Return the wire op; empty if it is unknown."""
-        known = self.signatures.get(signature)
-        return known.args.op if known is not None and known.args is not None else ""
+        same = [
+            (
+                args.op,
+                args.root,
+                args.reduce_op,
+                tuple(tensor.dtype for tensor in args.payload[:1]),
+                ()
+                if args.op in UNEVEN
+                else tuple(math.prod(tensor.shape) for tensor in args.payload),
+            )
+            for args in self.parts(signature)
+        ]
+        return zlib.crc32(repr(same).encode()) if same else 0
 
     def intern(self, payload: bytes | None) -> SignatureId:
-        """Return the id of the signature in a blob's payload."""
+        """Return the id of the signature in a blob's payload; 0 if it is damaged."""
         if payload is None:
             return 0
-        signature = self._ids.get(payload)
-        if signature is None:
-            blob = decode_blob(payload)
-            if not isinstance(blob, ArgsJson):
-                return 0
-            if len(self._ids) >= CACHE_SIZE:
-                # ids are never reused: an old and a new id of equal signatures are then compared by
-                # value
-                self._ids.clear()
-            signature = self._ids[payload] = next(self._next_id)
+        signature = self._ids.get(payload, 0)
+        if not signature and isinstance(blob := decode_blob(payload), ArgsJson):
             args = decode_args(blob, 0)
-            self.signatures[signature] = Signature(blob, args)
-            if args.op in REDUCING or args.op == "all_to_all":
+            signature = self._add(payload, Signature((args,), blob))
+            if args.op in REDUCING:
                 self.needs_more.add(signature)
-            if args.op == "all_to_all":
-                self.needs_all_ranks.add(signature)
-            if len(self.signatures) > 2 * CACHE_SIZE:
-                oldest = next(iter(self.signatures))
-                del self.signatures[oldest]
-                self.needs_more.discard(oldest)
-                self.needs_all_ranks.discard(oldest)
         return signature
 
     def intern_group(self, members: tuple[SignatureId, ...]) -> SignatureId:
         """Return the id of a coalesced group's signature; 0 if a member is unknown."""
         if not all(members):
             return 0
-        signature = self._ids.get(members)
-        if signature is None:
-            signature = self._ids[members] = next(self._next_id)
-            parts = tuple(
-                part.args
-                for member in members
-                if (part := self.get(member)) is not None and part.args is not None
-            )
-            self.signatures[signature] = Signature(None, parts[0] if parts else None, parts)
-            if any(member in self.needs_all_ranks for member in members):
-                self.needs_more.add(signature)
-                self.needs_all_ranks.add(signature)
-        return signature
-
-    def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> CollectiveArgs | None:
-        """Return the arguments with the reduce op that was recorded later; None if they are
-        unknown.
-        """
-        known = self.get(signature)
-        return (
-            decode_args(known.blob, reduce_op)
-            if known is not None and known.blob is not None
-            else None
+        return self._ids.get(members) or self._add(
+            members, Signature(tuple(part for each in members for part in self.parts(each)))
         )
 
+    def with_reduce_op(self, signature: SignatureId, reduce_code: int) -> SignatureId:
+        """Return the id of a signature with the reduce op that was recorded later; 0 if it is
+        unknown.
+        """
+        key = ("reduce op", signature, reduce_code)
+        known = self._ids.get(key, 0)
+        if not known and (original := self.signatures.get(signature)) and original.blob:
+            known = self._add(key, Signature((decode_args(original.blob, reduce_code),)))
+        return known
 
-def _must_agree(args: CollectiveArgs) -> tuple[object, ...]:
-    sizes = () if args.op in UNEVEN else tuple(math.prod(tensor.shape) for tensor in args.payload)
-    return (args.op, args.root, tuple(tensor.dtype for tensor in args.payload[:1]), sizes)
+    def _add(self, key: Hashable, signature: Signature) -> SignatureId:
+        if len(self._ids) >= CACHE_SIZE:
+            # ids are never reused: an old and a new id of equal signatures are then compared by
+            # value
+            self._ids.clear()
+        number = self._ids[key] = next(self._next_id)
+        self.signatures[number] = signature
+        if any(args.op == "all_to_all" for args in signature.parts):
+            self.needs_more.add(number)
+            self.needs_all_ranks.add(number)
+        if len(self.signatures) > 2 * CACHE_SIZE:
+            oldest = next(iter(self.signatures))
+            del self.signatures[oldest]
+            self.needs_more.discard(oldest)
+            self.needs_all_ranks.discard(oldest)
+        return number

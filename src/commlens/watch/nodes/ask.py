@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch.nodes.beat import Beat, decoded, key
+from commlens.watch.nodes.beat import Beat, Request, decoded, key
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
 from commlens.watch.nodes.calls import wake
-from commlens.watch.nodes.collecting import LOOK_STATES, Collecting
-from commlens.watch.nodes.looks import LOOK, Ask, Look, store_ask
+from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.periods import asked_period_s, rests_long
 from commlens.watch.nodes.states import States
-from commlens.watch.nodes.states_tree import LEVEL_S, Tree
+from commlens.watch.nodes.states_tree import Tree
+from commlens.watch.nodes.status_answers import QUESTION, StatusAnswer, store_request
 
 _MOST: Final = 1 << 15  # values that are read, those of the nodes that came last
 # a watcher at rest asks the store once a second, and looks for less than one
@@ -45,7 +45,7 @@ class AskedNodes:
         self.beats: list[Beat] = []
         """The last values of all nodes, by slot; empty without watchers."""
         if client.existing([key("nodes")]):
-            self._count = client.add(key("nodes"), 0) % LOOK
+            self._count = client.add(key("nodes"), 0) % QUESTION
             self.beats = newest_beats(client, self._count)
         self.others = [
             beat for beat in self.beats if not beat.finished and not set(beat.ranks) & set(here)
@@ -81,8 +81,8 @@ class AskedNodes:
         Returns:
             What was read by slot, and the nodes that did not answer in time.
         """
-        number = self._ask(Ask(0, list(of), records)).number
-        found: dict[int, Look] = {}
+        number = self._ask(nodes=list(of), records=records).number
+        found: dict[int, StatusAnswer] = {}
         end = time.monotonic() + _ANSWERS_S + asked_period_s(self._count)
         while (waits_for := set(of) - found.keys()) and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -105,38 +105,28 @@ class AskedNodes:
         tree = Tree.of(slots, self._count)
         if tree is None:
             return None
-        ask = self._ask(Ask(0, tree=tree))
-        began, period_s = time.monotonic(), asked_period_s(self._count)
-        root = Collecting(
-            ask.request,
-            tree,
-            [tree.first],
-            kind=LOOK_STATES,
-            began=began,
-            until=began + tree.patience_s(tree.first, period_s) + LEVEL_S,
-            period_s=period_s,
-        )
+        request, period_s = self._ask(tree=tree), asked_period_s(self._count)
+        root = Collecting(request, None, began=time.monotonic(), period_s=period_s)
         root.add_own(own)
-        while not root.is_complete(time.monotonic()):
+        while not root.is_done:
             time.sleep(_POLL_S)
-            for slot, states in root.read(self._client):
-                root.add(slot, states)
+            root.collect(self._client)
         return root.sum
 
-    def _ask(self, ask: Ask) -> Ask:
-        number = self._client.add(key("nodes"), LOOK) // LOOK
-        ask = msgspec.structs.replace(ask, number=number)
-        store_ask(self._client, ask)
+    def _ask(self, **what: Any) -> Request:
+        number = self._client.add(key("nodes"), QUESTION) // QUESTION
+        request = Request(number, **what)
+        store_request(self._client, request)
         if rests_long(self._count):
-            wake(self._client, ask.slots or [beat.slot for beat in self.beats])
+            wake(self._client, request.nodes or [beat.slot for beat in self.beats])
         self._client.get([])  # send it
-        return ask
+        return request
 
-    def _answers(self, slots: Iterable[int], number: int) -> dict[int, Look]:
-        found: dict[int, Look] = {}
+    def _answers(self, slots: Iterable[int], number: int) -> dict[int, StatusAnswer]:
+        found: dict[int, StatusAnswer] = {}
         for slot, value in stored(self._client, "look", sorted(slots)).items():
             try:
-                look = msgspec.msgpack.decode(value, type=Look)
+                look = msgspec.msgpack.decode(value, type=StatusAnswer)
             except msgspec.DecodeError:
                 continue
             if look.number >= number:

@@ -5,31 +5,47 @@ second.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from commlens.speed.job_pace import Judgement, Sample
+from commlens.speed.pace import Judgement, Sample
 from commlens.watch.mismatches.channel_progress import Blocks
 from commlens.watch.nodes.states_tree import Tree
 
 Digests = dict[str, list[Blocks]]
 """The digests of what a node issued, by channel; only channels with ranks of other nodes."""
 
-_PREFIX: Final = "commlens/6"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/7"  # the number changes with the values' meaning
 
 
-class Request(NamedTuple):
-    """A request for evidence by the node that reports."""
+COMMAND: Final = -2
+"""In place of the slot of a node that asks."""
 
-    slot: int  # of the node that asks
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """A request for evidence: of the node that reports, in its value, or of a command, under a key
+    of its own.
+    """
+
     number: int
+    slot: int = COMMAND  # of the node that asks
+    nodes: list[int] = []  # the slots of those that are asked; empty: all
     records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
     # of the states of all ranks, in place of records: the tree in which the nodes join them
     tree: Tree | None = None
 
+    @property
+    def id(self) -> tuple[int, int]:
+        """What answers name it by: the slot of the node that asks, and the number."""
+        return self.slot, self.number
 
-LAST: Final = Request(-1, 1)
+    def concerns(self, slot: int) -> bool:
+        """Return whether the node with this slot is asked."""
+        return not self.nodes or slot in self.nodes
+
+
+LAST: Final = Request(1, -1)
 """The request that a node answers unasked when it leaves or one of its ranks has died, because the
 store may end at any moment.
 """
@@ -65,11 +81,8 @@ class Beat(msgspec.Struct, frozen=True):
     ended: bool = False  # all its ranks have ended
     # number of slots drawn by all nodes when its ranks had ended; 0: they run, or it is unknown
     ended_at: int = 0
-    asks: int = 0  # the number of its last request for evidence
-    asked_nodes: list[int] = []  # the slots of the nodes that it asks; empty: all
-    asked_records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
-    asked_tree: Tree | None = None  # it asks for the states of all ranks, joined in this tree
-    answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
+    asked: Request | None = None  # its last request for evidence
+    answered: tuple[int, int] = (-1, 0)  # the id of the request that its evidence answers
     news: list[News] = []
     serves_store: bool = False  # the job's store ends only with all ranks of this node
     dump_dir: str = ""
@@ -91,14 +104,6 @@ class Beat(msgspec.Struct, frozen=True):
             return False
         sizes = {self.world_size, other.world_size} - {0}
         return len(sizes) < 2 and not set(self.ranks) & set(other.ranks) - {-1}
-
-    def request_to(self, slot: int) -> Request | None:
-        """Return this node's last request; None if it does not ask the node with this slot."""
-        return (
-            Request(self.slot, self.asks, self.asked_records, self.asked_tree)
-            if self.asks and (not self.asked_nodes or slot in self.asked_nodes)
-            else None
-        )
 
     @property
     def order(self) -> tuple[int, int]:

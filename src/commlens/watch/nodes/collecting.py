@@ -1,15 +1,15 @@
-"""What a node of the tree has collected of the states of the nodes below it."""
+"""What a node of the tree collects of the states of the nodes below it."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
 from typing import Final
 
-from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.beat import COMMAND, Request, key
 from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.states import States, pack_states, unpack_states
-from commlens.watch.nodes.states_tree import Tree
+from commlens.watch.nodes.states_tree import LEVEL_S
 
 STATES: Final = "states"
 """The kind of value that answers the node that reports."""
@@ -18,39 +18,36 @@ LOOK_STATES: Final = "look-states"
 
 
 class Collecting:
-    """What a node collects for one request.
+    """What is collected for one request. Its methods may be called from any thread.
 
     Args:
-        request: slot and number of the request.
-        tree: of the request.
-        slots: of the nodes to collect from.
-        kind: of the values that they store.
+        request: for the states of all ranks.
+        slot: of the node that collects; None: it is who asks, and reads the root's sum.
         began: ``time.monotonic()`` at which the request was seen.
-        until: when there is nothing more to wait for.
         period_s: between two looks of a node at the values of others.
     """
 
     def __init__(
-        self,
-        request: tuple[int, int],
-        tree: Tree,
-        slots: Iterable[int],
-        *,
-        kind: str = STATES,
-        began: float,
-        until: float,
-        period_s: float,
+        self, request: Request, slot: int | None, *, began: float, period_s: float
     ) -> None:
+        assert request.tree is not None
         self.request = request
-        self.sum = States({})
-        self.has_own = False  # the states of the node that collects were added
-        self._tree = tree
-        self._kind = kind
+        self.sum = States()
+        self.has_own = slot is None  # the states of the node that collects were added
+        self.is_done = False  # all is collected and, by a node of the tree, stored
+        self._tree = tree = request.tree
+        self._slot = slot
+        self._kind = LOOK_STATES if request.slot == COMMAND else STATES
         self._began = began
-        self._until = until
+        self._until = (
+            began + LEVEL_S + tree.patience_s(tree.first, period_s)
+            if slot is None
+            else began + tree.patience_s(slot, period_s)
+        )
         self._period_s = period_s
-        self._waits_for = set(slots)
+        self._waits_for = {tree.first} if slot is None else set(tree.children(slot))
         self._moved_up: set[int] = set()  # their children were asked in their place
+        self._lock = threading.Lock()
 
     def to_read(self, now: float) -> list[int]:
         """Return the slots of the nodes whose values to read now."""
@@ -62,30 +59,36 @@ class Collecting:
 
     def add_own(self, states: States) -> None:
         """Add the states of this node's own ranks."""
-        self.sum.add(states)
+        with self._lock:
+            self.sum.add(states)
         self.has_own = True
-
-    def read(self, client: Client) -> list[tuple[int, States]]:
-        """Return what nodes have stored since, each with its slot, to be added."""
-        found: list[tuple[int, States]] = []
-        for slot, value in stored(client, self._kind, self.to_read(time.monotonic())).items():
-            states = unpack_states(value, self.request)
-            if states is not None:
-                found.append((slot, states))
-        return found
-
-    def store(self, client: Client, slot: int) -> None:
-        """Store the sum, as the answer of the node with this slot."""
-        client.set(key(self._kind, slot), pack_states(self.sum, self.request))
-        client.get([])  # send it
 
     def add(self, slot: int, states: States) -> None:
         """Add what a node stored."""
         self._waits_for.discard(slot)
-        self.sum.add(states)
+        with self._lock:
+            self.sum.add(states)
+
+    def collect(self, client: Client) -> None:
+        """Add what nodes have stored since, and store the sum once there is nothing to wait for."""
+        for slot, value in stored(client, self._kind, self.to_read(time.monotonic())).items():
+            states = unpack_states(value, self.request.id)
+            if states is not None:
+                self.add(slot, states)
+        self.is_done = self.is_complete(time.monotonic())
+        if self.is_done and self._slot is not None:
+            client.set(key(self._kind, self._slot), pack_states(self.copy(), self.request.id))
+            client.get([])  # send it
 
     def is_complete(self, now: float) -> bool:
         """Return whether there is nothing more to wait for: all have answered, this node's own
         watcher among them, or it is too late.
         """
         return now > self._until or (self.has_own and not self._waits_for)
+
+    def copy(self) -> States:
+        """Return what was collected, to which nothing is added any more."""
+        copy = States()
+        with self._lock:
+            copy.add(self.sum)
+        return copy

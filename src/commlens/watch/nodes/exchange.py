@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,7 +40,6 @@ from commlens.watch.nodes.bundles import BUNDLES_ABOVE, STALE_S, Bundles, bundle
 from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
 from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.known_nodes import KnownNodes, Lost, View
-from commlens.watch.nodes.looks import LOOK, Looks
 from commlens.watch.nodes.meeting_places import Client, Place, places, stored
 from commlens.watch.nodes.periods import (
     BUSY_PERIOD_S,
@@ -54,7 +53,8 @@ from commlens.watch.nodes.periods import (
     rests_long,
 )
 from commlens.watch.nodes.states import States
-from commlens.watch.nodes.states_tree import LEVEL_S, Tree
+from commlens.watch.nodes.states_tree import Tree
+from commlens.watch.nodes.status_answers import QUESTION, StatusAnswers
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
@@ -134,7 +134,7 @@ class Nodes:
         self._woke = (0, 0)
         self._told = (0, 0)  # ranks that had died and the wait of which this node has called
         self._poke_at = 0.0  # time.monotonic() of an exchange that is due; 0: none
-        self._looks = Looks(self._look, self._look_at_states, self._poke.set)
+        self._status_answers = StatusAnswers(self._look, self._look_at_states, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
         self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # time.monotonic() of the last line
@@ -149,9 +149,8 @@ class Nodes:
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
-        self._own_states: States | None = None  # not yet added to those of the nodes below
-        self._collecting: Collecting | None = None  # from the nodes below in the tree
-        self._collected_for = (-1, 0)  # slot and number of the last request for states
+        # the last states that were asked for, from the nodes below in the tree
+        self._collecting: Collecting | None = None
         self._from_root: Collecting | None = None  # for this node, which asked
         # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
         self._waits: dict[tuple[int, int], int] = {}
@@ -340,8 +339,7 @@ class Nodes:
     def reporter(self) -> Beat | None:
         """The node that reports; None if it is this one."""
         view = self._view()
-        first = view.first if view is not None else None
-        return first if first is not None and first.order < self._mine.order else None
+        return view.reporter(self._mine) if view is not None else None
 
     def waits(self, now_ns: int) -> list[Wait]:
         """Return the oldest waits of other nodes, one of each; if another node reports for the job,
@@ -415,14 +413,25 @@ class Nodes:
             request, self._asked = self._asked, None
         return request
 
-    def answer(self, request: Request, evidence: bytes) -> None:
-        """Store this node's evidence."""
+    def answer(self, request: Request, evidence: bytes | States) -> None:
+        """Store this node's evidence, or the states of its ranks with those of the nodes below in
+        the tree.
+        """
         with self._lock:
-            self._evidence = evidence
-            self._mine = msgspec.structs.replace(
-                self._mine, answered=(request.slot, request.number)
-            )
+            if isinstance(evidence, bytes):
+                self._evidence = evidence
+            elif self._collecting is not None and self._collecting.request.id == request.id:
+                self._collecting.add_own(evidence)
+            self._mine = msgspec.structs.replace(self._mine, answered=request.id)
         self._poke.set()
+
+    def _ask(self, **what: Any) -> Request:
+        """Ask other nodes for evidence. Called with the lock."""
+        number = self._mine.asked.number + 1 if self._mine.asked is not None else 1
+        request = Request(number, self._mine.slot, **what)
+        self._mine = msgspec.structs.replace(self._mine, asked=request)
+        self._poke.set()
+        return request
 
     def gather(
         self,
@@ -453,14 +462,7 @@ class Nodes:
         with self._lock:
             self._gathering, self._gathered = True, {}
             if asked:
-                self._mine = msgspec.structs.replace(
-                    self._mine,
-                    asks=self._mine.asks + 1,
-                    asked_nodes=list(of),
-                    asked_records=records,
-                    asked_tree=None,
-                )
-                self._poke.set()
+                self._ask(nodes=list(of), records=records)
         found: dict[int, tuple[bytes, Answer]] = {}
         while True:
             contents, is_last = self._wait_for_answers(asked, more_than=len(found), end=end)
@@ -491,16 +493,6 @@ class Nodes:
     def _has_answered(self, beat: Beat) -> bool:
         return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
 
-    def answer_states(self, request: Request, states: States) -> None:
-        """Store the states of this node's ranks, with those of the nodes below in the tree."""
-        with self._lock:
-            if self._collecting is not None and self._collecting.request == request[:2]:
-                self._own_states = states
-            self._mine = msgspec.structs.replace(
-                self._mine, answered=(request.slot, request.number)
-            )
-        self._poke.set()
-
     def gather_states(self, own: States) -> States | None:
         """Ask the other nodes for the states of their ranks. Returns what came in time, with this
         node's own; None if the nodes cannot be a tree: too many slots are of nodes that have gone.
@@ -511,53 +503,24 @@ class Nodes:
             return None
         with self._changed:
             now, period_s = time.monotonic(), busy_period_s(self._count)
-            self._mine = msgspec.structs.replace(
-                self._mine, asks=self._mine.asks + 1, asked_nodes=[], asked_tree=tree
-            )
-            request = Request(self._mine.slot, self._mine.asks, 0, tree)
-            self._collecting = self._collecting_for(request, now)
-            self._own_states = own
-            until = now + tree.patience_s(tree.first, period_s) + LEVEL_S
-            self._from_root = from_root = Collecting(
-                request[:2], tree, [tree.first], began=now, until=until, period_s=period_s
-            )
-            from_root.has_own = True  # joined at last
-            self._poke.set()
-            while not from_root.is_complete(time.monotonic()) and not self._refused:
+            request = self._ask(tree=tree)
+            self._collecting = Collecting(request, request.slot, began=now, period_s=period_s)
+            self._collecting.add_own(own)
+            self._from_root = root = Collecting(request, None, began=now, period_s=period_s)
+            while not root.is_complete(time.monotonic()) and not self._refused:
                 self._changed.wait(BUSY_PERIOD_S)
             self._from_root = None
-            joined = States({})  # the thread may still add to what it collects
-            for each in (own, from_root.sum):
-                joined.add(each)
-            return joined
-
-    def _collecting_for(self, request: Request, now: float) -> Collecting:
-        """Return what this node is to collect from the nodes below it. Called with the lock."""
-        assert request.tree is not None
-        period_s, slot, tree = busy_period_s(self._count), self._mine.slot, request.tree
-        until = now + tree.patience_s(slot, period_s)
-        return Collecting(
-            request[:2], tree, tree.children(slot), began=now, until=until, period_s=period_s
-        )
+        joined = root.copy()
+        joined.add(own)
+        return joined
 
     def _collect(self, client: Client) -> None:
         """Read the states that the nodes below have stored, and store the sum once all have."""
-        with self._lock:
-            collecting, own, from_root = self._collecting, self._own_states, self._from_root
-            if collecting is not None and own is not None:
-                collecting.add_own(own)
-                self._own_states = None
-        for each in filter(None, (collecting, from_root)):
-            for slot, states in each.read(client):
-                with self._lock:
-                    each.add(slot, states)
-        if collecting is not None and collecting.is_complete(time.monotonic()):
-            collecting.store(client, self._mine.slot)
-            with self._lock:
-                if self._collecting is collecting:
-                    self._collecting = None
-        with self._changed:
-            self._changed.notify_all()
+        for collecting in (self._collecting, self._from_root):
+            if collecting is not None and not collecting.is_done:
+                collecting.collect(client)
+                with self._changed:
+                    self._changed.notify_all()
 
     # --- the thread
 
@@ -573,7 +536,7 @@ class Nodes:
             try:
                 client = place.open(self._keep_waiting)
                 if slot < 0:
-                    slot = client.add(key("nodes"), 1) % LOOK - 1
+                    slot = client.add(key("nodes"), 1) % QUESTION - 1
                     self.update(slot=slot, serves_store=place.ends_with_this_node())
                 while self._thread is me:
                     last = self._closing.is_set()
@@ -640,10 +603,10 @@ class Nodes:
             self._given_up.append(self._places.pop(0))
             self._known.renumber()
             self._gathered, self._disagreements = {}, {}
-            self._asked = self._own_states = self._collecting = None
-            self._collected_for, self._bundles = (-1, 0), Bundles()
+            self._asked = self._collecting = None
+            self._bundles = Bundles()
             self._mine = msgspec.structs.replace(
-                self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0)
+                self._mine, slot=-1, ended_at=0, asked=None, answered=(-1, 0)
             )
 
     def _rest(self, client: Client, slot: int) -> None:
@@ -657,18 +620,24 @@ class Nodes:
             self._poke.wait(random.uniform(0.0, busy_period_s(self._count) / 2))
         self._poke.clear()
 
-    def _is_next(self) -> bool | None:
+    def _would_report_next(self) -> bool | None:
         """Return whether this node reports if the one that does falls silent; None: it does."""
         reporter = self.reporter
         return None if reporter is None else self._mine.slot in reporter.successors
 
     def _period_s(self) -> float:
-        is_next = self._is_next()
+        is_next = self._would_report_next()
         with self._lock:
             waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
-            collects = self._collecting is not None or self._from_root is not None
-            collects = collects or self._looks.is_collecting
-            if self._gathering or collects or self._mine.dead or self._mine.ended:
+            collects = self._collecting is not None and not self._collecting.is_done
+            asks = self._gathering or self._from_root is not None
+            if (
+                asks
+                or collects
+                or self._status_answers.is_collecting
+                or self._mine.dead
+                or self._mine.ended
+            ):
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > _BUSY_WAIT_S
         rest_s = rest_period_s(self._count)
@@ -685,41 +654,16 @@ class Nodes:
         is_asked = time.monotonic() - self._asked_at < _ASKED_S
         return PERIOD_S if is_asked else rest_period_s(self._count)
 
-    def _bundle_is_due(self) -> bool:
-        now = time.monotonic()
-        is_due = now - self._bundled_at >= 0.9 * self._bundle_every_s()
-        if is_due:
-            self._bundled_at = now
-        return is_due
-
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
         counter = client.add(key("nodes"), 0)
-        count = counter % LOOK
-        self._looks.see(client, counter, slot, asked_period_s(count))
-        self._looks.store(client, slot)
-        with self._lock:
-            evidence, self._evidence = self._evidence, None
-            self._mine = mine = msgspec.structs.replace(
-                self._mine,
-                count=self._mine.count + 1,
-                successors=self._known.view(self._mine, time.monotonic()).successors,
-                ended_at=(self._mine.ended_at or count) if self._mine.ended else 0,
-            )
-        if evidence is not None:
-            client.set(key("evidence", slot), evidence)
-            client.set(key("answered", slot), msgspec.msgpack.encode(mine.answered))
-        own = msgspec.msgpack.encode(mine)
-        client.set(key("node", slot), own)
-        self._count = count
-        self._bundles.stale_s = STALE_S * rest_period_s(count)
-        self._follow_calls(client, mine)
-        if self._bundle_is_due() and (neighbours := bundled_by(slot, count)):
-            store_bundle(client, slot, own, neighbours, mine.count)
-        values = self._values(client, count)
+        self._count = counter % QUESTION
+        self._status_answers.see(client, counter, slot, asked_period_s(self._count))
+        self._status_answers.store(client, slot)
+        mine = self._publish(client, slot)
         beats = [
             beat
-            for beat in map(decoded, values)
+            for beat in map(decoded, self._values(client, self._count))
             if beat is not None and (beat.slot in self._known or not beat.finished)
         ]
         now = time.monotonic()
@@ -729,72 +673,104 @@ class Nodes:
                 self._lost_since, self._lost_refused = 0.0, False
             self._known.note(beats, now)
             for beat in beats:
-                request = beat.request_to(slot)
-                if (
-                    request is not None
-                    and beat.order < mine.order
-                    and mine.shares_incarnation(beat)
-                    and mine.answered != request[:2]
-                ):
-                    # it is seen again and again until this node's watcher has answered
-                    if request.tree is not None and self._collected_for != request[:2]:
-                        self._collected_for = request[:2]
-                        self._collecting = self._collecting_for(request, now)
-                        self._own_states = None
-                    self._asked, self._asked_at = request, now
+                if beat.asked is not None and mine.shares_incarnation(beat):
+                    self._note_request(beat.asked, beat, mine, now)
+        self._read_evidence(client, beats)
+        if self._asked or any(beat.news or beat.dead for beat in beats):
+            self._wake()
+        self._collect(client)
+        # the nodes that would be next hear from the reporter often, and soon take its place
+        self._known.lost_s = LOST_S if self._would_report_next() else lost_after_s(self._count)
+        self._call_reporter(client, mine)
+
+    def _publish(self, client: Client, slot: int) -> Beat:
+        """Store this node's value, which is returned, and with it its evidence and, for some nodes,
+        the values of others.
+        """
+        with self._lock:
+            evidence, self._evidence = self._evidence, None
+            self._mine = mine = msgspec.structs.replace(
+                self._mine,
+                count=self._mine.count + 1,
+                successors=self._known.view(self._mine, time.monotonic()).successors,
+                ended_at=(self._mine.ended_at or self._count) if self._mine.ended else 0,
+            )
+        if evidence is not None:
+            client.set(key("evidence", slot), evidence)
+            client.set(key("answered", slot), msgspec.msgpack.encode(mine.answered))
+        own = msgspec.msgpack.encode(mine)
+        client.set(key("node", slot), own)
+        self._bundles.stale_s = STALE_S * rest_period_s(self._count)
+        self._follow_calls(client, mine)
+        now = time.monotonic()
+        if now - self._bundled_at >= 0.9 * self._bundle_every_s():
+            self._bundled_at = now
+            if neighbours := bundled_by(slot, self._count):
+                store_bundle(client, slot, own, neighbours, mine.count)
+        return mine
+
+    def _note_request(self, request: Request, beat: Beat, mine: Beat, now: float) -> None:
+        """Note what the node that reports asks for. It is seen again and again until this node's
+        watcher has answered.
+        """
+        if not request.concerns(mine.slot) or beat.order >= mine.order:
+            return
+        if mine.answered == request.id:
+            return
+        is_known = self._collecting is not None and self._collecting.request.id == request.id
+        if request.tree is not None and not is_known:
+            period_s = busy_period_s(self._count)
+            self._collecting = Collecting(request, mine.slot, began=now, period_s=period_s)
+        self._asked, self._asked_at = request, now
+
+    def _read_evidence(self, client: Client, beats: Sequence[Beat]) -> None:
+        """Read the answers to the last request, and what nodes have left behind."""
+        with self._lock:
             # gather() may have asked again since this node's value was stored
-            asks = self._mine.asks if self._mine.asked_tree is None else 0
-            wanted = [
-                beat.slot
-                for beat in beats
-                if asks
-                and not self._mine.asked_nodes
-                and beat.answered == (slot, asks)
-                and beat.slot not in self._gathered
-            ]
+            asked = self._mine.asked
             left = [
                 beat.slot
                 for beat in beats
-                if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)
+                if beat.answered == LAST.id and not self._known.has_left_evidence(beat.slot)
             ]
-        wanted += self._answered(client, slot, asks)
-        if wanted or left:
-            values = client.get([key("evidence", other) for other in [*wanted, *left]])
-            with self._changed:
-                if asks == self._mine.asks:
-                    self._gathered.update(zip(wanted, values, strict=False))
-                self._known.keep_evidence(dict(zip(left, values[len(wanted) :], strict=True)))
-                self._changed.notify_all()
-        if self._asked or any(beat.news or beat.dead for beat in beats):
-            self._wake()
-        if self._collecting is not None or self._from_root is not None:
-            self._collect(client)
-        # the nodes that would be next hear from the reporter often, and soon take its place
-        self._known.lost_s = LOST_S if self._is_next() else lost_after_s(count)
-        self._call_reporter(client, mine)
+        wanted = self._answered(client, asked, beats) if asked is not None else []
+        if not wanted and not left:
+            return
+        values = client.get([key("evidence", other) for other in [*wanted, *left]])
+        with self._changed:
+            if asked is self._mine.asked:
+                self._gathered.update(zip(wanted, values, strict=False))
+            self._known.keep_evidence(dict(zip(left, values[len(wanted) :], strict=True)))
+            self._changed.notify_all()
 
-    def _answered(self, client: Client, slot: int, asks: int) -> list[int]:
-        """Return those of the few nodes that this one asks which have stored their evidence since:
-        it costs less than to read their values.
+    def _answered(self, client: Client, asked: Request, beats: Sequence[Beat]) -> list[int]:
+        """Return the nodes that have stored their evidence since. If few were asked, it costs less
+        to read which request it answers than to read the values of these nodes.
         """
         with self._lock:
-            asked = self._mine.asked_nodes if asks and self._gathering else []
-            waits_for = [other for other in asked if other not in self._gathered]
-        request = msgspec.msgpack.encode((slot, asks))
-        answered = stored(client, "answered", waits_for)
-        return [other for other, value in answered.items() if value == request]
+            known = set(self._gathered)
+        if asked.tree is not None:
+            return []
+        if not asked.nodes:
+            answered = [beat.slot for beat in beats if beat.answered == asked.id]
+            return [slot for slot in answered if slot not in known]
+        waits_for = set(asked.nodes) - known if self._gathering else ()
+        request = msgspec.msgpack.encode(asked.id)
+        answers = stored(client, "answered", waits_for)
+        return [other for other, value in answers.items() if value == request]
 
     def _follow_calls(self, client: Client, mine: Beat) -> None:
         """If this node reports, wake those that it asks or has news for, and note which ones have
         called.
         """
         self._called = set()
-        if rest_period_s(self._count) <= PERIOD_S or self._is_next() is not None:
+        if rest_period_s(self._count) <= PERIOD_S or self._would_report_next() is not None:
             return
         self._called = self._calls.take(client)
-        asks, news = mine.asks, mine.news[-1].number if mine.news else 0
+        asked, news = mine.asked, mine.news[-1].number if mine.news else 0
+        asks = asked.number if asked is not None else 0
         if (asks, news) != self._woke:
-            only = mine.asked_nodes if news == self._woke[1] else []
+            only = asked.nodes if asked is not None and news == self._woke[1] else []
             self._woke = (asks, news)
             if rests_long(self._count):
                 wake(client, only or [beat.slot for beat in self.others])
@@ -816,7 +792,8 @@ class Nodes:
         """Read the values of other nodes, as far as they matter to this one."""
         now = time.monotonic()
         with self._lock:
-            asks_all = self._gathering and not self._mine.asked_nodes
+            asked = self._mine.asked
+            asks_all = self._gathering and (asked is None or not asked.nodes)
             was_read = count == self._read_count and not asks_all
             is_due = not was_read or now - self._read_all_at >= 0.9 * rest_period_s(count)
             # As of the last values: if the store took long, that is no sign that the others fell

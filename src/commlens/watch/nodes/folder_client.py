@@ -52,7 +52,7 @@ class FolderClient:
 
     def add(self, key: str, amount: int) -> int:
         """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see
-        :mod:`commlens.watch.nodes.looks`.
+        :mod:`commlens.watch.nodes.status_answers`.
         """
         count = next(
             number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists()

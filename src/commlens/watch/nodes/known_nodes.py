@@ -5,7 +5,9 @@ who lives, who reports, whom to read.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -17,12 +19,6 @@ from commlens.watch.nodes.periods import LOST_S, PERIOD_S
 READ_ALL_NODES: Final = 32
 _LEADERS_LOST: Final = 4  # times as long, the reporter and those that would be next are all silent
 _SUCCESSORS: Final = 8
-
-
-def reporter_of(others: Sequence[Beat], mine: Beat) -> Beat | None:
-    """Return the node that reports, of this node and these others; None if it is this one."""
-    first = min(others, key=lambda beat: beat.order, default=None)
-    return first if first is not None and first.order < mine.order else None
 
 
 class Known(NamedTuple):
@@ -46,6 +42,10 @@ class View(NamedTuple):
     dead: list[int]  # ranks that have died
     with_news: list[Beat]
     successors: list[int]  # slots of the nodes that would report after this one
+
+    def reporter(self, mine: Beat) -> Beat | None:
+        """Return the node that reports; None if it is this one."""
+        return self.first if self.first is not None and self.first.order < mine.order else None
 
 
 class Lost(NamedTuple):
@@ -87,10 +87,6 @@ class KnownNodes:
         """Return the nodes of this node's incarnation of the job."""
         return [known for known in self._by_slot.values() if mine.shares_incarnation(known.beat)]
 
-    def live(self, mine: Beat, now: float) -> list[Beat]:
-        """Return the nodes that live, by slot."""
-        return self.view(mine, now).live
-
     def view(self, mine: Beat, now: float) -> View:
         """Return what follows from all values. The watcher asks for it some times a second, and
         with ten thousand nodes it takes a tenth of a second.
@@ -104,18 +100,15 @@ class KnownNodes:
             mine.ended_at,
         )
         if self._view is None or self._view[0] != made_of or now > self._view[1].until:
-            self._view = (made_of, self._look(mine, now))
+            self._view = (made_of, self._make_view(mine, now))
         return self._view[1]
 
-    def _look(self, mine: Beat, now: float) -> View:
+    def _make_view(self, mine: Beat, now: float) -> View:
         peers = self.peers(mine)
-        living = [
-            known
-            for known in peers
-            if now - known.changed <= self.lost_s and not known.beat.finished
-        ]
+        living = self._living(peers, now)
         live = [known.beat for known in living]
         heard = [known.beat for known in peers if known.lives]
+        unfinished = (known.beat.order for known in peers if not known.beat.finished)
         return View(
             peers,
             live,
@@ -124,29 +117,24 @@ class KnownNodes:
             [beat for beat in live if beat.wait_id],
             [beat for beat in live if beat.disagreements],
             {bytes(beat.digests) for beat in live},
-            sorted(rank for beat in heard if beat.dead for rank in beat.dead),
-            [beat for beat in heard if beat.news],
-            self._successors(peers),
+            sorted(itertools.chain.from_iterable(beat.dead for beat in heard)),
+            list(filter(attrgetter("news"), heard)),
+            [slot for _, slot in heapq.nsmallest(_SUCCESSORS, unfinished)],
         )
 
-    @staticmethod
-    def _successors(peers: Sequence[Known]) -> list[int]:
-        following = heapq.nsmallest(
-            _SUCCESSORS, (known.beat.order for known in peers if not known.beat.finished)
-        )
-        return [slot for _, slot in following]
+    def _living(self, peers: Sequence[Known], now: float) -> list[Known]:
+        return [
+            known
+            for known in peers
+            if now - known.changed <= self.lost_s and not known.beat.finished
+        ]
 
     def lost(self, mine: Beat, now: float, *, after_s: float, without_store: bool) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left."""
-        silent = [
-            (known.beat, now - known.changed)
-            for known in self.peers(mine)
-            if known.lives and not known.beat.finished
-        ]
         return [
-            Lost(beat, for_s, not without_store or beat.serves_store)
-            for beat, for_s in silent
-            if for_s > after_s
+            Lost(beat, now - changed, not without_store or beat.serves_store)
+            for beat, changed, lives in self.peers(mine)
+            if lives and not beat.finished and now - changed > after_s
         ]
 
     def host(self, slot: int, own_host: str) -> str:
@@ -162,21 +150,16 @@ class KnownNodes:
         for beat in beats:
             before = self._by_slot.get(beat.slot)
             if before is None:
-                self._forget_former(beat)
+                # it may be known as lost, under a number below 0
+                for slot in [
+                    slot
+                    for slot, known in self._by_slot.items()
+                    if slot < 0 and set(known.beat.ranks) & set(beat.ranks)
+                ]:
+                    del self._by_slot[slot]
             if before is None or before.beat.count != beat.count:
                 self._by_slot[beat.slot] = Known(beat, now, before is not None)
                 self._version += 1
-
-    def _forget_former(self, beat: Beat) -> None:
-        """Forget a node that was known as lost under a number below 0, and has now come to where
-        the nodes meet.
-        """
-        for slot in [
-            slot
-            for slot, known in self._by_slot.items()
-            if slot < 0 and set(known.beat.ranks) & set(beat.ranks)
-        ]:
-            del self._by_slot[slot]
 
     def renumber(self) -> None:
         """Keep the nodes under numbers below 0, because all draw new ones in another meeting place.
@@ -258,7 +241,7 @@ class KnownNodes:
         if first is None or mine.order < first.beat.order:
             return []
         silent_s, beat = now - first.changed, first.beat
-        reporter = reporter_of(self.live(mine, now), mine)
+        reporter = self.view(mine, now).reporter(mine)
         is_next = mine.slot in beat.successors
         if silent_s > self.lost_s * (1 if is_next else _LEADERS_LOST) and reporter is None:
             return []

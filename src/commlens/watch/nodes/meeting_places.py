@@ -18,6 +18,7 @@ from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.folder_client import FolderClient
 from commlens.watch.nodes.store_client import KeepWaiting, StoreClient
 from commlens.watch.roster import Member
+from commlens.watch.snapshot import have_joined
 from commlens.watch.strangers import meeting_of
 
 TIMEOUT_S: Final = 1.0
@@ -103,29 +104,32 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
         members: the ranks of this node.
         folder: the folder to meet in if the store cannot be reached.
     """
-    if not any(member.world_size > len(members) for member in members):
+    size = max((member.world_size for member in members), default=0)
+    if size <= len(members):
         return []
     # Some boxes are not here although all ranks have joined: those ranks are on another node, or in
     # another container of this host.
-    elsewhere = any(member.status is not None and member.status.initialised for member in members)
+    elsewhere = have_joined(members)
     of_agent, method = _agent_serves_store(members), _init_method(members)
     if not of_agent and method is None and not elsewhere:
         return []  # the ranks may still meet in a file, although MASTER_ADDR is set
-    meeting = meeting_of(members) if not (method or "").startswith("file:") else None
+    is_file = method is not None and method.startswith("file:")
+    meeting = None if is_file else meeting_of(members)
     found: list[Place] = []
-    if (
-        meeting is not None
-        and meeting.port.isdecimal()
-        and (elsewhere or meeting.node_size != meeting.world_size)
-    ):
-        found.append(Store(meeting.host, int(meeting.port), of_agent))
+    name = method or _job(members)
+    if meeting is not None:
+        name = f"{meeting.host}:{meeting.port}"
+        if elsewhere or meeting.node_size != meeting.world_size:
+            found += _store(meeting.host, meeting.port, of_agent=of_agent)
     if folder is not None and (elsewhere or found):
-        name = f"{meeting.host}:{meeting.port}" if meeting is not None else method or _job(members)
-        digest = hashlib.sha256(
-            f"{name} {max(member.world_size for member in members)}".encode()
-        ).hexdigest()[:16]
+        digest = hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:16]
         found.append(Folder(folder / f".commlens-nodes-{digest}"))
     return found
+
+
+def _store(host: str, port: str, *, of_agent: bool) -> list[Place]:
+    """Return the store as the only place; none if its port is no number."""
+    return [Store(host, int(port), of_agent)] if port.isdecimal() else []
 
 
 def _agent_serves_store(members: Sequence[Member]) -> bool:

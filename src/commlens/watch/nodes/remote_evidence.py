@@ -76,7 +76,10 @@ def pack(
                 box = b""
         log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
-        log.health = _newest_of(health) if health is not None and not ranks else None
+        if health is not None and not ranks:  # without the values that the events were made of
+            log.health = msgspec.structs.replace(
+                health, events=health.events[-_EVENTS_SENT:], values={}
+            )
         ranks.append(_Rank(log, box))
     return msgspec.msgpack.encode(ranks)
 
@@ -117,11 +120,6 @@ def newest_records(status: BoxStatus, share: int) -> int | None:
         return None
     in_flight = status.issued - status.oldest_index + 1 if status.oldest_index else 0
     return min(max(share, in_flight), _IN_FLIGHT_MAX * share, status.capacity)
-
-
-def _newest_of(health: NodeHealth) -> NodeHealth:
-    """Return the newest events of a node, without the values that they were made of."""
-    return msgspec.structs.replace(health, events=health.events[-_EVENTS_SENT:], values={})
 
 
 def unpack(content: bytes, host: str) -> NodeEvidence:

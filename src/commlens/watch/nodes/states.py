@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from commlens.diagnosis.fold.state_key import RECORDS, records_of, state_key
+from commlens.diagnosis.fold.alike import RECORDS, records_of, state_key
 from commlens.diagnosis.standstill import pose_key
 from commlens.errors import FormatError
 from commlens.model.health import NodeHealth
@@ -80,7 +80,7 @@ def states_of(
         observations: by pid.
         health: the hardware of this node.
     """
-    found = States({}, poses={})
+    found = States()
     for number, member in enumerate(members):
         key = pose = None
         if member.box is not None and member.status is not None:

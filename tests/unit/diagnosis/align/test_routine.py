@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from builders import Job, Op, Step, all_reduce, collective, recv, send
+from builders import SCRIPT, Job, Op, Step, all_reduce, asked, collective, recv, send, spec
 from judging import judge
 
-from commlens.diagnosis.align.routine import find_loop, follows_history
-from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.align.routine import ever_leaves_routine, find_loop, follows_history
+from commlens.diagnosis.examine import diagnose_logs, examine_dumps
+from commlens.diagnosis.index.columns import reduce_all
 from commlens.diagnosis.index.job_index import index_logs
+from commlens.formats.rank_log_columns import columns_from_log
+from commlens.model.collective import Frame
 from commlens.model.verdict import Finding
 
 PING, PONG = ("send", 10), ("recv", 11)
@@ -137,3 +140,35 @@ def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -
     assert follows_history(history + step, len(history), sure=True) is not False
     assert follows_history(history + "b", len(history), sure=True) is not True
     assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False
+
+
+def test_an_all_to_all_of_another_size_in_each_step_does_not_leave_the_routine() -> None:
+    def program(job: Job, _: int) -> Iterator[object]:
+        for step in range(10):
+            for layer in range(10):
+                yield all_reduce(job.world, 8 + layer, line=20 + layer)
+            tokens = spec(100 + step)
+            yield Op(job.world, asked("all_to_all", tokens, outputs=(tokens,)), 40)
+            yield Step()
+
+    views = index_logs(Job(2).run(program).logs(), 1.0).views
+    assert not any(map(ever_leaves_routine, views.values()))
+
+
+def test_a_dump_shows_the_routine_where_steps_are_called_from_several_lines() -> None:
+    """In a few steps, no way to a line is repeated often."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        first, second = job.group("1", [0, 1]), job.group("2", [0, 1])
+        for step in range(8):
+            caller = (Frame(SCRIPT, 100 + step % 3, "run"),)
+            calls = [
+                all_reduce(first, line=30, callers=caller),
+                all_reduce(second, line=31, callers=caller),
+            ]
+            yield from calls[::-1] if (rank, step) == (1, 7) else calls
+            yield Step()
+
+    dumps = reduce_all(map(columns_from_log, Job(2).run(program).logs()))
+    verdict = examine_dumps(dumps).verdict
+    assert (verdict.kind, verdict.culprits) == ("cycle", [1])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
-from builders import Job, Stay, Step, all_reduce, recv, send
+from builders import SCRIPT, Job, Op, Program, Stay, Step, all_reduce, collective, recv, send
 from goldens import hold
 from judging import blame, judge
 
-from commlens.model.collective import State
+from commlens.model.collective import Frame, FrameKind, State
 
 
 def test_a_receive_that_nobody_sends() -> None:
@@ -103,3 +104,113 @@ def test_a_rank_that_leaves_a_message_out_before_a_collective(left_out: str) -> 
     verdict = judge(job.logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [odd])
     hold(f"cycle/left-out-{left_out}", verdict)
+
+
+def _saves_on(savers: set[int], line: int, function: str) -> Program:
+    """Ranks gather in each step; then some of them gather once more, and all meet in another
+    group.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        control = job.group("1", range(job.size))
+        main = (Frame(SCRIPT, 34, "main"),)
+        for _ in range(8):
+            for _ in range(3):
+                yield collective("all_gather", job.world, 8, line=30, function="main")
+            yield collective("reduce_scatter", job.world, 8, line=31, function="main")
+            yield Step()
+        if rank in savers:
+            yield collective("all_gather", job.world, 8, line=line, function=function, callers=main)
+        yield collective("barrier", control, line=38, function="main")
+
+    return program
+
+
+@pytest.mark.parametrize("savers", [{0}, {1}, {0, 2}])
+def test_ranks_that_issue_one_collective_more(savers: set[int]) -> None:
+    verdict = judge(Job(5).run(_saves_on(savers, 15, "save_model")).logs())
+    assert blame(verdict) == ("cycle", "in-collective", sorted(savers), "train.py:15")
+    assert all(left.one_more for left in verdict.cause.left_order)
+    if savers == {0}:
+        hold("cycle/one-collective-more", verdict)
+
+
+@pytest.mark.parametrize(("batches", "odd"), [([16, 13, 13], 0), ([13, 13, 16], 2)])
+def test_ranks_with_more_batches_than_the_others(batches: list[int], odd: int) -> None:
+    """The others meet in another group after their last batch."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        control = job.group("1", range(job.size))
+        for _ in range(batches[rank]):
+            yield all_reduce(job.world, 100, line=20, function="train")
+            yield Step()
+        yield collective("barrier", control, line=30, function="main")
+
+    verdict = judge(Job(3).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [odd])
+    assert verdict.cause.blamed_by == "rounds"
+    first, most = verdict.cause.rounds.last
+    assert (first.ranks, first.number, most.number) == ([odd], 14, 13)
+    if odd == 0:
+        hold("cycle/more-batches", verdict)
+
+
+def test_a_rank_behind_which_another_left_a_message_out_is_not_in_another_round() -> None:
+    """Rank 0 leaves the message out, rank 1 waits for it: only rank 1 lacks the all_reduce."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 1:
+            yield recv(job.world, 0, line=10)
+        yield all_reduce(job.world, line=20)
+
+    verdict = judge(Job(4).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [])
+
+
+def test_a_rank_behind_which_a_pair_was_left_out_is_not_in_another_round() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        pair = job.group("1", [0, 1])
+        if rank == 1:
+            yield all_reduce(pair, line=10)
+        yield all_reduce(job.world, line=20)
+
+    verdict = judge(Job(4).run(program).logs())
+    assert verdict.culprits != [0] or verdict.cause.blamed_by != "rounds"
+
+
+@pytest.mark.parametrize("rounds", [0, 5])
+@pytest.mark.parametrize("odd", ["send", "recv"])
+def test_a_schedule_of_a_pipeline_that_a_rank_leaves_out(rounds: int, odd: str) -> None:
+    """Rank 1 alone, or rank 0, runs it once more, from another line: the message cannot be moved."""
+    schedule = Frame(
+        "/site/torch/distributed/pipelining/schedules.py",
+        700,
+        "_step_microbatches",
+        FrameKind.TORCH,
+    )
+    alone = 0 if odd == "send" else 1
+
+    def message(job: Job, rank: int, line: int) -> Op:
+        op = (send if rank == 0 else recv)(job.world, 1 - rank, line=line)
+        return dataclasses.replace(op, inner=(schedule,))
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(rounds):
+            yield message(job, rank, 20)
+            yield Step()
+        if rank == alone:
+            yield message(job, rank, 24)
+            yield Stay(24, "step")
+        yield all_reduce(job.world, line=26)
+
+    job = Job(2).run(program)
+    if odd == "send":
+        last = job.ranks[0].log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns = State.ISSUED, 0, 0
+        last.wait_began_ns, last.wait_thread = last.announced_ns, last.issue_thread
+    verdict = judge(job.logs())
+    assert verdict.kind == "cycle"
+    unmet = verdict.cause.unmet_message
+    assert (unmet.rank, unmet.message.op, unmet.issued) == (alone, odd, rounds)
+    assert "train.py:24" in verdict.next_step and "train.py:26" in verdict.next_step
+    hold(f"cycle/schedule-left-out-{odd}-{rounds}", verdict)

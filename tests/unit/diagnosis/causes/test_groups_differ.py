@@ -4,10 +4,14 @@ No process, no torch.
 
 from __future__ import annotations
 
+import hashlib
+
 from builders import START, S
 from goldens import hold
 from starting_ranks import IDLE, WORLD, call, groups, init, rank, verdict
 
+from commlens.model.cause import GroupsDiffer
+from commlens.model.collective import Collective
 from commlens.model.ranklog import End, Observation, RankLog
 
 
@@ -209,3 +213,27 @@ def test_ranks_that_all_end_unseen_while_the_job_starts_name_nobody() -> None:
 
 
 # --- waits for keys of the store
+
+
+def local(ranks: list[int], line: int, before: int) -> Collective:
+    """A group whose members alone make it, in a process that is in so many groups."""
+    text = "_".join(map(str, [*ranks, before]))
+    return call("new_group", ranks, line, name=hashlib.sha1(text.encode()).hexdigest())
+
+
+def test_members_that_wait_under_other_names() -> None:
+    def made(number: int, before: int) -> RankLog:
+        own = [local([0, 3], 10, 1)] if before > 1 else []
+        return rank(number, init(), *own, local([0, 1, 2, 3], 20, before))
+
+    found = verdict(made(0, 2), made(1, 1), made(2, 1), made(3, 2))
+    assert (found.kind, found.culprits, found.source) == ("mismatch/group", [], "train.py:20")
+    assert len(found.findings) == 1, "that they wait for each other follows from the names"
+    hold("mismatch/group-of-two-names", found)
+    names = [call("new_group", range(4), 20, name=name) for name in ("mine", "mine", "x", "mine")]
+    unknown = verdict(*(rank(number, init(), name) for number, name in enumerate(names)))
+    assert isinstance(unknown.cause, GroupsDiffer)
+    assert [(each.ranks, each.groups_before) for each in unknown.cause.names] == [
+        ([0, 1, 3], None),
+        ([2], None),
+    ]

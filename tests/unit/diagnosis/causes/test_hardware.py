@@ -12,9 +12,8 @@ from goldens import hold
 from incidents import CAUSES, NO_CAUSES, PER_NODE, RANKS, Incident, tell
 
 from commlens.diagnosis.causes.hardware import hardware_of_slow
-from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.index.node_health import Node
-from commlens.diagnosis.straggler import straggler_verdict
+from commlens.diagnosis.examine import diagnose_logs, straggler_verdict
+from commlens.diagnosis.index.nodes import Node
 from commlens.model.cause import Hardware
 from commlens.model.collective import State
 from commlens.model.health import HealthEvent, NodeHealth, RankPlace

@@ -10,7 +10,7 @@ from goldens import hold
 from judging import blame, judge
 
 from commlens.model.collective import Frame, FrameKind
-from commlens.model.ranklog import End, Observation
+from commlens.model.ranklog import End, Observation, ThreadStack
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,48 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
         hold(f"mismatch/threads{'' if on_all else '-of-one-rank'}", verdict)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_threads_that_race_have_names_of_their_own(named: bool) -> None:
+    """None of them is the main thread, which waits for both."""
+    train, sync = 7777, 8888
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 4, line=20)
+        one = {"line": 30, "function": "train", "is_async": True, "handle": "t", "thread": train}
+        other = {"line": 40, "function": "sync", "thread": sync}
+        if rank == 0:
+            yield all_reduce(job.world, 4, **one)
+            yield collective("all_gather", job.world, 4, **other)
+        else:
+            other |= {"is_async": True, "handle": "s"}
+            yield collective("all_gather", job.world, 4, **other)
+            yield all_reduce(job.world, 4, line=30, function="train", thread=train)
+
+    job = Job(2).run(program)
+    logs = job.logs()
+    for log in logs:
+        for op in log.collectives:
+            if op.in_flight and not op.wait_began_ns:
+                op.wait_began_ns, op.wait_thread = op.announced_ns, op.issue_thread
+        if named:
+            log.stacks += [
+                ThreadStack(thread, name, log.collectives[0].stack, log.captured_ns)
+                for thread, name in ((train, "update_actor"), (sync, "update_weights"))
+            ]
+    verdict = judge(logs)
+    race = verdict.cause.race
+    assert race is not None, verdict
+    names = {race.main_source: race.main_thread, race.beside_source: race.beside_thread}
+    assert names == {
+        "train.py:30": "update_actor" if named else "",
+        "train.py:40": "update_weights" if named else "",
+    }
+    assert "main thread" not in verdict.summary
+    if named:
+        hold("mismatch/threads-with-names", verdict)
+
+
 def test_two_sides_are_told_with_their_call_paths() -> None:
     """The innermost lines are the model's: where the ranks part is further out."""
 
@@ -316,3 +358,20 @@ def test_a_checkpoints_thread_on_the_main_threads_group(
     assert "branch" not in verdict.next_step
     if size == 2:
         hold(f"mismatch/thread-of-a-checkpoint{'-late' if late else ''}", verdict)
+
+
+@pytest.mark.parametrize(("batches", "odd"), [([16, 13, 13], 0), ([13, 16, 16], 0)])
+def test_ranks_with_another_number_of_batches(batches: list[int], odd: int) -> None:
+    """Those with fewer go on to a line that is new to them."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(batches[rank]):
+            yield all_reduce(job.world, 100, line=20, function="train")
+            yield Step()
+        yield collective("barrier", job.world, line=30, function="main")
+
+    verdict = judge(Job(3).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/op", [odd])
+    rounds = verdict.cause.rounds
+    assert (rounds.odd, rounds.went_on, rounds.steps) == ({odd}, "train.py:30 main", 13)
+    hold(f"mismatch/{'more' if batches[0] == 16 else 'fewer'}-batches", verdict)

@@ -11,6 +11,7 @@ from goldens import hold
 from judging import blame, judge
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.standstill import cannot_go_on
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation
 
@@ -438,6 +439,32 @@ def test_a_dump_without_observations_is_of_medium_confidence() -> None:
     assert blame(verdict) == ("missing", "data-loading", [2], "train.py:57")
     assert verdict.confidence == "medium"
     hold("missing/not-observed", verdict)
+
+
+@pytest.mark.parametrize("why_not", ["", "an-op-in-flight", "autograd", "moves"])
+def test_a_lock_that_nothing_in_the_process_releases(why_not: str) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 2:
+            if why_not == "an-op-in-flight":  # a callback of it may release the lock
+                yield all_reduce(job.group("1", [2, 3]), line=25, is_async=True, handle="1")
+            yield Stay(40, "save_checkpoint")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    [main] = logs[2].stacks
+    frames = main.frames
+    if why_not == "autograd":
+        frames = (*frames, Frame("/site/torch/autograd/graph.py", 9, "_engine_run_backward"))
+    logs[2].stacks = [msgspec.structs.replace(main, frames=frames, locked_out=True)]
+    logs[2].observation.stack_moved = why_not == "moves"
+    verdict = judge(logs)
+    assert verdict.certain is not bool(why_not)
+    if not why_not:
+        assert blame(verdict) == ("missing", "user-code", [2], "train.py:40")
+        assert verdict.cause.locked_out == [2]
+        assert cannot_go_on(verdict, logs)
+        hold("missing/locked-out", verdict)
 
 
 @pytest.mark.parametrize("holder", [3, None])

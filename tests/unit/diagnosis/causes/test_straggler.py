@@ -11,7 +11,7 @@ from builders import SCRIPT
 from paced_jobs import job
 from paced_samples import late
 
-from commlens.diagnosis.causes.straggler import FoundStraggler, find_straggler, find_stretch
+from commlens.diagnosis.causes.straggler import StragglerCase, find_straggler
 from commlens.model.cause import HotLine
 from commlens.model.collective import Frame, Stack
 from commlens.model.ranklog import RankLog
@@ -25,15 +25,16 @@ def straggler(
     logs: list[RankLog] | None = None,
     profiles: Mapping[int, Mapping[Stack, int]] | None = None,
     slow: Slow = SLOW,
-) -> FoundStraggler:
+) -> StragglerCase:
     return find_straggler(slow, logs or job(4, 50, late), profiles or {}, range(4))
 
 
 @pytest.mark.parametrize("how", ["wait", "cpp"])
 def test_the_stretch_is_found(how: str) -> None:
-    stretch = find_stretch(job(4, 50, late, how=how), [2])
-    assert stretch is not None
-    assert [op.source and op.source.line for op in (stretch.after, stretch.before)] == [20, 10]
+    found = straggler(job(4, 50, late, how=how))
+    stretch = found.cause.stretch
+    assert stretch is not None and found.ends is not None
+    assert [op.source and op.source.line for op in found.ends] == [20, 10]
     assert stretch.extra_s == pytest.approx(0.050, abs=0.002)
 
 
@@ -52,7 +53,7 @@ def test_records_alone_show_a_stretch() -> None:
         "before-the-backward",
         "train.py:10",
     )
-    assert found.source is not None and found.source.where == "train.py:10"
+    assert found.frame is not None and found.frame.where == "train.py:10"
 
 
 @pytest.mark.parametrize(("there", "told"), [(2, True), (35, False)])
@@ -69,7 +70,7 @@ def test_a_line_in_which_the_other_rank_is_as_often_is_not_told(there: int, told
 def test_a_line_alone_is_told_and_is_no_place_to_look_at() -> None:
     found = straggler(profiles={2: Counter({(LOAD, MAIN): 40, (): 60})})
     assert found.cause.hot_line == HotLine("train.py:7", 0.4, None, 0.0)
-    assert found.source is None
+    assert found.frame is None
 
 
 @pytest.mark.parametrize(

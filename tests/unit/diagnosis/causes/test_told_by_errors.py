@@ -68,6 +68,31 @@ def test_the_rank_that_the_others_name_is_the_culprit_of_one_fault(
     hold(f"{kind}/told-by-errors-of-ranks-{'-'.join(map(str, ranks))}", verdict)
 
 
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {0: ddp(0, 382, 1, 0), 1: ddp(1, 382, 0, 0), 2: ddp(2, 382, 0, 0)},
+        {0: ddp(0, 382, 1, 93911), 1: ddp(1, 382, 0, 5), 2: ddp(2, 382, 0, 5)},
+        {0: ddp(0, 382, 1, 0)},
+    ],
+    ids=["nothing-arrived", "garbage", "one-rank"],
+)
+def test_counts_that_no_rank_has_tell_of_no_model_that_differs(
+    tmp_path: Path, ranks: dict[int, str]
+) -> None:
+    verdict = judge(tmp_path, *(raised(rank, text) for rank, text in ranks.items()))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [], [*ranks])
+    assert verdict.cause.report == "not-exchanged" and verdict.confidence == "low"
+    if "inconsistent 5 params" in str(ranks):
+        hold("dead/counts-that-no-rank-has", verdict)
+
+
+def test_a_rank_that_failed_by_itself_did_not_send_its_counts(tmp_path: Path) -> None:
+    failed = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    verdict = judge(tmp_path, raised(0, ddp(0, 382, 1, 0)), raised(1, failed))
+    assert (verdict.kind, verdict.culprits) == ("dead", [1])
+
+
 CHECKPOINT = """torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])
 Traceback (most recent call last): (RANK 1)
   File "/site-packages/torch/serialization.py", line 807, in __init__

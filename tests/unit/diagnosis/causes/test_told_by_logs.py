@@ -761,6 +761,124 @@ def test_an_exception_of_the_launcher_is_no_ranks(tmp_path: Path) -> None:
     assert "ValueError: no batch" in commlens.diagnose(tmp_path).summary
 
 
+SOCKET = "[{level}1122 07:21:08.120000 socket.cpp:957] [c10d] The {text}.\n"
+GAVE_UP = SOCKET.format(
+    level="E",
+    text="client socket has timed out after 60000ms while trying to connect to (n0, 29500)",
+)
+REFUSED = SOCKET.format(
+    level="W",
+    text="client socket has failed to connect to [n0]:29500 (errno: 111 - Connection refused)",
+)
+NO_NAME = SOCKET.format(
+    level="W",
+    text="IPv6 network addresses of (n0, 29500) cannot be retrieved"
+    " (gai error: -2 - Name or service not known)",
+)
+NO_ADDRESS = SOCKET.format(
+    level="E", text="client socket has failed to connect to any network address of (n0, 29500)"
+)
+TAKEN = "".join(
+    SOCKET.format(level=level, text=f"server socket has failed to {text}")
+    for level, text in (
+        ("W", "bind to [::]:29500 (errno: 98 - Address already in use)"),
+        ("E", "listen on any local network address"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "kind", "summary"),
+    [
+        ("refused", REFUSED * 30 + GAVE_UP, "missing", "(n0, 29500): Connection refused"),
+        ("no-name", NO_NAME * 30 + NO_ADDRESS, "missing", "(n0, 29500): Name or service not known"),
+        ("taken", TAKEN, "missing", "listen for torch's store: Address already in use"),
+        ("no-reason", GAVE_UP, "missing", "to torch's store at (n0, 29500)"),
+        # IPv4 may do, and the next try may succeed
+        ("awaited", NO_NAME * 30, "undetermined", "(n0, 29500): Name or service not known"),
+    ],
+)
+def test_the_sockets_of_a_store(
+    tmp_path: Path, name: str, lines: str, kind: str, summary: str
+) -> None:
+    (tmp_path / "job.log").write_text(lines)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == (kind, [])
+    assert verdict.summary.endswith(summary)
+    assert verdict.is_fault == (kind == "missing")
+    hold(f"missing/told-by-logs-store-{name}", verdict)
+
+
+def test_the_rank_of_a_socket_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"[rank3]:{REFUSED}[rank3]:{GAVE_UP}")
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.summary == (
+        "rank 3 could not connect to torch's store at (n0, 29500): Connection refused"
+    )
+
+
+def test_only_the_rank_that_hosts_a_store_could_not_listen_for_it(tmp_path: Path) -> None:
+    taken = TAKEN.replace("[E", "[rank0]:[E").replace("[W", "[rank0]:[W")
+    others = "".join(f"[rank{rank}]:{REFUSED}[rank{rank}]:{GAVE_UP}" for rank in (1, 2))
+    (tmp_path / "job.log").write_text(others + taken)
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.victims == [0, 1, 2]
+    assert verdict.summary == ("rank 0 could not listen for torch's store: Address already in use")
+    assert "end the process that still listens" in (verdict.next_step or "")
+    assert not any("client socket" in text for text in verdict.findings[0].evidence)
+
+
+def test_a_bind_that_failed_once_is_no_reason_of_those_that_gave_up(tmp_path: Path) -> None:
+    bind = TAKEN.splitlines(keepends=True)[0]  # to IPv6; IPv4 may do
+    (tmp_path / "job.log").write_text(
+        f"[rank0]:{bind}[rank1]:{REFUSED}[rank1]:{GAVE_UP}[rank2]:{NO_NAME}"
+    )
+    assert commlens.diagnose(tmp_path).summary == (
+        "rank 1 could not connect to torch's store at (n0, 29500): Connection refused"
+    )
+
+
+def test_a_store_that_was_reached_later_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"{NO_NAME}{GAVE_UP}[rank0]: step 1, loss 2.3\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert not verdict.is_fault and verdict.summary == "no line tells a fault of rank 0"
+
+
+def test_the_retries_of_a_store_do_not_hide_how_the_job_ended(tmp_path: Path) -> None:
+    retries = "".join(REFUSED.replace("[n0]", f"[10.0.0.{host}]") for host in range(30))
+    (tmp_path / "job.log").write_text(f"{retries}{SLURM} DUE TO TIME LIMIT ***\n")
+    assert "time limit" in commlens.diagnose(tmp_path).summary
+
+
+def test_the_launchers_error_names_its_cause(tmp_path: Path) -> None:
+    lost = "The client socket has timed out after 60s while trying to connect to (n0, 29400)."
+    (tmp_path / "job.log").write_text(
+        LAUNCHER.replace(
+            "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+            f"TimeoutError: {lost}",
+        ).replace(
+            "The connection has failed.",
+            "The connection to the C10d store has failed. See inner exception for details.",
+        )
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert f"store has failed, because of TimeoutError: {lost.rstrip('.')}" in verdict.summary
+    assert "--rdzv-endpoint" in (verdict.next_step or "")
+
+
+def test_an_exception_without_a_rank_is_of_the_only_one_that_failed(tmp_path: Path) -> None:
+    summary = (
+        "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 41)\n  error_file: <N/A>\n"
+    )
+    ended = summary.format(0, -15) + summary.format(1, 1)
+    (tmp_path / "job.log").write_text(TRACEBACK + ended)
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == [1] and "rank 1 raised ValueError: no batch" in verdict.summary
+    both = summary.format(0, 1) + summary.format(1, 1)
+    (tmp_path / "job.log").write_text(TRACEBACK + both)
+    assert "ValueError" not in commlens.diagnose(tmp_path).summary
+
+
 def nccl_error(rank: int, error: str, last: str) -> str:
     """The traceback of torch, with the lines that NCCL's error has."""
     raised = (
@@ -971,3 +1089,309 @@ def test_a_rank_that_tells_nothing_beside_an_error_of_its_peer(
     assert isinstance(verdict.cause, Ended)
     assert (verdict.cause.how, verdict.culprits) == ("after-a-peer", [1])
     assert verdict.next_step == "look at the output of rank 1 for the first error"
+
+
+def raised(rank: int, *error: str) -> str:
+    """The traceback of a rank; ``error`` is its last lines."""
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/w/train.py", line 12, in step',
+        '  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 2, in all_reduce',
+        *error,
+    ]
+    return "".join(f"[rank{rank}]: {line}\n" for line in lines)
+
+
+NCCL_SAID = "torch.distributed.DistBackendError: NCCL error in: /p/NCCLUtils.cpp:77, {}, NCCL version 2.20.5"
+INTERNAL = NCCL_SAID.format("internal error - please report this issue to the NCCL developers")
+SYSTEM = NCCL_SAID.format("unhandled system error (run with NCCL_DEBUG=INFO for details)")
+REMOTE = NCCL_SAID.format("remote process exited or there was a network error")
+CUDA = NCCL_SAID.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)")
+VICTIMS = {
+    "nccl-internal": (INTERNAL, "ncclInternalError: Internal check failed.", "Last error:", ""),
+    "nccl-proxy": (INTERNAL, "Last error:", "Socket recv failed while polling for opId=0x55a"),
+    "nccl-system": (SYSTEM, "ncclSystemError: System call (e.g. socket, malloc) failed."),
+    "nccl-remote": (REMOTE, "ncclRemoteError: A call failed possibly due to a network error."),
+    "nccl2-async": (
+        "RuntimeError: NCCL Async Error: unhandled system error (run with NCCL_DEBUG=INFO) ",
+        "NCCL Last Error: ",
+    ),
+    "nccl2-remote": (
+        "RuntimeError: NCCL Async Error: remote process exited or there was a network",
+    ),
+    "nccl2-op": ("RuntimeError: NCCL AllReduce failed: internal error ", "NCCL Last Error: "),
+    "nccl2-failed": ("torch.distributed.DistBackendError: NCCL operation failed",),
+    "nccl2-aborted": ("RuntimeError: NCCL communicator was aborted after a previous error",),
+    "nccl2-timeout": (
+        "torch.distributed.DistBackendError: Watchdog caught collective operation timeout: NCCL"
+        " operation timed out",
+    ),
+    "rccl": ("RuntimeError: RCCL error: internal error - please report this issue to the RCCL",),
+    "gloo-closed": ("RuntimeError: [/p/gloo/transport/tcp/pair.cc:525] Connection closed by peer",),
+    "gloo-read": (
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Read timeout [10.0.0.5]:4711",
+    ),
+    "hccl": (
+        "RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:64",
+        "[ERROR] 2024-05-21-11:57:54 (PID:927000, Device:3, RankID:3) ERR02200 DIST call hccl api"
+        " failed.",
+        "EI0006: 2024-05-21-11:57:54.167.645 Getting socket times out. Reason: Remote Rank did not"
+        " send the data in time.",
+    ),
+}
+CULPRITS = {
+    "calloc": (CUDA, "Last error:", "Failed to CUDA calloc 6291456 bytes"),
+    "torch-memory": ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",),
+    "ecc": ("RuntimeError: CUDA error: uncorrectable ECC error encountered",),
+    "own": ("ValueError: loss is not finite",),
+    "npu-memory": ("RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB",),
+}
+
+
+@pytest.mark.parametrize("culprit", CULPRITS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_consequence_is_never_the_cause(tmp_path: Path, victim: str, culprit: str) -> None:
+    (tmp_path / "job.log").write_text(
+        raised(0, *VICTIMS[victim]) + raised(1, *VICTIMS[victim]) + raised(2, *CULPRITS[culprit])
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why) == ("dead", "exception")
+    assert (verdict.culprits, verdict.victims) == ([2], [0, 1])
+    assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_signal_is_the_cause_of_the_errors_of_others(tmp_path: Path, victim: str) -> None:
+    (tmp_path / "job.log").write_text(
+        raised(0, *VICTIMS[victim]) + raised(1, *VICTIMS[victim]) + exits({0: 1, 1: 1, 2: -11})
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [2], [0, 1])
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_consequences_alone_blame_nobody(tmp_path: Path, victim: str) -> None:
+    (tmp_path / "job.log").write_text(raised(0, *VICTIMS[victim]) + raised(1, *VICTIMS[victim]))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [], [0, 1])
+    assert verdict.confidence == "low"
+    if victim in ("nccl-internal", "hccl"):
+        hold(f"dead/consequences-alone-{victim}", verdict)
+
+
+@pytest.mark.parametrize("victim", ["gloo-closed", "nccl-remote", "nccl2-timeout"])
+def test_of_consequences_the_one_that_tells_no_peer_is_nearest_to_the_cause(
+    tmp_path: Path, victim: str
+) -> None:
+    (tmp_path / "job.log").write_text(
+        raised(0, *VICTIMS[victim]) + raised(1, *VICTIMS["nccl-internal"])
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [1], [0])
+
+
+def test_ranks_that_hold_no_memory_for_nccl_end_those_that_meet_them(tmp_path: Path) -> None:
+    """Rank 0 tells its error first, rank 3 its own: NCCL's proxy on rank 0 lost its peer."""
+    (tmp_path / "job.log").write_text(
+        raised(0, *VICTIMS["nccl-proxy"]) + raised(3, *CULPRITS["calloc"])
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [3], [0])
+    hold("dead/no-memory-for-nccl", verdict)
+
+
+def timed_out_at(rank: int, number: int, op: str, elements: int, on: tuple[int, int]) -> str:
+    """The timeout of a rank, and the last work that it enqueued and completed."""
+    sizes = f"NumelIn={elements}, NumelOut={elements}"
+    work = f"WorkNCCL(SeqNum={number}, OpType={op}, {sizes}, Timeout(ms)=3000000)"
+    said = f"failure detected by watchdog at work sequence id: {number} PG status:"
+    return (
+        f"{HEAD.format(rank=rank)} Watchdog caught collective operation timeout: {work} ran for"
+        " 3000097 milliseconds before timing out.\n"
+        f"{HEAD.format(rank=rank)}  {said} last enqueued work: {on[0]}, last completed work:"
+        f" {on[1]}\n"
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("other", "elements", "kind"),
+    [("BROADCAST", 24084544, "mismatch/shape"), ("ALLGATHER", 64, "mismatch/op")],
+)
+def test_ranks_that_disagree_while_one_has_gone_on(
+    tmp_path: Path, ahead: int, other: str, elements: int, kind: str
+) -> None:
+    """The rank ahead tells of another number, so that its line is compared with no other."""
+    lines = {rank: timed_out_at(rank, 7219, "BROADCAST", 64, (7220, 7218)) for rank in range(4)}
+    odd = 2 if ahead != 2 else 1
+    lines[odd] = timed_out_at(odd, 7219, other, elements, (7219, 7218))
+    lines[ahead] = timed_out_at(ahead, 7221, "ALLREDUCE", 593920, (7223, 7220))
+    (tmp_path / "job.log").write_text("".join(lines.values()))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == (kind, [])
+    assert verdict.cause.number == 7219 and verdict.cause.gone_on == [ahead]
+    assert [one.ranks for one in verdict.cause.issued if one.ranks == [odd]] == [[odd]]
+    assert verdict.next_step
+    if ahead == 0:
+        hold(f"{kind}/told-by-logs-one-has-gone-on", verdict)
+
+
+def in_group(rank: int, number: int, group: str, sequence: int) -> str:
+    """The timeout of a rank in a smaller group, whose lines tell its number in that group."""
+    return timed_out_at(rank, sequence, "ALLREDUCE", 64, (sequence, sequence - 1)).replace(
+        f"PG GUID 0(default_pg) Rank {rank}]", f"PG GUID {group} Rank {number}]"
+    )
+
+
+@pytest.mark.parametrize("files", ["one", "each"])
+@pytest.mark.parametrize(
+    ("ranks", "absent", "culprits"),
+    [
+        ({0: 4, 1: 5, 3: 7}, (2, 6), [6]),  # a row of a mesh
+        ({0: 1, 1: 5, 3: 13}, (2, 9), [9]),  # a column
+        ({1: 5, 2: 6, 3: 7}, (0, 4), [4]),  # its first
+        ({0: 4, 1: 5}, (2, 6), []),  # the size of the group is not known
+        ({0: 0, 2: 8}, (1, 4), []),  # it may be any rank between them
+        ({0: 0, 1: 3, 3: 4}, (2, 9), []),  # irregular
+    ],
+)
+def test_a_ranks_number_in_its_group_tells_which_one_is_missing(
+    tmp_path: Path, ranks: dict[int, int], absent: tuple[int, int], culprits: list[int], files: str
+) -> None:
+    """The rank that is missing waits in another group, of which only it is known."""
+    lines = {rank: in_group(rank, number, "5(tp)", 41) for number, rank in ranks.items()}
+    lines[absent[1]] = in_group(absent[1], 1, "9(dp)", 8801)
+    for rank, text in lines.items():
+        name = "job.log" if files == "one" else f"rank{rank}.log"
+        with (tmp_path / name).open("a") as log:
+            log.write(text)
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == culprits
+    if culprits:
+        assert (verdict.kind, verdict.victims) == ("missing", sorted(ranks.values()))
+        assert verdict.collective is not None and verdict.collective.sequence_number == 41
+    if culprits == [6] and files == "one":
+        hold("missing/told-by-logs-in-another-group", verdict)
+
+
+WARNINGS = {
+    "locked-memory": (
+        SYSTEM,
+        "misc/ibvwrap.cc:278 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate"
+        " memory",
+        "ulimit -l",
+    ),
+    "gpu-direct": (
+        SYSTEM,
+        "misc/ibvwrap.cc:153 NCCL WARN Call to ibv_reg_mr failed with error Bad address",
+        "nvidia_peermem",
+    ),
+    "nvls": (
+        CUDA,
+        "transport/nvls.cc:287 NCCL WARN Failed to bind NVLink SHARP (NVLS) Multicast memory of size"
+        " 2097152 : CUDA error 401 'the operation cannot be performed in the present state'.",
+        "NCCL_NVLS_ENABLE=0",
+    ),
+    "nvls-argument": (
+        CUDA,
+        "transport/nvls.cc:598 NCCL WARN Cuda failure 1 'invalid argument'",
+        "NCCL_NVLS_ENABLE=0",
+    ),
+    "peer-access": (
+        CUDA,
+        "transport/p2p.cc:548 NCCL WARN failed to open CUDA IPC handle : 11 invalid argument",
+        "NCCL_P2P_DISABLE=1",
+    ),
+    "gpu-memory": (
+        CUDA,
+        "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
+        "GPU",
+    ),
+}
+ROLES = {1: ("hgx-a", 0), 5: ("hgx-b", 1)}
+
+
+def printed(rank: int, text: str, level: str = "") -> str:
+    host, gpu = ROLES[rank]
+    return f"{host}:{9000 + rank}:{9100 + rank} [{gpu}] {level}{text}\n"
+
+
+@pytest.mark.parametrize("by", ["communicator", "prefix", "launcher", "last-error"])
+@pytest.mark.parametrize("kind", WARNINGS)
+def test_what_nccl_printed_before_the_exception_names_node_and_setting(
+    tmp_path: Path, kind: str, by: str
+) -> None:
+    """The line of the program is not at fault."""
+    error, warning, setting = WARNINGS[kind]
+    text = warning.partition("NCCL WARN ")[2]
+    prefix = "[rank5]: " if by == "prefix" else ""
+    lines = [f"{prefix}{printed(5, warning)}"]
+    lines.append(printed(1, "misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by x"))
+    if by == "communicator":
+        lines += [
+            printed(rank, f"comm 0x55{rank} rank {rank} nranks 8 cudaDev 1", "NCCL INFO ")
+            for rank in ROLES
+        ]
+    lines.append(raised(1, INTERNAL))
+    lines.append(raised(5, error, *(["Last error:", text] if by == "last-error" else [])))
+    if by == "launcher":
+        listed = exits({5: 1}).replace("pid: 105", "pid: 9005")
+        lines.append(listed.replace("node-7", "hgx-b"))
+    (tmp_path / "job.log").write_text("".join(lines))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "exception", [5])
+    assert text[:40] in verdict.summary
+    assert setting in verdict.next_step and "hgx-b" in verdict.next_step
+    if by == "communicator" and kind in ("locked-memory", "nvls", "peer-access"):
+        hold(f"dead/warned-of-{kind}", verdict)
+
+
+def test_a_warning_of_nccl_is_not_the_cause_of_another_error(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(
+        f"[rank5]: {printed(5, WARNINGS['nvls'][1])}" + raised(5, "ValueError: no batch")
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == [5] and "no batch" in verdict.summary
+    assert "NVLS" not in verdict.next_step
+
+
+def of_nccl2(rank: int, text: str, name: str = "default_pg", number: int | None = None) -> str:
+    """A line of torch 2.15's NCCL backend."""
+    number = rank if number is None else number
+    head = "E1122 03:14:15.926535 4711 ProcessGroupNCCLUtils.cpp:218]"
+    return f"{head} [TC][rank={number}][name={name}] {text}\n"
+
+
+EXPIRED = "Operation timed out after 600000 ms"
+ABORTS = "Aborting process on rank {} due to timeout - timeout watchdog detected operation timeout"
+
+
+@pytest.mark.parametrize("ended", [{}, {0: -6, 1: -6}])
+def test_ranks_whose_operation_timed_out_in_torch_2_15_are_victims(
+    tmp_path: Path, ended: dict[int, int]
+) -> None:
+    """Its lines name neither the operation nor its number."""
+    lines = [of_nccl2(rank, EXPIRED) + of_nccl2(rank, ABORTS.format(rank)) for rank in (0, 1)]
+    (tmp_path / "job.log").write_text("".join(lines) + (exits(ended) if ended else ""))
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == [] and verdict.victims == [0, 1]
+    assert not any("could not be read" in text for text in verdict.missing_evidence)
+    if not ended:
+        hold("missing/told-by-logs-of-torch-2-15", verdict)
+
+
+def test_a_rank_that_raised_by_itself_ends_the_waits_of_torch_2_15(tmp_path: Path) -> None:
+    timeout = VICTIMS["nccl2-timeout"]
+    lines = [of_nccl2(rank, EXPIRED) + raised(rank, *timeout) for rank in (0, 1)]
+    (tmp_path / "job.log").write_text("".join(lines) + raised(2, "ValueError: no batch"))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [2], [0, 1])
+
+
+def test_the_rank_in_a_line_of_torch_2_15_is_that_in_the_group(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(
+        "".join(f"[rank{rank}]:{of_nccl2(rank, EXPIRED, 'tp', rank - 4)}" for rank in (4, 5))
+    )
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == [] and verdict.victims == [4, 5]
+    assert "group tp" in verdict.summary

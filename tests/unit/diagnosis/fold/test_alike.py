@@ -27,8 +27,8 @@ from commlens.diagnosis.fold.alike import (
     counts_for_all,
     ranks_to_examine,
     standing_for_others,
+    state_key,
 )
-from commlens.diagnosis.fold.state_key import state_key
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Finding, Verdict
 

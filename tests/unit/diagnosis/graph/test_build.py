@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from builders import spec
 
@@ -92,3 +94,66 @@ def test_a_batch_that_is_copied_to_the_device_waits_for_it(seen: Observation, ki
     verdict = diagnose_logs([first, second])
     assert verdict.kind == kind
     assert verdict.culprits == ([1] if kind == "missing" else [])
+
+
+PARITY = [
+    Channel(ProcessGroup(str(1 + odd), (odd, odd + 2), "", "nccl"), "cuda", runs_ahead=True)
+    for odd in range(2)
+]
+WORLD = Channel(ProcessGroup("0", (0, 1, 2, 3), "default_pg", "nccl"), "cuda", runs_ahead=True)
+STEPS = 6
+
+
+def parity_log(rank: int) -> RankLog:
+    """A rank whose steps reduce in its half and broadcast to all. Rank 2 leaves the last broadcast
+    out; the others' devices wait in it.
+    """
+    log = RankLog(rank=rank, world_size=4, pid=100 + rank, captured_ns=BEGAN + 8 * SECOND)
+    calls = [("reduce_scatter", PARITY[rank % 2], 45), ("broadcast", WORLD, 51)] * STEPS
+    if rank == 2:
+        calls[-1] = calls[0]
+    numbers: Counter[Channel] = Counter()
+    for index, (op, channel, line) in enumerate(calls, start=1):
+        numbers[channel] += 1
+        announced = BEGAN + index * SECOND // 16
+        is_last = index == len(calls)
+        log.collectives.append(
+            Collective(
+                index=index,
+                channel=channel,
+                sequence_number=numbers[channel],
+                args=CollectiveArgs(op, op, (spec(8),), root=0 if op == "broadcast" else None),
+                state=State.ISSUED if is_last else State.COMPLETED,
+                announced_ns=announced,
+                returned_ns=announced,
+                done_ns=0 if is_last else announced + 1000,
+                learned_how=LearnedHow.ENQUEUED if is_last else LearnedHow.NOT_YET,
+                stack=(Frame("/home/me/train.py", line, op),),
+            )
+        )
+    log.issued = len(calls)
+    at = (Frame("/home/me/train.py", calls[-1][2], "train_step"),)
+    log.stacks.append(ThreadStack(log.pid, "MainThread", at, log.captured_ns, True))
+    return log
+
+
+@pytest.mark.parametrize("asleep", [(), (0,), (2,), (0, 2), (0, 1, 2, 3)])
+def test_a_short_sleep_of_a_thread_that_polls_is_not_what_it_waits_for(
+    asleep: tuple[int, ...],
+) -> None:
+    """A soak's job was given four verdicts, by the moment in which each rank was looked at last:
+    threads that waited for the device and ran in four of ten samples, some just then asleep.
+    """
+    logs = [parity_log(rank) for rank in range(4)]
+    for log, runs in zip(logs, (0.382, 0.473, 0.418, 0.436), strict=True):
+        log.observation = Observation(
+            window_s=5.8,
+            proc_state="S",
+            cpu_s=1.7,
+            running_fraction=runs,
+            stack_moved=False,
+            waits_for="it sleeps" if log.rank in asleep else "",
+        )
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits) == ("cycle", [2])
+    assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from builders import Job, Step, all_reduce
+import pytest
+from builders import Job, S, Step, all_reduce
 from goldens import hold
 from judging import judge
 
@@ -12,9 +13,10 @@ from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation
 
 
-def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
+@pytest.mark.parametrize("ended", [3, 2], ids=["all", "but one"])
+def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it(ended: int) -> None:
     """Rank 3 left out a step and is still exiting when its closed connections have ended the
-    others.
+    others, or all but one, which still waits.
     """
 
     def program(job: Job, rank: int) -> Iterator[object]:
@@ -24,7 +26,7 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
 
     job = Job(4).run(program)
     logs = job.logs()
-    for log in logs[:3]:
+    for log in logs[3 - ended : 3]:
         failed = log.collectives[-1]
         failed.state, failed.error = (
             State.FAILED,
@@ -35,7 +37,7 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
             Observation(End.FAILED, 1, ended_ns=job.now),
         )
     logs[3].closed, logs[3].observation = True, Observation(End.RUNNING)
-    logs[3].captured_ns = logs[3].heartbeat_ns = job.now
+    logs[3].captured_ns, logs[3].heartbeat_ns = job.now, job.now - S
     verdict = judge(logs)
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == (
         "missing",
@@ -44,7 +46,33 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
         "high",
     )
     assert verdict.cause.processes == ["leaving"]
-    hold("missing/finished-and-still-exiting", verdict)
+    if ended == 3:
+        hold("missing/finished-and-still-exiting", verdict)
+
+
+def test_a_wait_that_fails_in_another_group_is_over_too() -> None:
+    """Ranks 0-1 still wait for rank 3, which is still exiting; rank 2 failed in another group."""
+    job = Job(4)
+    most, pair = job.group("most", [0, 1, 3]), job.group("pair", [2, 3])
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(7 if rank == 3 else 8):
+            for group in (most, pair):
+                if rank in group.ranks:
+                    yield all_reduce(group, line=40)
+            yield Step()
+
+    logs = job.run(program).logs()
+    failed = logs[2].collectives[-1]
+    failed.state, failed.error = State.FAILED, "Connection closed by peer [127.0.0.1]:4242"
+    logs[2].exception = f"RuntimeError: {failed.error}"
+    logs[2].observation = Observation(End.FAILED, 1, ended_ns=job.now)
+    logs[3].closed, logs[3].observation = True, Observation(End.RUNNING)
+    logs[3].captured_ns, logs[3].heartbeat_ns = job.now, job.now - S
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [3])
+    assert not verdict.cause.works_too_long
+    assert (verdict.confidence, verdict.cause.doubt) == ("high", None)
 
 
 def test_ranks_that_ctrl_c_ends_in_a_wait_were_waiting() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 import goldens
+import pytest
+from two_sides import same_on_both_sides, split
 
 from commlens.model.cause import AnyCause, Kind
 
@@ -31,6 +33,36 @@ def test_every_kind_of_cause_has_a_golden_file() -> None:
     classes = {cause.__struct_config__.tag for cause in get_args(AnyCause)}
     assert classes - facts("type") == set()
     assert set(get_args(Kind)) - facts("kind") == set()
+
+
+def sentences() -> Iterator[str]:
+    """Yield the sentences of all golden files."""
+    for text in GOLDENS.values():
+        words = re.split(r"\n(?:type|kind): ", text)[0]
+        for part in re.split(r"\n\n|\n(?=[A-Z]{3,} )|\n  - ", words):
+            yield from split(" ".join(part.split()))
+
+
+def test_no_sentence_names_two_sides_with_the_same_words() -> None:
+    assert not same_on_both_sides(sentences())
+
+
+@pytest.mark.parametrize(
+    ("said", "is_empty"),
+    [
+        ("rank 0 moved on to all_gather #8 of group dp [0-2], not to the one at a.py:3", False),
+        ("rank 0 moved on to send #8 to rank 1, not to send to rank 2 as before", False),
+        ("rank 0 moved on to barrier #8 of group dp, not to barrier of group dp as before", True),
+        ("find out why rank 3 comes to all_reduce where the others come to all_reduce", True),
+        ("compare a.py:5 build on rank 2 with a.py:5 build on ranks 0-1,3", True),
+        ("one side comes to a.py:5 build, and the other to a.py:5 build", True),
+        ("Rank 0 waits in recv #1 from rank 1; rank 1 waits in recv #1 from rank 0", False),
+        ("Ranks 0-1 issue all_reduce (64 elements); ranks 2-3 issue all_reduce", False),
+        ("float32[8] (rank 0) against float32[8] (rank 1)", True),
+    ],
+)
+def test_the_search_for_sides_with_the_same_words(said: str, is_empty: bool) -> None:
+    assert bool(same_on_both_sides([said])) == is_empty
 
 
 def names_held() -> Iterator[str]:

@@ -19,8 +19,8 @@ def test_json_says_the_same_but_for_the_stacks():
         columns_from_table(value),
         read_flight_recorder_json(as_json(value), "rank_3.json"),
     )
-    for name in pickled.__slots__:
-        if name in ("source", "stack", "stacks"):
+    for name in pickled.__struct_fields__:
+        if name in ("source", "stack", "call_stacks"):
             continue
         left, right = getattr(pickled, name), getattr(text, name)
         assert (left.tolist() == right.tolist()) if hasattr(left, "tolist") else left == right, name

@@ -23,22 +23,12 @@ from hypothesis import strategies as st
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder import entries, native_entries, pickle_data
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
-from commlens.formats.flight_recorder.table import Table
+from commlens.formats.flight_recorder.table import COLUMNS, Table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
 needs_native = pytest.mark.skipif(
     not native_entries.AVAILABLE, reason="the reader in C was not built here"
 )
-TYPES = {
-    "group": "i4",
-    "name": "i4",
-    "signature": "i4",
-    "stack": "i4",
-    "state": "u1",
-    "retired": "u1",
-    "is_p2p": "u1",
-    "duration_ms": "f8",
-}
 
 
 def in_python(data: bytes) -> Table:
@@ -48,16 +38,12 @@ def in_python(data: bytes) -> Table:
 
 def plain(table: Table) -> dict[str, Any]:
     """A table as lists, whoever made it."""
-    found = {}
-    for name in Table.__slots__:
-        value = getattr(table, name)
-        if isinstance(value, (bytes, tuple)):
-            kind = TYPES.get(name, "i8")
-            value = (
-                np.frombuffer(value, kind) if isinstance(value, bytes) else np.asarray(value, kind)
-            ).tolist()
-        found[name] = value
-    return found
+    columns = {}
+    for name, kind in COLUMNS.items():
+        value = table.columns.get(name, ())
+        packed = isinstance(value, bytes)
+        columns[name] = (np.frombuffer(value, kind) if packed else np.asarray(value, kind)).tolist()
+    return {name: getattr(table, name) for name in Table.__slots__} | {"columns": columns}
 
 
 def a_step(number: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ def test_any_protocol_that_python_saves_again(protocol):
     data = pickle.dumps(value, protocol)
     assert read_pickle(data).value == value
     rows = read_flight_recorder_pickle(data, "rank_3")
-    assert len(rows) == 1200 and len(rows.stacks) == 1
+    assert len(rows) == 1200 and len(rows.call_stacks) == 1
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

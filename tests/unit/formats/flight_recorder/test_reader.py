@@ -34,7 +34,7 @@ def test_entries_become_columns_and_objects_only_when_asked_for():
     assert (len(rows), rows.world_size, rows.version, rows.problems) == (3, 4, "2.10", [])
     assert rows.possible_ranks == (0, 1, 2, 3) and rows.rank == -1
     assert rows.sequence.tolist() == [1, 2, 3] and rows.duration_ns.tolist() == [-1, 1_500_000, -1]
-    assert rows.status == {"0": (3, -1, 2)} and rows.status_groups == {"0": "0"}
+    assert rows.status == {"0": (3, -1, 2)}
     assert len(rows.args) == 2, "equal operations share what they asked for"
     last = operation(rows, 2)
     assert (last.op, last.args.dispatcher_op, last.state, last.sequence_number) == (
@@ -341,4 +341,4 @@ def test_real_dumps_of_16_ranks(shared_data: Path):
         rows = read_flight_recorder_pickle(data, str(path))
         assert (rows.problems, rows.world_size, rows.version) == ([], 16, "2.9")
         assert path.name == f"_dump_{rows.rank}", "its groups and its sends say whose dump it is"
-        assert len(rows.status_groups) == len(rows.status), "also of the ranks that hold no entries"
+        assert len(rows.status) == len(rows.groups), "also of the ranks that hold no entries"

@@ -161,3 +161,60 @@ def test_the_rail_of_a_rank_in_a_log() -> None:
         (2, "n1", "0"),
         (3, "n1", "1"),
     ]
+
+
+TRUNCATED = (
+    "NET/Socket : peer 10.1.0.5<59210> message truncated : receiving 524288 bytes instead of 65536."
+    " If you believe your socket network is in a healthy state, there may be a mismatch"
+)
+
+
+def truncated(*, prefixes: bool, calls: bool, made_: bool) -> str:
+    """The log of two ranks, of which rank 1 receives more than it expects in its fourth call."""
+    said = (
+        "torch.distributed.DistBackendError: NCCL error in: /p/NCCLUtils.cpp:77, {}, NCCL version"
+    )
+    lines = [made(one, 2) for one in range(2) if made_]
+    for number in range(4 if calls else 0):
+        lines += [call(one, number, "Broadcast") for one in range(2)]
+        if number == 3:
+            lines[-2] = lines[-2].replace("count 2097152", "count 4")
+    lines = [line.replace("[nranks=4]", "[nranks=2]") for line in lines]
+    lines.append(f"{head(1).replace('NCCL INFO', 'net_socket.cc:493 NCCL WARN')} {TRUNCATED}\n")
+    if prefixes:
+        lines = [f"[rank{int('19001:' in line)}]: {line}" for line in lines]
+    for one, error, last in (
+        (
+            0,
+            "remote process exited or there was a network error",
+            "connection closed by remote peer",
+        ),
+        (1, "invalid usage (run with NCCL_DEBUG=WARN for details)", TRUNCATED),
+    ):
+        frames = ["Traceback (most recent call last):", '  File "/w/train.py", line 14, in main']
+        told = [*frames, f"{said.format(error)} 2.20.5", "Last error:", last]
+        lines += [f"[rank{one}]: {line}\n" for line in told]
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "made_"), [(False, True), (True, False), (False, False)], ids=str
+)
+def test_both_sides_of_a_truncated_message(tmp_path: Path, prefixes: bool, made_: bool) -> None:
+    """Of two processes whose communicator is not seen made, the last error tells one."""
+    (tmp_path / "a.log").write_text(truncated(prefixes=prefixes, calls=True, made_=made_))
+    verdict = commlens.diagnose(tmp_path / "a.log")
+    assert (verdict.kind, verdict.culprits, len(verdict.findings)) == ("mismatch/shape", [], 1)
+    assert verdict.cause.number == 4 and verdict.cause.ended_by_it == [1]
+    assert [(one.ranks, one.arguments.tensors[0].shape) for one in verdict.cause.issued] == [
+        ([0], (4,)),
+        ([1], (2097152,)),
+    ]
+
+
+def test_a_truncated_message_alone_does_not_tell_which_side_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(truncated(prefixes=False, calls=False, made_=False))
+    verdict = commlens.diagnose(tmp_path / "a.log")
+    assert (verdict.kind, verdict.culprits, verdict.cause.report) == ("mismatch/shape", [], "sizes")
+    assert "524288 bytes where it expects 65536" in verdict.summary
+    assert "NCCL_PROTO" in verdict.summary

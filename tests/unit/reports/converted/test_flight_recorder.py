@@ -131,8 +131,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
             for rows in (after, before)
         ]
         assert shapes[0] == shapes[1]
-        assert [one.file for one in after.stacks[int(after.stack[0])]] == [
-            one.file for one in before.stacks[int(before.stack[0])]
+        assert [one.file for one in after.call_stacks[int(after.stack[0])]] == [
+            one.file for one in before.call_stacks[int(before.stack[0])]
         ]
 
 

@@ -15,7 +15,7 @@ from traces import training
 import commlens
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted import perfetto
-from commlens.reports.trace_perfetto import to_perfetto
+from commlens.reports.converted.perfetto import trace_to_perfetto
 
 
 def of_traces(late_waits: bool = False) -> bytes:
@@ -24,7 +24,7 @@ def of_traces(late_waits: bool = False) -> bytes:
     for event in (event for data in traces for event in data.events if late_waits):
         # after the next ones were issued
         event.wait_ended_ns = event.started_ns + 250_000 + event.sequence
-    return to_perfetto(
+    return trace_to_perfetto(
         (data.rank, data.started_unix_ns, commlens.Trace(data).to_rows()) for data in traces
     )[0]
 

@@ -7,10 +7,11 @@ import zlib
 import pytest
 from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, send, tensor
 
+from commlens.blackbox.layout import PHASE, PHASE_CLOSED
 from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
 from commlens.watch.mismatches import signatures
-from commlens.watch.mismatches.channel_progress import MAX_PENDING
+from commlens.watch.mismatches.channel_progress import MAX_PENDING, ChannelProgress
 
 
 def gather(*shape: int) -> CollectiveArgs:
@@ -460,6 +461,33 @@ def test_messages_after_a_gap_are_paired_by_sequence_number() -> None:
     assert verdict.kind == "mismatch/p2p"
 
 
+def test_a_message_whose_records_are_overwritten_has_its_number_among_all_tags() -> None:
+    node = Node(3)
+    sender, receiver, _ = node.ranks
+    for tag in (1, 2, 3, 4):
+        sender.issue(send(tag), ranks=(0, 1, 2), peer=1, tag=tag)
+        receiver.issue(recv(9 if tag == 3 else tag), ranks=(0, 1, 2), peer=0, tag=tag)
+    node.verification.poll(0.0)
+    # what the rings hold now has lower numbers, but is no message between the two
+    for rank in node.ranks[:2]:
+        rank.issue(send(1), ranks=(0, 1, 2), peer=2)
+        for _ in range(63):
+            rank.issue(all_reduce(8), ranks=(0, 1, 2))
+    (verdict,) = node.look()
+    assert verdict.summary.startswith("ranks disagree in message #3 of the default group [0-2]: ")
+
+
+def test_messages_are_trimmed_once_in_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(2)
+    for tag in (1, 2) * 10:
+        node.ranks[0].issue(send(tag), ranks=(0, 1), peer=1, tag=tag)
+        node.ranks[1].issue(recv(tag), ranks=(0, 1), peer=0, tag=tag)
+    trimmed = []
+    monkeypatch.setattr(ChannelProgress, "trim", lambda self: trimmed.append(self) or 0)
+    assert node.look() == []
+    assert len(trimmed) == 4, "both tags, by the sender and by the receiver"
+
+
 # --- ranks out of step
 
 
@@ -537,3 +565,41 @@ def test_collectives_that_strict_verification_holds_back_are_left_to_it() -> Non
     for rank in node.ranks:
         rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), flags=0)
     assert node.settle() == []
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+@pytest.mark.parametrize("looked", ["never", "before the last round", "within the last round"])
+def test_all_reduce_ops_of_a_rank_that_has_ended_are_read_at_once(how: str, looked: str) -> None:
+    """The watchdog thread's round begins with a heartbeat and reads the reduce ops after it. A look
+    may fall anywhere, and no heartbeat follows the last round.
+    """
+    node = Node(2)
+    for _ in range(5):
+        for rank in node.ranks:
+            rank.issue(all_reduce(8, op="MAX" if rank.rank else "SUM"))
+    if looked != "never":
+        node.look()
+    for rank in node.ranks:
+        rank.begin_round()
+    if looked == "within the last round":
+        node.look()
+    for rank, member in zip(node.ranks, node.members, strict=True):
+        rank.read_reduce_ops()
+        if how == "closed":
+            rank.box.word(PHASE, PHASE_CLOSED)
+        else:
+            member.alive = False
+    said = node.look(after=1.1) + node.look(after=1.1)
+    assert [verdict.kind for verdict in said] == ["mismatch/reduce-op"]
+    assert node.reporter.final_lines()[0].endswith("5 times in all.")
+
+
+def test_records_of_the_last_moment_are_counted_too() -> None:
+    node = Node(2)
+    for number in range(1, 4):
+        for rank in node.ranks:
+            rank.issue(all_reduce(9 if rank.rank else 8))
+        if number < 3:
+            node.look(after=1.2)
+    node.reporter.read_rest()
+    assert node.reporter.final_lines()[0].endswith("3 times in all.")

@@ -11,7 +11,7 @@ from commlens.watch.nodes import ask
 from commlens.watch.nodes.ask import AskedNodes, newest_beats
 from commlens.watch.nodes.beat import Beat, key
 from commlens.watch.nodes.bundles import bundled_by, store_bundle
-from commlens.watch.nodes.looks import LOOK
+from commlens.watch.nodes.status_answers import QUESTION
 
 
 class Store:
@@ -20,7 +20,7 @@ class Store:
     def __init__(self, beats: Sequence[Beat]) -> None:
         self.values = {key("node", beat.slot): msgspec.msgpack.encode(beat) for beat in beats}
         self.values[key("nodes")] = b""
-        self.counter = 3 * LOOK + max(beat.slot for beat in beats) + 1
+        self.counter = 3 * QUESTION + max(beat.slot for beat in beats) + 1
         self.read = 0
 
     def add(self, name: str, amount: int) -> int:

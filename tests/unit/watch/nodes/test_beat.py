@@ -14,6 +14,7 @@ from commlens.watch.nodes.beat import (
     pack_digests,
     unpack_digests,
 )
+from commlens.watch.nodes.states_tree import Tree
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,11 @@ def test_whether_two_nodes_are_of_one_incarnation(
 
 
 def test_requests_go_to_all_nodes_or_to_those_that_are_named() -> None:
-    assert Beat(3, "n3", [6]).request_to(1) is None
-    assert Beat(3, "n3", [6], asks=2, asked_records=9).request_to(1) == Request(3, 2, 9)
-    named = Beat(3, "n3", [6], asks=2, asked_nodes=[1])
-    assert named.request_to(1) == Request(3, 2) and named.request_to(2) is None
+    assert Request(2, 3, records=9).concerns(1)
+    named = Request(2, 3, nodes=[1])
+    assert named.concerns(1) and not named.concerns(2)
+    beat = Beat(3, "n3", [6], asked=Request(2, 3, [1], 9, Tree(0, 4)))
+    assert decoded(msgspec.msgpack.encode(beat)) == beat
 
 
 def test_the_node_with_the_lowest_rank_reports() -> None:
@@ -67,4 +69,4 @@ def test_what_cannot_be_read_is_no_value() -> None:
     written = msgspec.msgpack.encode(beat)
     assert decoded(written) == beat
     assert decoded(written[:-3]) is None and decoded(b"") is None
-    assert key("node", 3) == "commlens/6/node/3"
+    assert key("node", 3) == "commlens/7/node/3"

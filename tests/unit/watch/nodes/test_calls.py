@@ -97,7 +97,7 @@ def test_nodes_that_are_asked_are_woken(nodes: list[Nodes]) -> None:
     def answer() -> bool:
         for rank in sorted(left):
             if (request := nodes[rank].take_request()) is not None:
-                nodes[rank].answer_states(request, States({b"s": 1 << rank}))
+                nodes[rank].answer(request, States({b"s": 1 << rank}))
                 left.discard(rank)
         return len(found) == 2
 
@@ -110,7 +110,7 @@ def test_a_command_wakes_the_nodes_that_it_asks(nodes: list[Nodes], place: Place
     if isinstance(place, Folder):
         pytest.skip("nodes that meet in a folder are not asked")
     last = nodes[-1]
-    last._looks._take = lambda _: b"evidence"
+    last._status_answers._take = lambda _: b"evidence"
     client = place.open(lambda _: False)
     asked = AskedNodes(client, [0])
     found, silent = asked.gather(lambda _, content: content, of=[last._mine.slot], records=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlens.watch.nodes import states_tree
+from commlens.watch.nodes.beat import Request
 from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import Tree
@@ -16,7 +17,7 @@ def two_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collect(tree: Tree, slot: int) -> Collecting:
-    return Collecting((0, 1), tree, tree.children(slot), began=100.0, until=150.0, period_s=0.2)
+    return Collecting(Request(1, 0, tree=tree), slot, began=100.0, period_s=0.2)
 
 
 def test_the_children_of_a_node_that_does_not_answer_are_read_in_its_place() -> None:
@@ -37,13 +38,15 @@ def test_the_children_of_a_node_that_does_not_answer_are_read_in_its_place() -> 
 def test_it_ends_although_a_node_never_answers() -> None:
     root = collect(Tree(0, 3), 0)
     root.has_own = True
-    assert not root.is_complete(149.0)
-    assert root.is_complete(150.1)
+    until = 100.0 + Tree(0, 3).patience_s(0, 0.2)
+    assert not root.is_complete(until - 0.1)
+    assert root.is_complete(until + 0.1)
 
 
 def test_it_ends_although_the_nodes_own_watcher_never_answers() -> None:
     leaf = collect(Tree(0, 3), 2)
-    assert not leaf.is_complete(149.0)
-    assert leaf.is_complete(150.1)
+    until = 100.0 + Tree(0, 3).patience_s(2, 0.2)
+    assert not leaf.is_complete(until - 0.1)
+    assert leaf.is_complete(until + 0.1)
     leaf.has_own = True
     assert leaf.is_complete(101.0)

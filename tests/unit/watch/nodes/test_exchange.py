@@ -205,10 +205,16 @@ def test_the_reporter_reads_bundles_and_what_a_lost_node_would_have_bundled(
     monkeypatch.setattr(StoreClient, "get", note)
     assert eventually(lambda: len(first.others) == 7)
     time.sleep(3 * periods.PERIOD_S)
-    read.clear()
-    time.sleep(3 * periods.PERIOD_S)
     neighbour = key("node", 5 if first._mine.slot == 4 else 4)
-    assert read and neighbour not in read
+
+    def reads_bundles_alone() -> bool:
+        read.clear()
+        time.sleep(3 * periods.PERIOD_S)
+        return bool(read) and neighbour not in read
+
+    assert eventually(reads_bundles_alone), (
+        "a bundle that is late on a busy machine is not waited for"
+    )
     bundler = next((node for node in others if node._mine.slot == 3), None)
     if bundler is None:
         pytest.skip("the node that reports drew the slot of the bundler")
@@ -239,7 +245,7 @@ def test_the_states_of_all_ranks_come_up_the_tree(
             if node is not lost and (request := node.take_request()) is not None:
                 asked.set()
                 assert request.tree is not None
-                node.answer_states(request, own[id(node)])
+                node.answer(request, own[id(node)])
 
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(first.gather_states(own[id(first)])))
@@ -320,7 +326,7 @@ def test_an_answer_to_an_earlier_request_is_none_to_the_next(
         )
         if threading.current_thread() is first._thread and answers and len(threads) == 1:
             threads.append(gather())
-            assert eventually(lambda: first._mine.asks == 2)
+            assert eventually(lambda: first._mine.asked.number == 2)
         return values
 
     own = [key("node", other._mine.slot)]
@@ -350,8 +356,8 @@ def test_a_command_asks_the_other_nodes_without_taking_part(
     )
     assert [beat.slot for beat in asked.beats] == [0, 1], "no slot was drawn"
     # Asked, it looks at its ranks; a node that is gone does not answer.
-    there._looks._take = lambda records: f"{records} records".encode()
-    here._looks._take = pytest.fail
+    there._status_answers._take = lambda records: f"{records} records".encode()
+    here._status_answers._take = pytest.fail
     slot = there._mine.slot
     for _ in range(2):
         assert asked.gather(as_it_is, of=[slot], records=64) == ({slot: b"64 records"}, [])
@@ -377,7 +383,7 @@ def test_a_command_reads_the_states_of_all_ranks_from_the_root_of_the_tree(
     assert eventually(lambda: all(len(node.others) == 6 for node in members))
     for node in members:
         own = States({b"same": 1 << node._mine.ranks[0]})
-        node._looks._take_states = lambda own=own: own
+        node._status_answers._take_states = lambda own=own: own
     (place,) = nodes.places([], None)
     client = place.open(lambda _: False)
     asked = AskedNodes(client, [])

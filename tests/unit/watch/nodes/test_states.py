@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from builders import Job, Stay, all_reduce
 
-from commlens.diagnosis.fold.state_key import state_key
+from commlens.diagnosis.fold.alike import state_key
 from commlens.diagnosis.standstill import pose_key
 from commlens.watch.nodes import states as module
 from commlens.watch.nodes.states import States, fit, pack_states, ranks_in, unpack_states

@@ -1,0 +1,248 @@
+"""Find the members of groups that programs made by hand, and join the worlds that meet in them.
+
+A process knows such a group by its store, its size, and its own rank in it. Processes that tell the
+same store and size are members of one group: vLLM, SGLang and torchft make their groups so, and no
+process tells the global ranks of the others. This is passive: nothing is asked of the job.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from commlens.model.collective import Channel, Collective, HandMade, ProcessGroup
+from commlens.model.ranklog import RankLog
+from commlens.model.store_identity import StoreIdentity, identity_of
+from commlens.model.worlds import JobWorld, Outsider, Worlds
+from commlens.text import DEFAULT_LABELS
+
+_IN_ALL: Final[dict[str, Any]] = {"job": "joined worlds", "restart": 0, "size_in_environment": None}
+"""Fields of the logs of several worlds, which are then one job."""
+
+
+def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
+    """Number the processes of one or several worlds, and put these numbers into their logs in place
+    of ranks, roots and peers. Logs without groups made by hand are returned as they are.
+
+    Args:
+        runs: the logs of each world, one a rank. The order does not matter.
+    """
+    known = [logs for logs in runs if logs]
+    runs = sorted(known, key=lambda logs: (_script(logs), logs[0].job, logs[0].restart))
+    if len(runs) < 2 and not any(_made_by(log) for logs in runs for log in logs):
+        return [log for logs in runs for log in logs]
+    worlds, first = [], 0
+    for logs, name in zip(runs, _names(runs), strict=True):
+        size = max([*(log.world_size for log in logs), *(log.rank + 1 for log in logs)])
+        worlds.append(JobWorld(name, first, size))
+        first += size
+    groups = _Groups(runs, worlds)
+    names = Worlds(tuple(worlds), tuple(groups.outsiders), tuple(groups.presumed))
+    return [
+        _numbered(log, world, groups, names)
+        for logs, world in zip(runs, worlds, strict=True)
+        for log in logs
+    ]
+
+
+class _Claim(NamedTuple):
+    """A process that says which member of a group it is."""
+
+    member: int
+    number: int
+    has_ended: bool
+
+
+class _Groups:
+    """The members of all groups made by hand, by number."""
+
+    def __init__(self, runs: Sequence[Sequence[RankLog]], worlds: Sequence[JobWorld]) -> None:
+        self.outsiders: list[Outsider] = []
+        self.presumed: list[Outsider] = []
+        self._channels: dict[tuple[Channel, JobWorld, int], Channel] = {}
+        self._ranks: dict[tuple[StoreIdentity, int], tuple[int, ...]] = {}
+        claims: dict[StoreIdentity, list[_Claim]] = defaultdict(list)
+        labels: dict[StoreIdentity, str] = {}
+        for logs, world in zip(runs, worlds, strict=True):
+            for log in logs:
+                for made, label in _made_by(log).items():
+                    identity = identity_of(log, made)
+                    number, has_ended = world.first + log.rank, log.observation.has_ended
+                    claims[identity].append(_Claim(made.member, number, has_ended))
+                    labels[identity] = label
+        self._next = worlds[-1].first + worlds[-1].size
+        self._worlds = dict(zip(worlds, runs, strict=True))
+        self._waiting = {
+            claim.number
+            for identity, known in claims.items()
+            if len(known) < identity.size
+            for claim in known
+        }
+        times = Counter(labels.values())
+        # whole groups first: of the others, they tell who is missing
+        for identity in sorted(claims, key=lambda each: (len(claims[each]) < each.size, each)):
+            label = labels[identity]
+            if identity.store:
+                name = label if times[label] == 1 else identity.store
+                self._place(identity, claims[identity], name)
+            else:
+                for claim in claims[identity]:
+                    self._place(identity, [claim], label)
+
+    def _place(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
+        """Set the members of a group for the processes that claim to be in it. If two living ones
+        claim one place, these are several groups: of each, only one member is known.
+        """
+        living = [claim for claim in claims if not claim.has_ended] or claims
+        members = {claim.member: claim.number for claim in living}
+        if len(members) < len(living):
+            for claim in claims:
+                ranks = self._members(identity, {claim.member: claim.number}, label)
+                self._ranks[identity, claim.number] = ranks
+            return
+        members = {claim.member: claim.number for claim in claims} | members
+        ranks = self._members(identity, members, label)
+        self._ranks |= {(identity, claim.number): ranks for claim in claims}
+
+    def _members(
+        self, identity: StoreIdentity, known: Mapping[int, int], label: str
+    ) -> tuple[int, ...]:
+        ranks = dict(known)
+        missing = [member for member in range(identity.size) if member not in known]
+        world = self._world_of(identity.size, known) if missing else None
+        for member in missing:
+            if world is not None and world.first + member not in self._waiting:
+                ranks[member], kind = world.first + member, self.presumed
+            else:
+                ranks[member], kind = self._next, self.outsiders
+                self._next += 1
+            kind.append(Outsider(ranks[member], label, member, identity.size))
+        return tuple(ranks[member] for member in range(identity.size))
+
+    def _world_of(self, size: int, known: Mapping[int, int]) -> JobWorld | None:
+        """Return the world whose ranks make up a group: the group has its size, and those who came
+        have their own ranks in it. One of them alone tells it only if nothing else has brought the
+        ranks of the world together, or if they have been in such a group before.
+        """
+        for world, logs in self._worlds.items():
+            if size == world.size and all(
+                number == world.first + member for member, number in known.items()
+            ):
+                is_told = (
+                    len(known) > 1
+                    or tuple(world.numbers) in self._ranks.values()
+                    or all(
+                        op.channel.group.hand_made is not None
+                        for log in logs
+                        for op in (*log.setups, *log.collectives)
+                    )
+                )
+                return world if is_told else None
+        return None
+
+    def channel(self, log: RankLog, channel: Channel, world: JobWorld) -> Channel:
+        """Return a channel with numbers in place of ranks."""
+        number, made = world.first + log.rank, channel.group.hand_made
+        key = channel, world, number if made is not None else 0
+        if key not in self._channels:
+            group = channel.group
+            if made is None:
+                ranks = tuple(world.first + rank for rank in group.ranks)
+                whole = tuple(world.first + rank for rank in group.whole)
+                changed = msgspec.structs.replace(group, ranks=ranks, whole=whole)
+            else:
+                identity = identity_of(log, made)
+                changed = ProcessGroup(
+                    (identity.store or group.name)
+                    + (f" #{identity.ordinal + 1}" if identity.ordinal else ""),
+                    self._ranks.get((identity, number), (number,)),
+                    _label(group),
+                    group.backend,
+                )
+            self._channels[key] = Channel(changed, channel.device, channel.runs_ahead)
+        return self._channels[key]
+
+
+def _numbered(log: RankLog, world: JobWorld, groups: _Groups, names: Worlds) -> RankLog:
+    """Return the log of a process of ``world`` with numbers in place of ranks."""
+
+    def numbered(op: Collective) -> Collective:
+        channel = groups.channel(log, op.channel, world)
+        if channel.group == op.channel.group:
+            return op
+        of_hand = op.channel.group.hand_made is not None
+
+        def number(rank: int | None) -> int | None:
+            if rank is None:
+                return None
+            if not of_hand:
+                return world.first + rank
+            return channel.group.ranks[rank] if 0 <= rank < len(channel.group.ranks) else None
+
+        args = op.args
+        if args.root is not None:
+            args = msgspec.structs.replace(args, root=number(args.root))
+        peer, source = number(op.peer), number(op.took_from)
+        return msgspec.structs.replace(op, channel=channel, args=args, peer=peer, took_from=source)
+
+    return msgspec.structs.replace(
+        log,
+        collectives=[numbered(op) for op in log.collectives],
+        setups=[numbered(op) for op in log.setups],
+        keys_written=[numbered(op) for op in log.keys_written],
+        store_wait=numbered(log.store_wait) if log.store_wait is not None else None,
+        worlds=names,
+        **(_IN_ALL | {"rank": world.first + log.rank, "world_size": names.size})
+        if len(names.worlds) > 1
+        else {},
+    )
+
+
+def _made_by(log: RankLog) -> dict[HandMade, str]:
+    """Return the groups made by hand that a process is in, with their labels."""
+    return {
+        made: _label(op.channel.group)
+        for op in (*log.setups, *log.collectives)
+        if (made := op.channel.group.hand_made) is not None and made.member < made.size
+    }
+
+
+def _label(group: ProcessGroup) -> str:
+    """Return the name that the program gave a group, else the prefixes of its store."""
+    store = group.hand_made.store if group.hand_made is not None else ""
+    names = group.label, store.partition("/")[2], store
+    return next((name for name in names if name not in DEFAULT_LABELS), "made by hand")
+
+
+def _names(runs: Sequence[Sequence[RankLog]]) -> list[str]:
+    """Return a name for each world: the one that its settings give, else what tells its command
+    line from the others', else a number.
+    """
+    given = [max(log.world for log in logs) for logs in runs]
+    commands = [_words(_script(logs)) for logs in runs]
+    times = Counter(chain.from_iterable(map(set, commands)))
+    differing = [" ".join(word for word in words if times[word] == 1) for words in commands]
+    for derived in (["".join(words[:1]) for words in commands], differing):
+        names = [name or other for name, other in zip(given, derived, strict=True)]
+        if all(names) and len(set(names)) == len(runs):
+            return names
+    return [f"world {number}" for number in range(1, len(runs) + 1)]
+
+
+def _script(logs: Sequence[RankLog]) -> str:
+    """Return the command line of a world's first process."""
+    return min(logs, key=lambda log: log.rank).script
+
+
+def _words(script: str) -> list[str]:
+    try:
+        words = shlex.split(script)
+    except ValueError:
+        words = script.split()
+    return [Path(word).stem for word in words[:1]] + words[1:]

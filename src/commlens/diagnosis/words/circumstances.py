@@ -1,0 +1,104 @@
+"""Words about what else is known of a cause: nodes that have fallen silent, ranks that meet in
+``init_process_group``, and collectives of torch.compile's own.
+"""
+
+from __future__ import annotations
+
+from commlens.diagnosis.words.finding import Words
+from commlens.model.cause import Cause, InitMeeting, StuckInside
+from commlens.text import capital, joined, ranks_and_verb, ranks_phrase
+
+
+def with_lost_nodes(cause: Cause, words: Words) -> Words:
+    """Return a finding's words with its lost nodes, if its cause names any.
+
+    Args:
+        cause: the cause, with the nodes.
+        words: the finding's words about the ranks.
+    """
+    nodes = cause.lost_nodes
+    if not nodes:
+        return words
+    hosts = joined(node.host for node in nodes)
+    each = joined(f"{node.host} ({ranks_phrase(node.ranks)})" for node in nodes)
+    names = f"{'node' if len(nodes) == 1 else 'nodes'} {each}"
+    if nodes[0].vanished:
+        waits = f"; {words.waits}" if words.waits else ""
+        return words._replace(
+            summary=f"{names} vanished{waits}",
+            explanation=(
+                f"The watcher of {hosts} fell silent {min(node.silent_s for node in nodes):.0f} s"
+                " ago, when the connections to the ranks there were closed: the processes there"
+                " ended, all at once or with the machine."
+            ),
+            next_step=(
+                f"look at the scheduler's log and at dmesg of {hosts}: was the machine lost, or"
+                " were all processes there killed?"
+            ),
+        )
+    answers = "answers" if len(nodes) == 1 else "answer"
+    return words._replace(
+        summary=f"{words.waits or words.summary}; {names} no longer {answers}",
+        next_step=(
+            f"look at {hosts} and the network: a machine is lost, or the connection to it, or only"
+            " commlens's watcher there. If its ranks still run, `commlens dump` there shows what"
+            " they do"
+        ),
+        would_raise_confidence=(
+            "Whether the machine, the connection or only commlens's watcher is lost does not show"
+            " from here."
+        ),
+    )
+
+
+_AGENT = (
+    "TORCHELASTIC_USE_AGENT_STORE=True, which torchrun sets, makes every rank a client of the"
+    " launcher's store, so no rank makes one"
+)
+_MAKE_A_STORE = (
+    "store=torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0), which makes the"
+    " store in rank 0"
+)
+
+
+def with_init_meeting(words: Words, cause: Cause) -> Words:
+    """Return the words of a finding with how far the ranks have come in ``init_process_group``."""
+    meeting = cause.init
+    if meeting is None:
+        return words
+    if isinstance(cause, StuckInside) and cause.state == "nobody-listens":
+        return _nobody_listens(words, meeting)
+    evidence = [*words.evidence, _came(meeting)]
+    if meeting.listens is not None:
+        who = "A process listens" if meeting.listens else "Nobody listens"
+        why = f": {_AGENT}" if meeting.agent and not meeting.listens else ""
+        evidence.append(f"{who} at {meeting.address}{why}.")
+    return words._replace(evidence=evidence)
+
+
+def _came(meeting: InitMeeting) -> str:
+    missing = sorted({*range(meeting.size)} - {*meeting.came})
+    if not missing:
+        return f"All {meeting.size} ranks have come to init_process_group."
+    came = f"{len(meeting.came)} of {meeting.size} ranks have come to init_process_group"
+    return f"{came}; {ranks_and_verb(missing, 'has', 'have')} not."
+
+
+def _nobody_listens(words: Words, meeting: InitMeeting) -> Words:
+    why = _AGENT if meeting.agent else "rank 0 is to make the store there, and has not"
+    step = (
+        "leave out init_method, so that the ranks meet at the launcher's MASTER_ADDR and"
+        f" MASTER_PORT, or pass {_MAKE_A_STORE}"
+        if meeting.agent
+        else f"look at what rank 0 does in init_process_group, or pass {_MAKE_A_STORE}"
+    )
+    return words._replace(
+        summary=(f"all ranks are in init_process_group, and nobody listens at {meeting.address}"),
+        explanation=(
+            f"{words.explanation} {capital(why)}, and nothing else listens at {meeting.address}. No"
+            " rank is to blame."
+        ).lstrip(),
+        next_step=step,
+        evidence=(),
+        would_raise_confidence=None,
+    )

@@ -1,0 +1,60 @@
+"""The identity of a group that programs make by hand, and the jobs that such groups join.
+
+A process knows such a group by its store, its size, and its own rank in it. Processes that tell the
+same store and size are members of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from commlens.model.collective import HandMade
+from commlens.model.ranklog import RankLog
+
+_Run = TypeVar("_Run", bound=Hashable)
+
+
+class StoreIdentity(NamedTuple):
+    """The identity of a group made by hand, alike on all its members."""
+
+    store: str
+    size: int
+    ordinal: int
+    machine: str  # where the store's address or path means this store; empty: anywhere
+
+
+def identity_of(log: RankLog, made: HandMade) -> StoreIdentity:
+    """Return the identity of a group made by hand that a process is in."""
+    return StoreIdentity(
+        made.store,
+        made.size,
+        made.ordinal,
+        machine=log.host if made.store.startswith("localhost:") else "",
+    )
+
+
+def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:
+    """Return the groups made by hand that processes are in, as far as all members know them."""
+    return {
+        identity_of(log, made)
+        for log in logs
+        for op in (*log.setups, *log.collectives)
+        if (made := op.channel.group.hand_made) is not None and made.store
+    }
+
+
+def joined_runs(runs: Mapping[_Run, Iterable[RankLog]], first: _Run) -> set[_Run]:
+    """Return the runs that groups made by hand join with the first one, directly or through others,
+    and that one.
+    """
+    if len(runs) == 1:
+        return {first}
+    groups = {run: identities(logs) for run, logs in runs.items()}
+    joined, todo = {first}, [first]
+    while todo:
+        run = todo.pop()
+        more = {other for other in groups if not groups[run].isdisjoint(groups[other])} - joined
+        joined |= more
+        todo += more
+    return joined

@@ -1,0 +1,55 @@
+"""The worlds of a job: programs with default groups of their own, joined by groups made by hand.
+
+Each process of such a job has one number. The processes of a world have consecutive numbers, in the
+order of their ranks. If there is one world, numbers are ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+
+class JobWorld(msgspec.Struct, frozen=True):
+    """One default group, and its processes."""
+
+    name: str
+    first: int  # number of its rank 0
+    size: int
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its processes."""
+        return range(self.first, self.first + self.size)
+
+
+class Outsider(msgspec.Struct, frozen=True):
+    """A member of a group made by hand that has not come to the group."""
+
+    number: int  # of the process, if it is presumed; else above the numbers of all worlds
+    group: str  # the group's label
+    member: int  # its rank in the group
+    size: int  # of the group
+
+
+class Worlds(msgspec.Struct, frozen=True):
+    """The names of the processes of a job."""
+
+    worlds: tuple[JobWorld, ...] = ()
+    outsiders: tuple[Outsider, ...] = ()
+    # whose processes are presumed: the members that came have their own ranks in the group
+    presumed: tuple[Outsider, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of processes of all worlds."""
+        return sum(world.size for world in self.worlds)
+
+    def __bool__(self) -> bool:
+        """Whether numbers differ from ranks."""
+        return len(self.worlds) > 1 or bool(self.outsiders)
+
+
+ONE_WORLD: Final = Worlds()
+"""Numbers are ranks."""

@@ -1,0 +1,32 @@
+"""The arguments of a call of torch, by name. Programs pass them by position or by keyword, and
+torch's versions differ in their order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Reader = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any] | None]
+
+
+def reader_of(function: Callable[..., Any]) -> Reader:
+    """Return a function that names the arguments of a call of ``function``. It returns None for a
+    call that does not fit, and for every call if the parameters have no names.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as of pybind11's
+        return lambda args, kwargs: None
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return lambda args, kwargs: None
+
+    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        try:
+            return signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+
+    return read

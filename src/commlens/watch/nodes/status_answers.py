@@ -1,0 +1,139 @@
+"""Answers to ``commlens status`` on another node: what this node's ranks are doing, as of the
+moment when it asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from commlens.watch.nodes.beat import Request, key
+from commlens.watch.nodes.collecting import Collecting
+from commlens.watch.nodes.meeting_places import Client, stored
+from commlens.watch.nodes.states import States
+
+log = logging.getLogger("commlens")
+
+QUESTION: Final = 1 << 32
+"""Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it
+without another request.
+"""
+_KEPT: Final = 8  # of the newest questions
+_TRIES: Final = 8  # a question is stored just after it is counted
+
+
+class StatusAnswer(msgspec.Struct, frozen=True):
+    """A node's answer."""
+
+    number: int  # of the newest look that it answers
+    evidence: bytes
+
+
+def store_request(client: Client, request: Request) -> None:
+    """Store what a command asks; it is sent with the next request to the store."""
+    client.set(key("ask", request.number % _KEPT), msgspec.msgpack.encode(request))
+
+
+def _read_requests(client: Client, numbers: range) -> list[Request]:
+    """Return what is asked by these numbers, as far as it is stored."""
+    found: list[Request] = []
+    for value in stored(client, "ask", [number % _KEPT for number in numbers]).values():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.msgpack.decode(value, type=Request))
+    return sorted((each for each in found if each.number in numbers), key=lambda each: each.number)
+
+
+class StatusAnswers:
+    """Takes and keeps this node's answers to ``commlens status``.
+
+    Args:
+        take: returns this node's evidence, packed, with so many of the newest records of each rank;
+            called in a thread of its own, because it takes a while.
+        take_states: returns the states of this node's ranks; called like ``take``.
+        ready: called in that thread when the answer is there.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[int], bytes],
+        take_states: Callable[[], States],
+        ready: Callable[[], None],
+    ) -> None:
+        self._take = take
+        self._take_states = take_states
+        self._ready = ready
+        # of the last look that was seen; -1: none yet, those before are answered by nobody
+        self._number = -1
+        self._tries = 0  # to read the next one
+        self._thread: threading.Thread | None = None
+        self._answer: StatusAnswer | None = None
+        self._collecting: Collecting | None = None  # from the nodes below in the tree
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether answers of nodes below in the tree are on their way."""
+        return self._collecting is not None and not self._collecting.is_done
+
+    def see(self, client: Client, counter: int, slot: int, period_s: float) -> None:
+        """Begin to answer if a command has asked this node since the last call.
+
+        Args:
+            client: of the meeting place.
+            counter: the counter of nodes.
+            slot: of this node.
+            period_s: between two looks of a node at the values of others.
+        """
+        number, before = counter // QUESTION, self._number
+        if number == before or (self._thread is not None and self._thread.is_alive()):
+            return
+        # several commands may have asked since; another store counts anew
+        last = before if before < number else number - 1
+        new = range(max(last, number - _KEPT) + 1, number + 1)
+        requests = _read_requests(client, new) if before >= 0 else []
+        self._tries += 1
+        is_last = before < 0 or self._tries >= _TRIES
+        if not is_last and not any(request.number == number for request in requests):
+            return
+        self._number, self._tries = number, 0
+        requests = [request for request in requests if request.concerns(slot)]
+        for request in requests:
+            if request.tree is not None:
+                began = time.monotonic()
+                self._collecting = Collecting(request, slot, began=began, period_s=period_s)
+        if requests:
+            self._thread = threading.Thread(
+                target=self._look, args=(requests,), name="commlens-look", daemon=True
+            )
+            self._thread.start()
+
+    def store(self, client: Client, slot: int) -> None:
+        """Store what is ready: the records of this node's ranks, or the states of all ranks below
+        it in the tree.
+        """
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            client.set(key("look", slot), msgspec.msgpack.encode(answer))
+        if self._collecting is not None and not self._collecting.is_done:
+            self._collecting.collect(client)
+
+    def _look(self, requests: Sequence[Request]) -> None:
+        """Answer: one answer with the most records is for all that asked for records."""
+        for_records = [request for request in requests if request.tree is None]
+        try:
+            if self._collecting is not None and len(for_records) < len(requests):
+                self._collecting.add_own(self._take_states())
+            if for_records:
+                most = max(request.records for request in for_records)
+                self._answer = StatusAnswer(for_records[-1].number, self._take(most))
+        except Exception as error:  # never harm the watcher
+            log.debug(
+                "commlens: a look at this node's ranks failed: %s: %s", type(error).__name__, error
+            )
+            return
+        self._ready()

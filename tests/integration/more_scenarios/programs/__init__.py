@@ -1,0 +1,1 @@
+"""The programs of the scenarios that only tests and benchmarks run."""

@@ -1,0 +1,112 @@
+"""Programs of several worlds, for test_worlds.py: each process makes groups by hand as programs of
+reinforcement learning and serving do, and one member may come late.
+
+Usage: worlds_programs.py SHAPE LATE ROLE, with RANK, WORLD_SIZE and MASTER_PORT as usual, and
+GROUP_PORT of the store of the group that is made by hand. LATE is ROLE:RANK of the process that
+sleeps, or nobody.
+"""
+
+import datetime
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+from torch.distributed import distributed_c10d as c10d
+
+WAIT = datetime.timedelta(seconds=90)
+SHAPE, LATE, ROLE = sys.argv[1:4]
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+PORT = int(os.environ["GROUP_PORT"])
+
+
+def server_of(rank, size):
+    return dist.TCPStore(
+        "127.0.0.1", PORT, size, rank == 0, timeout=WAIT, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def bare_group(rank, size, prefix):
+    """In none of c10d's maps, as vLLM's stateless groups and torchft's."""
+    store = dist.PrefixStore(prefix, server_of(rank, size))
+    group = dist.ProcessGroup(store, rank, size)
+    backend = ProcessGroupGloo(store, rank, size, timeout=WAIT)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    backend._set_sequence_number_for_group()
+    return group
+
+
+def joined_group(rank, size, name):
+    """In c10d's maps, with a mapping that is false, as SGLang's, slime's and AReaL's."""
+    store = dist.PrefixStore(name, server_of(rank, size))
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=WAIT
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+def maybe_late():
+    if f"{ROLE}:{RANK}" == LATE:
+        time.sleep(20)  # the culprit
+
+
+def part_of_a_world():
+    """Ranks 1 and 2 of 3 have a group of their own; rank 0 is busy elsewhere."""
+    dist.init_process_group("gloo", timeout=WAIT)
+    if RANK > 0:
+        group = bare_group(RANK - 1, 2, "pair")
+        for step in range(5):
+            if step == 3:
+                maybe_late()
+            group.allreduce([torch.ones(2)]).wait()
+    elif LATE != "nobody":
+        time.sleep(20)
+    dist.barrier()
+
+
+def no_default_group():
+    """As vLLM's engines."""
+    group = bare_group(RANK, SIZE, "engines")
+    for step in range(5):
+        if step == 3:
+            maybe_late()
+        group.allreduce([torch.ones(2)]).wait()
+
+
+def made_again():
+    """As torchft's quorums."""
+    dist.init_process_group("gloo", timeout=WAIT)
+    for quorum in (1, 2):
+        group = bare_group(RANK, SIZE, f"torchft/{quorum}/0")
+        for step in range(3):
+            if (quorum, step) == (2, 1):
+                maybe_late()
+            group.allreduce([torch.ones(2)]).wait()
+    dist.barrier()
+
+
+def two_worlds():
+    """Trainer 0 sends weights to all rollout workers."""
+    dist.init_process_group("gloo", timeout=WAIT)
+    weights, member = (
+        torch.ones(8),
+        {"trainer:0": 0, "rollout:0": 1, "rollout:1": 2}.get(f"{ROLE}:{RANK}"),
+    )
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    group = joined_group(member, 3, "weight_sync") if member is not None else None
+    for step in range(5):
+        if step == 3:
+            maybe_late()
+        if group is not None:
+            group.allreduce([weights]).wait()
+    dist.barrier()
+
+
+globals()[SHAPE]()
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""Tests of src/commlens/diagnosis/causes/init_meeting.py."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from goldens import hold
+from starting_ranks import init, rank, verdict
+
+from commlens.model.cause import StuckInside
+from commlens.model.ranklog import RankLog, StoreSeen
+
+HERE = StoreSeen("127.0.0.1:29511", listens=True, agent=False)
+CLOSED = StoreSeen("127.0.0.1:29511", listens=False, agent=False)
+AGENTS = StoreSeen("127.0.0.1:29511", listens=False, agent=True)
+
+
+def come(number: int, store: StoreSeen | None, *, life: int = 1) -> RankLog:
+    log = rank(number, init(number=life, inc=life - 1))
+    log.observation = msgspec.structs.replace(log.observation, store=store)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("name", "store"), [("agent-store", AGENTS), ("no-store-of-rank-0", CLOSED)]
+)
+def test_where_nobody_listens_no_rank_is_to_blame(name: str, store: StoreSeen) -> None:
+    found = verdict(*(come(number, store) for number in range(4)))
+    assert (found.kind, found.culprits, found.certain) == ("stuck-inside", [], True)
+    assert isinstance(found.cause, StuckInside)
+    assert (found.cause.state, found.cause.blamed_by) == ("nobody-listens", "nobody")
+    hold(f"stuck-inside/init-{name}", found)
+
+
+@pytest.mark.parametrize(
+    "stores",
+    [
+        [HERE, HERE, HERE, HERE],
+        [None, None, None, None],
+        [HERE, CLOSED, CLOSED, CLOSED],
+        [None, CLOSED, None, None],  # rank 0 may make the store on another host
+    ],
+)
+def test_nothing_is_claimed_of_an_address_that_may_be_served(
+    stores: list[StoreSeen | None],
+) -> None:
+    found = verdict(*(come(number, store) for number, store in enumerate(stores)))
+    assert isinstance(found.cause, StuckInside)
+    assert found.cause.state == "no-progress"
+    assert found.cause.init is not None and found.cause.init.came == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("life", [1, 2])
+def test_a_rank_that_has_not_come_is_named_wherever_the_store_is(life: int) -> None:
+    late = rank(2, *([init()] if life > 1 else []), inside=False)
+    found = verdict(*(come(number, AGENTS, life=life) for number in (0, 1, 3)), late)
+    assert (found.kind, found.culprits) == ("missing", [2])
+    assert found.cause is not None and found.cause.init is not None
+    meeting = found.cause.init
+    assert (meeting.size, meeting.came, meeting.listens) == (4, [0, 1, 3], False)
+    evidence = " ".join(found.findings[0].evidence)
+    assert "3 of 4 ranks" in evidence and "TORCHELASTIC_USE_AGENT_STORE" in evidence

@@ -1,0 +1,23 @@
+"""The profile that py-spy takes."""
+
+from __future__ import annotations
+
+from commlens.model.collective import Frame, FrameKind
+from commlens.processes import pyspy
+
+
+def test_the_profile_of_py_spy() -> None:
+    text = (
+        "thread (7): MainThread;main (/home/me/train.py:30);Loader.__next__ (/lib/x.py:5) 12\n"
+        "thread (8): worker;run (/lib/threading.py:3) 50\n"
+        "thread (7): MainThread;main (/home/me/train.py:31) 3\n"
+        "broken\n"
+    )
+    taken = pyspy.parse_profile(
+        text, 7, lambda file: FrameKind.USER if file.startswith("/home") else FrameKind.LIBRARY
+    )
+    outer = Frame("/home/me/train.py", 30, "main")
+    assert taken == {
+        (Frame("/lib/x.py", 5, "__next__", FrameKind.LIBRARY), outer): 12,
+        (Frame("/home/me/train.py", 31, "main"),): 3,
+    }
