@@ -129,10 +129,10 @@ class Observer:
         if _is_due(subject.throttled, now, _CGROUP_EVERY_S):
             self._read_cgroup(subject, now)
             _forget(subject.throttled, kept_ns)
-        if self._watchdog_is_silent(subject):
-            if _is_due(subject.core_waits, now, _COUNTS_EVERY_S):
-                subject.core_waits.append((now, process.cpu_waits_ns(subject.pid)))
-                _forget(subject.core_waits, kept_ns)
+        if self._watchdog_is_silent(subject) and _is_due(subject.core_waits, now, _COUNTS_EVERY_S):
+            subject.core_waits.append((now, process.cpu_waits_ns(subject.pid)))
+            _forget(subject.core_waits, kept_ns)
+        if self._box_lacks_stacks(subject):
             self._start_py_spy(subject)
 
     @staticmethod
@@ -238,7 +238,7 @@ class Observer:
         if subject.end is not None:
             return subject.end
         seen = self._window(subject, time.monotonic_ns())
-        if self._watchdog_is_silent(subject):
+        if self._box_lacks_stacks(subject):
             self._start_py_spy(subject)
         self._collect(subject, wait_s)
         if subject.stacks is not None:
@@ -298,12 +298,27 @@ class Observer:
             not pulse.heartbeat_ns or _silent_s(pulse, time.monotonic_ns()) > SILENT_S
         )
 
+    def _box_lacks_stacks(self, subject: _Subject) -> bool:
+        """Return whether the watchdog thread cannot record stacks, or beats and has recorded none
+        since the last collective, although it had the time: with a hundredth of a core it does one
+        and not the other.
+        """
+        samples = subject.samples
+        return self._watchdog_is_silent(subject) or (
+            len(samples) > 1
+            and not samples[-1].pulse.closed
+            and not any(sample.pulse.main_stack_since_ns for sample in samples)
+            and samples[0].pulse.records == samples[-1].pulse.records
+            and samples[-1].at_ns - samples[0].at_ns > SILENT_S * 1e9
+        )
+
     def _start_py_spy(self, subject: _Subject) -> None:
         self._collect(subject, 0.0)
-        is_fresh = (
-            subject.stacks is not None and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S
-        )
-        if self._use_py_spy and subject.pending is None and not is_fresh:
+        if (
+            self._use_py_spy
+            and subject.pending is None
+            and not (subject.stacks and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S)
+        ):
             subject.pending = InBackground(
                 partial(pyspy.take, subject.pid, subject.classify),
                 lambda error: Stacks([], f"py-spy failed: {error}"),
@@ -343,9 +358,12 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     if _silent_s(last.pulse, now) <= SILENT_S:
         return False
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
-    if not since or any(sample.state in "TtDZX" for sample in since):
-        return False
-    if _is_starved(since) or _a_thread_is_starved(subject, last.pulse.heartbeat_ns):
+    if (
+        not since
+        or any(sample.state in "TtDZX" for sample in since)
+        or _is_starved(since)
+        or _a_thread_is_starved(subject, last.pulse.heartbeat_ns)
+    ):
         return False
     return (_throttled_fraction(subject) or 0.0) <= 0.5
 

@@ -302,3 +302,25 @@ def test_no_stacks_of_a_process_that_is_gone() -> None:
     stacks = pyspy.take(gone.pid, lambda _: FrameKind.USER)
     assert stacks.threads == []
     assert stacks.note
+
+
+@pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
+@pytest.mark.parametrize(
+    ("changed", "is_asked"),
+    [
+        ({"main_stack_since_ns": 0}, True),
+        ({}, False),
+        ({"main_stack_since_ns": 0, "records": 4}, False),
+    ],
+    ids=["without-a-stack", "with-a-stack", "went-on"],
+)
+def test_py_spy_reads_a_process_that_beats_and_records_no_stacks(
+    child: subprocess.Popen[str], changed: dict[str, int], is_asked: bool
+) -> None:
+    observer = Observer()
+    observer.add(child.pid, job_dirs.start_ticks(child.pid))
+    observer.sample(child.pid, pulse(**changed))
+    time.sleep(1.6)
+    observer.sample(child.pid, pulse(**changed | {"records": 5}))
+    seen = observer.observe(child.pid, wait_s=5)
+    assert bool(seen.stacks or seen.stacks_note) == is_asked
