@@ -151,15 +151,20 @@ clean: ## Remove the virtual environments
 	rm -rf .venv .venv-*
 
 # What the demo needs: torch first, then commlens. A torch other than the pinned one chooses the versions of its own dependencies.
+# To compile all of torch's modules takes longer than to install it: the part that the ranks import is compiled here, once for all of
+# them, while pip builds commlens.
+IMPORTED := import torch.distributed.run, torch.distributed.fsdp, torch.distributed.tensor.parallel
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_VERSION) numpy $(USE_CPU_INDEX) \
 		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
 	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks]' --constraint $(VENV)/constraints.txt
+	@{ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV)/bin/python -c '$(IMPORTED)' || true; } & \
+		$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks]' --constraint $(VENV)/constraints.txt; \
+		status=$$?; wait; exit $$status
 	@touch $@
 
 # What the tests, the linters and the documentation need besides.
